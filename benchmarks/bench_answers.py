@@ -1,16 +1,16 @@
-"""Long answers with and without a decode budget: blocks, step times, and what they lose.
+"""Measure long outputs with and without a decode budget: KV blocks, step times and divergence.
 
     python benchmarks/bench_answers.py --model .cache/smollm2-135m-instruct
 
-First vLLM alone writes each answer (sampled with a seed, since greedy long answers of a small model
-only repeat themselves). Then engines are made to write the same tokens, side by side in one process
-and step by step: vLLM alone, and each method under the decode budget. So times are of the same
-work, and probabilities are along the same text:
+First vLLM alone samples an output per prompt, with a seed, because long greedy outputs of a small
+model only repeat themselves. Then engines step in turns in engine process and are forced to write
+these outputs: vLLM alone, and each method with the decode budget. So all engines do the same work,
+and their probabilities are for the same text:
 
-* blocks: held by all requests, the most over all steps
-* step: the median of the ratios of steps that follow each other, vLLM's over the method's; for the
-  parts of the answer too, since it grows
-* KL: from vLLM alone, in nats per token, a lower bound by the 20 most likely tokens, by position
+* blocks: maximum over all steps of the KV blocks that all requests hold
+* step: median ratio of vLLM's step time to the method's for consecutive steps; also for the last
+  part of the output, since the output grows
+* KL: from vLLM alone by position, in nats per token; a lower bound from the 20 most likely tokens
 """
 
 import argparse
@@ -21,12 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import LIKELY, blocks_in_use, in_this_process, likely_tokens, tell, writing
+from engine_bench import (
+    LIKELY,
+    blocks_in_use,
+    forced_output_processor,
+    print_result,
+    top_logprobs,
+    use_one_process,
+)
 from origin import commit, machine
 
 FULL = "off"
 PART = 500
-"""Tokens of an answer that are put together in the result."""
+"""Output tokens per part of the result."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,57 +44,57 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode-interval", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=500, help="tokens per prompt")
-    parser.add_argument("--answer", type=int, default=2000, help="tokens per answer")
+    parser.add_argument("--answer", type=int, default=2000, help="tokens per output")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
 
 @dataclass(slots=True)
-class Contender:
-    """One engine, and what was seen of it."""
+class MeasuredEngine:
+    """One engine with its measurements."""
 
     llm: Any
     steps: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    likely: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    answers: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def submit(
-        self, prompts: list[list[int]], tokens: int, answers: list[list[int]] | None
+        self, prompts: list[list[int]], tokens: int, forced_outputs: list[list[int]] | None
     ) -> None:
-        """Give all prompts, with the answers to write, or free to sample."""
+        """Submit all prompts, with outputs to force, or None to sample."""
         from vllm import SamplingParams
 
         for i, prompt in enumerate(prompts):
-            own = {} if answers is None else {"write": answers[i]}
+            extra_args = {} if forced_outputs is None else {"write": forced_outputs[i]}
             params = SamplingParams(
                 temperature=0.8,
                 seed=i,
                 max_tokens=tokens,
                 ignore_eos=True,
-                logprobs=None if answers is None else LIKELY,
-                extra_args=own,
+                logprobs=None if forced_outputs is None else LIKELY,
+                extra_args=extra_args,
             )
             self.llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
 
     def step(self) -> None:
         start = time.perf_counter()
-        done = self.llm.llm_engine.step()
+        results = self.llm.llm_engine.step()
         self.steps.append(time.perf_counter() - start)
         self.blocks.append(blocks_in_use(self.llm))
-        for output in done:
-            if output.finished:
-                answer = output.outputs[0]
-                self.answers[output.request_id] = list(answer.token_ids)
-                self.likely[output.request_id] = likely_tokens(answer)
+        for result in results:
+            if result.finished:
+                output = result.outputs[0]
+                self.outputs[result.request_id] = list(output.token_ids)
+                self.logprobs[result.request_id] = top_logprobs(output)
 
 
-def contender(name: str, args: argparse.Namespace) -> Contender:
+def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
     from vllm import LLM
 
     settings = {
@@ -96,7 +103,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
         "decode_budget": args.decode_budget,
         "decode_interval": args.decode_interval,
     }
-    return Contender(
+    return MeasuredEngine(
         LLM(
             args.model,
             max_model_len=8192,
@@ -105,42 +112,46 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
             distributed_executor_backend="uni",
             enable_prefix_caching=False,
             max_num_seqs=args.batch,
-            logits_processors=[writing()],
+            logits_processors=[forced_output_processor()],
             max_logprobs=LIKELY,
             **({} if name == FULL else {"additional_config": {"kvcompress": settings}}),
         )
     )
 
 
-def race(contenders: dict[str, Contender]) -> None:
-    """All in turns, so that what else the machine does falls on all of them."""
-    while any(one.busy for one in contenders.values()):
-        for one in contenders.values():
-            if one.busy:
-                one.step()
+def step_in_turns(engines: dict[str, MeasuredEngine]) -> None:
+    """Run the engines step by step in turns, so that other load affects all of them."""
+    while any(engine.busy for engine in engines.values()):
+        for engine in engines.values():
+            if engine.busy:
+                engine.step()
 
 
-def divergence(args: argparse.Namespace, full: Contender, other: Contender) -> list[float]:
-    """KL per token in each part of the answers."""
+def divergence(
+    args: argparse.Namespace, full: MeasuredEngine, other: MeasuredEngine
+) -> list[float]:
+    """Return the KL per token for each part of the outputs."""
     from vllm_kvcompress.compare.measures import coarse_kl
 
-    assert full.answers == other.answers, "an engine did not write what it was given"
+    assert full.outputs == other.outputs, "an engine did not write the forced output"
     found = []
     for start in range(0, args.answer, PART):
-        places = [
+        kl = [
             coarse_kl(p, q)
-            for name, own in full.likely.items()
+            for name, of_full in full.logprobs.items()
             for p, q in zip(
-                own[start : start + PART], other.likely[name][start : start + PART], strict=True
+                of_full[start : start + PART],
+                other.logprobs[name][start : start + PART],
+                strict=True,
             )
         ]
-        found.append(round(statistics.fmean(places), 4))
+        found.append(round(statistics.fmean(kl), 4))
     return found
 
 
-def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, Any]:
-    full = contenders[FULL]
-    # the prompts' steps are as many in all of them
+def report(args: argparse.Namespace, engines: dict[str, MeasuredEngine]) -> dict[str, Any]:
+    full = engines[FULL]
+    # All engines need the same number of prefill steps.
     first = len(full.steps) - args.answer + 1
     result: dict[str, Any] = {
         "machine": machine(),
@@ -151,45 +162,45 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
             **{"decode_budget": args.decode_budget, "decode_interval": args.decode_interval},
             "dtype": args.dtype,
         },
-        "most_blocks": {name: max(one.blocks) for name, one in contenders.items()},
+        "most_blocks": {name: max(engine.blocks) for name, engine in engines.items()},
         "step_ms": {
-            name: round(statistics.fmean(one.steps[first:]) * 1e3, 2)
-            for name, one in contenders.items()
+            name: round(statistics.fmean(engine.steps[first:]) * 1e3, 2)
+            for name, engine in engines.items()
         },
         "methods": {},
     }
-    for name, one in contenders.items():
+    for name, engine in engines.items():
         if name == FULL:
             continue
-        ratios = [a / b for a, b in zip(full.steps[first:], one.steps[first:], strict=True)]
+        ratios = [a / b for a, b in zip(full.steps[first:], engine.steps[first:], strict=True)]
         result["methods"][name] = {
             "decode_speedup": round(statistics.median(ratios), 3),
-            "of_all_steps": round(sum(full.steps[first:]) / sum(one.steps[first:]), 3),
+            "of_all_steps": round(sum(full.steps[first:]) / sum(engine.steps[first:]), 3),
             "last_part": round(statistics.median(ratios[-PART:]), 3),
-            "kl_by_part": divergence(args, full, one),
+            "kl_by_part": divergence(args, full, engine),
         }
     return result
 
 
 def main() -> None:
     args = parse_args()
-    in_this_process(cache_gib=2)
+    use_one_process(cache_gib=2)
     from vllm_kvcompress.serving.text import english
 
-    contenders = {name: contender(name, args) for name in (FULL, *args.methods)}
-    full = contenders[FULL]
+    engines = {name: build_engine(name, args) for name in (FULL, *args.methods)}
+    full = engines[FULL]
     ids = full.llm.get_tokenizer().encode(english()[: args.batch * args.prompt * 8])
     prompts = [ids[i * args.prompt : (i + 1) * args.prompt] for i in range(args.batch)]
     full.submit(prompts, args.answer, None)
     while full.busy:
         full.step()
-    answers = [full.answers[str(i)] for i in range(args.batch)]
-    contenders[FULL] = Contender(full.llm)
-    for one in contenders.values():
-        one.submit(prompts, args.answer, answers)
-    race(contenders)
-    result = report(args, contenders)
-    tell(result, args.output)
+    outputs = [full.outputs[str(i)] for i in range(args.batch)]
+    engines[FULL] = MeasuredEngine(full.llm)
+    for engine in engines.values():
+        engine.submit(prompts, args.answer, outputs)
+    step_in_turns(engines)
+    result = report(args, engines)
+    print_result(result, args.output)
 
 
 if __name__ == "__main__":

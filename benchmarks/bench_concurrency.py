@@ -1,11 +1,11 @@
-"""How many requests one pool serves at once, and how fast: a real server, off and compressed.
+"""Measure concurrency and throughput of a real server with and without compression.
 
     python benchmarks/bench_concurrency.py --model .cache/smollm2-135m-instruct
 
-Servers one after the other, with the same number of KV blocks: vLLM alone, prompts packed when
-their prefill ends, and prompts that the answer's first tokens judge, by what gives way when the
-pool is short. Each is sent the same prompts all at once by ordinary HTTP clients, while its gauges
-are watched. Two requests with short answers warm each server up; the picture is of the last round.
+Servers run one after the other with the same number of KV blocks: vLLM alone, compression when the
+prefill ends, and compression after a look-ahead with each setting of --kv-lookahead-on-pressure.
+HTTP clients send all prompts at once to each server while its metrics are sampled. Two requests
+with short outputs warm each server up. The picture shows the last round.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.serving.process import CACHE_SPACE, Server, serve
 from vllm_kvcompress.serving.text import english
 
-OFF, AT_ONCE = "vLLM alone", "when the prefill ends"
+OFF, WITHOUT_LOOKAHEAD = "vLLM alone", "when the prefill ends"
 PREEMPTION, WAITING = "look-ahead, preemption", "look-ahead, waiting"
 BLOCK = 128
 _COLORS = ("#616e7c", "#2171b5", "#b5342f", "#d9730d")
@@ -44,24 +44,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget", default="0.2")
     parser.add_argument("--lookahead", type=int, default=32, help="tokens")
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--prompt", type=int, default=1500, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
+    parser.add_argument("--prompt", type=int, default=1500, help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per output")
     parser.add_argument("--blocks", type=int, default=30, help=f"KV blocks of {BLOCK} tokens")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dtype", default="auto", help="auto is the checkpoint's")
+    parser.add_argument("--dtype", default="auto", help="auto uses the dtype of the checkpoint")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     parser.add_argument("--picture", type=Path, help="save blocks over time as a PNG")
     return parser.parse_args()
 
 
 @dataclass(slots=True)
-class Watched:
-    """What a server's gauges said, again and again, of one round.
+class MetricSamples:
+    """Samples of a server's metrics during one round.
 
     Args:
-        seconds: since the round began.
-        running: requests.
-        blocks: of the pool in use, its null block left out.
+        seconds: times since the start of the round.
+        running: running requests.
+        blocks: KV blocks in use, without the null block.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -69,53 +69,62 @@ class Watched:
     blocks: list[float] = field(default_factory=list)
 
 
-def watch(server: Server, blocks: int, stop: threading.Event, seen: Watched) -> None:
+def sample_metrics(
+    server: Server, blocks: int, stop: threading.Event, samples: MetricSamples
+) -> None:
     start = time.perf_counter()
     while not stop.wait(0.25):
-        seen.running.append(server.metric("vllm:num_requests_running"))
-        seen.blocks.append(round(server.metric("vllm:kv_cache_usage_perc") * blocks, 1))
-        seen.seconds.append(round(time.perf_counter() - start, 2))
+        samples.running.append(server.metric("vllm:num_requests_running"))
+        samples.blocks.append(round(server.metric("vllm:kv_cache_usage_perc") * blocks, 1))
+        samples.seconds.append(round(time.perf_counter() - start, 2))
 
 
-def round_of(
+def run_round(
     server: Server, prompts: Sequence[list[int]], tokens: int, blocks: int
-) -> tuple[dict[str, float], Watched]:
-    """Send all prompts at once; what the round took, and what the gauges said meanwhile."""
+) -> tuple[dict[str, float], MetricSamples]:
+    """Send all prompts at once; return the figures of the round and the metric samples."""
 
-    def ask(prompt: list[int]) -> int:
+    def complete(prompt: list[int]) -> int:
         body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=1800)
-        return int(answer.raise_for_status().json()["usage"]["completion_tokens"])
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=1800)
+        return int(response.raise_for_status().json()["usage"]["completion_tokens"])
 
-    stop, seen = threading.Event(), Watched()
-    watcher = threading.Thread(target=watch, args=(server, blocks, stop, seen))
+    stop, samples = threading.Event(), MetricSamples()
+    sampler = threading.Thread(target=sample_metrics, args=(server, blocks, stop, samples))
     preempted = server.metric("vllm:num_preemptions_total")
     start = time.perf_counter()
-    watcher.start()
+    sampler.start()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        counts = list(pool.map(ask, prompts))
+        counts = list(pool.map(complete, prompts))
     seconds = time.perf_counter() - start
     stop.set()
-    watcher.join()
+    sampler.join()
     assert counts == [tokens] * len(prompts), counts
     return {
         "seconds": round(seconds, 2),
-        "running_most": max(seen.running),
-        "running_mean": round(statistics.fmean(seen.running), 2),
-        "blocks_mean": round(statistics.fmean(seen.blocks), 1),
+        "running_most": max(samples.running),
+        "running_mean": round(statistics.fmean(samples.running), 2),
+        "blocks_mean": round(statistics.fmean(samples.blocks), 1),
         "preemptions": server.metric("vllm:num_preemptions_total") - preempted,
-    }, seen
+    }, samples
 
 
 def servers(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The further flags of each server."""
-    own = ["--kv-compress", args.method, "--kv-budget", args.budget, "--kv-min-prompt", "512"]
-    ahead = [*own, "--kv-lookahead", str(args.lookahead), "--kv-lookahead-yields"]
+    """Return the compression flags of each server."""
+    compression = [
+        "--kv-compress",
+        args.method,
+        "--kv-budget",
+        args.budget,
+        "--kv-min-prompt",
+        "512",
+    ]
+    lookahead = [*compression, "--kv-lookahead", str(args.lookahead), "--kv-lookahead-on-pressure"]
     return {
         OFF: [],
-        AT_ONCE: [*own, "--kv-lookahead", "0"],
-        PREEMPTION: [*ahead, "preemption"],
-        WAITING: [*ahead, "waiting"],
+        WITHOUT_LOOKAHEAD: [*compression, "--kv-lookahead", "0"],
+        PREEMPTION: [*lookahead, "preemption"],
+        WAITING: [*lookahead, "waiting"],
     }
 
 
@@ -146,21 +155,21 @@ def main() -> None:
         },
         "servers": {},
     }
-    last: dict[str, Watched] = {}
+    last: dict[str, MetricSamples] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, extra) in enumerate(servers(args).items()):
             log, environment = Path(folder) / str(number), {CACHE_SPACE: "1"}
             with serve(model, [*flags, *extra], log, environment=environment) as server:
                 rounds = []
                 starts = range(0, 37 * (args.rounds * args.requests + 2), 37)
-                texts = [ids[at : at + args.prompt] for at in starts]
+                texts = [ids[start : start + args.prompt] for start in starts]
                 assert all(len(prompt) == args.prompt for prompt in texts), "text too short"
-                # Long enough to be packed behind the look-ahead, and to decode behind that.
-                round_of(server, texts[-2:], args.lookahead + 16, args.blocks)
+                # Long enough to compress the prompts after the look-ahead and decode after that.
+                run_round(server, texts[-2:], args.lookahead + 16, args.blocks)
                 for turn in range(args.rounds):
                     prompts = texts[turn * args.requests :][: args.requests]
-                    told, last[name] = round_of(server, prompts, args.tokens, args.blocks)
-                    rounds.append(told)
+                    figures, last[name] = run_round(server, prompts, args.tokens, args.blocks)
+                    rounds.append(figures)
                 result["servers"][name] = rounds
     times = {
         name: statistics.median(turn["seconds"] for turn in rounds)
@@ -170,7 +179,7 @@ def main() -> None:
         name: round(args.requests / seconds, 3) for name, seconds in times.items()
     }
     result["over_at_once"] = {
-        name: round(times[AT_ONCE] / seconds, 3) for name, seconds in times.items()
+        name: round(times[WITHOUT_LOOKAHEAD] / seconds, 3) for name, seconds in times.items()
     }
     print(json.dumps(result, indent=2))
     if args.output:
@@ -180,20 +189,22 @@ def main() -> None:
         picture(last, args, args.picture)
 
 
-def picture(last: dict[str, Watched], args: argparse.Namespace, path: Path) -> None:
-    """Blocks in use, and requests that run, over the seconds of each server's last round."""
+def picture(last: dict[str, MetricSamples], args: argparse.Namespace, path: Path) -> None:
+    """Plot blocks in use and running requests over the seconds of each server's last round."""
     figure = Figure(figsize=(9, 6), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    for color, (name, seen) in zip(_COLORS, last.items(), strict=True):
-        upper.step(seen.seconds, seen.blocks, color=color, linewidth=1.4, label=name, where="post")
-        lower.step(seen.seconds, seen.running, color=color, linewidth=1.4, where="post")
+    for color, (name, samples) in zip(_COLORS, last.items(), strict=True):
+        upper.step(
+            samples.seconds, samples.blocks, color=color, linewidth=1.4, label=name, where="post"
+        )
+        lower.step(samples.seconds, samples.running, color=color, linewidth=1.4, where="post")
     upper.axhline(args.blocks, color="#cbd2d9", linewidth=1.0, zorder=0)
     upper.set_ylabel(f"KV blocks in use, of {args.blocks}")
-    lower.set_ylabel(f"requests that run, of {args.requests}")
+    lower.set_ylabel(f"running requests, of {args.requests}")
     lower.set_xlabel("seconds")
     upper.set_title(
-        f"{args.requests} prompts of {args.prompt:,} tokens at once, answers of {args.tokens:,}:"
+        f"{args.requests} prompts of {args.prompt:,} tokens, {args.tokens:,} output tokens:"
         f" {args.method} at {args.budget}, look-ahead {args.lookahead}",
         fontsize=10,
     )

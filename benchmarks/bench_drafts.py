@@ -1,15 +1,15 @@
-"""Drafts out of the prompt, with and without compression: how many are taken, and what is held.
+"""Measure n-gram drafts with and without compression: accepted drafts and KV blocks.
 
     python benchmarks/bench_drafts.py --model .cache/smollm2-135m-instruct
 
-Engines side by side in one process answer the same prompts greedily: a text, and a request to write
-it out again, where drafts are at their best. Each engine speaks for itself, so that texts differ
-where compression changes them.
+Engines in one process answer the same prompts greedily: a text, and a request to repeat it, which
+suits n-gram drafts best. Each engine writes its own output, so outputs may differ where compression
+changes them.
 
-* taken: of the drafts that were judged, those that were right
-* tokens a step: of the answer, per step that decoded
-* blocks: the most that a request held while it decoded, drafts included
-* same: whether answers with drafts are, to the token, those without, at the same budget
+* taken: share of drafted tokens that were accepted
+* tokens_a_step: output tokens per decode step
+* blocks: maximum blocks of a request while it decoded, with its drafts
+* same: number of outputs with drafts that equal those without, at the same budget
 """
 
 import argparse
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import blocks_in_use, in_this_process, tell
+from engine_bench import blocks_in_use, print_result, use_one_process
 from origin import commit, machine
 
 BLOCK = 32
@@ -34,25 +34,25 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--method", default="cake-chunk")
     parser.add_argument("--budgets", type=float, nargs="*", default=[0.5, 0.2])
     parser.add_argument("--count", type=int, default=8, help="prompts")
-    parser.add_argument("--tokens", type=int, default=1500, help="of a prompt, about")
-    parser.add_argument("--answer", type=int, default=128, help="tokens")
+    parser.add_argument("--tokens", type=int, default=1500, help="maximum tokens per prompt")
+    parser.add_argument("--answer", type=int, default=128, help="output tokens")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
 
 @dataclass(slots=True)
-class Contender:
-    """One engine, and what was seen of it."""
+class MeasuredEngine:
+    """One engine with its measurements."""
 
     llm: Any
-    judged: int = 0
-    taken: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     steps: int = 0
     blocks: int = 0
-    answers: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
 
-    def watch(self) -> None:
+    def count_drafts(self) -> None:
         """Count drafts from now on."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         make_stats = scheduler.make_spec_decoding_stats
@@ -60,13 +60,13 @@ class Contender:
         def counting(
             stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **named: Any
         ) -> Any:
-            self.judged += num_draft_tokens
-            self.taken += num_accepted_tokens
+            self.drafted_tokens += num_draft_tokens
+            self.accepted_tokens += num_accepted_tokens
             return make_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **named)
 
         scheduler.make_spec_decoding_stats = counting
 
-    def answer(self, name: str, prompt: Sequence[int], tokens: int) -> None:
+    def generate(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -74,19 +74,20 @@ class Contender:
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
         scheduler = engine.engine_core.engine_core.scheduler
         while engine.has_unfinished_requests():
-            done = engine.step()
+            results = engine.step()
             for request in scheduler.running:
                 if request.num_output_tokens:
                     self.steps += 1
                     self.blocks = max(self.blocks, blocks_in_use(self.llm))
-            whole = [output for output in done if output.finished]
-            self.answers += [list(output.outputs[0].token_ids) for output in whole]
+            finished = [output for output in results if output.finished]
+            self.outputs += [list(output.outputs[0].token_ids) for output in finished]
 
 
-def start_many_here() -> None:
-    """vLLM looks for kernels to replace in every module, and stumbles over its drafter's compiler.
+def allow_several_engines() -> None:
+    """Make vLLM register its Triton kernel overrides only once per process.
 
-    Only where an engine starts after one that drafts. Once a process is enough.
+    It scans all modules for kernels to replace, and fails on its drafter's compiled module if an
+    engine starts after one with drafts.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -94,16 +95,16 @@ def start_many_here() -> None:
     setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(once))  # noqa: B010
 
 
-def contender(budget: float | None, drafts: bool, args: argparse.Namespace) -> Contender:
+def build_engine(budget: float | None, drafts: bool, args: argparse.Namespace) -> MeasuredEngine:
     from vllm import LLM
 
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if budget is not None:
-        own["additional_config"] = {
+        options["additional_config"] = {
             "kvcompress": {"compress": args.method, "budget": budget, "lookahead": 0}
         }
     if drafts:
-        own["speculative_config"] = {
+        options["speculative_config"] = {
             "method": "ngram",
             "num_speculative_tokens": DRAFTS,
             "prompt_lookup_min": 2,
@@ -120,59 +121,59 @@ def contender(budget: float | None, drafts: bool, args: argparse.Namespace) -> C
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
         max_num_seqs=1,
-        **own,
+        **options,
     )
-    made = Contender(llm)
+    engine = MeasuredEngine(llm)
     if drafts:
-        made.watch()
-    return made
+        engine.count_drafts()
+    return engine
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     from vllm_kvcompress.serving.text import english
 
-    every = tokenizer.encode(english(), add_special_tokens=False)
-    asked = "\n\nWrite the text above out again, word for word:\n\n"
-    ask = tokenizer.encode(asked, add_special_tokens=False)
-    length = args.tokens - len(ask) - 32
+    ids = tokenizer.encode(english(), add_special_tokens=False)
+    instruction = "\n\nWrite the text above out again, word for word:\n\n"
+    instruction_ids = tokenizer.encode(instruction, add_special_tokens=False)
+    length = args.tokens - len(instruction_ids) - 32
     prompts = []
-    for at in range(args.count):
-        text = every[at * length : (at + 1) * length]
-        # its first words, so that what follows is clear
-        prompts.append([*text, *ask, *text[:32]])
+    for index in range(args.count):
+        text = ids[index * length : (index + 1) * length]
+        # The first words of the text start the output, so that the model repeats the text.
+        prompts.append([*text, *instruction_ids, *text[:32]])
     return prompts
 
 
 def main() -> None:
     args = parse_args()
-    in_this_process(cache_gib=1)
+    use_one_process(cache_gib=1)
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    start_many_here()
+    allow_several_engines()
     budgets = {"off": None, **{f"{args.method} {budget:g}": budget for budget in args.budgets}}
     found = {
-        (name, drafts): contender(budget, drafts, args)
+        (name, drafts): build_engine(budget, drafts, args)
         for name, budget in budgets.items()
         for drafts in (False, True)
     }
     prompts = prompts_of(args, found["off", False].llm.get_tokenizer())
-    for at, prompt in enumerate(prompts):
-        for one in found.values():
-            one.answer(str(at), prompt, args.answer)
-        print(f"{at + 1} of {len(prompts)}: {len(prompt)} tokens", flush=True)
+    for index, prompt in enumerate(prompts):
+        for engine in found.values():
+            engine.generate(str(index), prompt, args.answer)
+        print(f"{index + 1} of {len(prompts)}: {len(prompt)} tokens", flush=True)
     rows = {}
     for name in budgets:
         plain, drafted = found[name, False], found[name, True]
-        same = [a == b for a, b in zip(plain.answers, drafted.answers, strict=True)]
+        same = [a == b for a, b in zip(plain.outputs, drafted.outputs, strict=True)]
         rows[name] = {
-            "judged": drafted.judged,
-            "taken": round(drafted.taken / max(drafted.judged, 1), 3),
+            "judged": drafted.drafted_tokens,
+            "taken": round(drafted.accepted_tokens / max(drafted.drafted_tokens, 1), 3),
             "tokens_a_step": round(
-                statistics.fmean(map(len, drafted.answers)) * len(prompts) / drafted.steps, 2
+                statistics.fmean(map(len, drafted.outputs)) * len(prompts) / drafted.steps, 2
             ),
             "blocks": [plain.blocks, drafted.blocks],
             "same": sum(same),
         }
-    tell(
+    print_result(
         {
             "machine": machine(),
             "command": " ".join(["python", "benchmarks/bench_drafts.py", *sys.argv[1:]]),

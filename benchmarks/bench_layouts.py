@@ -1,17 +1,17 @@
-"""What compressing a prompt costs per layout of the KV cache, side by side, without a model.
+"""Measure the cost of compressing a prompt per KV cache layout, without a model.
 
     python benchmarks/bench_layouts.py
 
-CPU_ATTN's AMX kernels store tiles; its vector kernels store rows. Both are measured on any x86-64:
-one prompt of random keys and values is written into two page pools, and the same method compresses
-it from both, in turns. vLLM's kernel writes the rows; the tiles are written by their formulas,
-because the kernel writes them on a processor with AVX-512 alone. The positions kept are equal, and
-so is every byte of what is kept. Figures are medians over the turns.
+CPU_ATTN's AMX kernels store tiles; its vector kernels store rows. Both can be measured on any
+x86-64 processor: one prompt of random keys and values is written into two page pools, and the same
+method compresses both in turns. vLLM's kernel writes the rows. The benchmark writes the tiles by
+their formulas, because the kernel needs AVX-512. Kept positions and all kept bytes must be equal.
+Figures are medians over the turns.
 
-* score: all layers are scored
-* move: what is kept is moved to its pages
-* tokens: the keys and values of the kept tokens read one by one, by views with split axes: what
-  reading and writing whole pages (move) stands against
+* score: milliseconds to score all layers
+* move: milliseconds to move the kept tokens to their pages
+* tokens: milliseconds to read the kept keys and values token by token through views with split
+  axes, for comparison with reading and writing complete pages (move)
 """
 
 import argparse
@@ -43,21 +43,21 @@ def parse_args() -> argparse.Namespace:
 
 
 def writer(isa: str, args: argparse.Namespace) -> Callable[..., None]:
-    """What puts keys and values ``[n, Hkv, D]`` into pages, in order."""
+    """Return a function that writes keys and values ``[n, Hkv, D]`` into pages in order."""
     import torch
     from vllm import _custom_ops as ops
 
     block, dim = args.block, args.dim
     t, d = torch.arange(block)[:, None], torch.arange(dim)
-    # The formulas of `pages.layouts`.
-    keys_at = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
-    values_at = block * dim + d // 16 * 16 * block + t // 2 * 32 + d % 16 * 2 + t % 2
+    # The same formulas as in `pages.layouts`.
+    key_offsets = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
+    value_offsets = block * dim + d // 16 * 16 * block + t // 2 * 32 + d % 16 * 2 + t % 2
 
     def tiles(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
         flat = pages.flatten(2)
-        for tokens, at in ((keys, keys_at), (values, values_at)):
+        for tokens, offsets in ((keys, key_offsets), (values, value_offsets)):
             by_page = tokens.unflatten(0, (-1, block)).transpose(1, 2)
-            flat[: len(by_page), :, at] = by_page
+            flat[: len(by_page), :, offsets] = by_page
 
     def rows(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
         halves = pages.view(*pages.shape[:2], 2 * block, dim).chunk(2, dim=2)
@@ -66,8 +66,8 @@ def writer(isa: str, args: argparse.Namespace) -> Callable[..., None]:
     return tiles if isa == "amx" else rows
 
 
-def filled(isa: str, args: argparse.Namespace) -> Any:
-    """A compressor whose pool holds one random prompt, and the kernels' layout."""
+def filled_compressor(isa: str, args: argparse.Namespace) -> Any:
+    """Return a compressor whose pool holds one random prompt in the layout of `isa`."""
     import torch
 
     from vllm_kvcompress.engine.compression.compressor import PromptCompressor
@@ -115,7 +115,8 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
     return compressor
 
 
-def finished(budget: float, args: argparse.Namespace) -> Any:
+def pack_job(budget: float, args: argparse.Namespace) -> Any:
+    """Return the job that compresses the prompt to a budget."""
     import torch
 
     from vllm_kvcompress.engine.compression.packer import PackJob
@@ -126,12 +127,16 @@ def finished(budget: float, args: argparse.Namespace) -> Any:
     from vllm_kvcompress.settings.method_of import method_of
 
     settings = CompressionConfig.parse({"compress": args.method, "budget": budget})
-    plan = page_plan(settings.prompt(args.layers, args.prompt), args.block)
+    plan = page_plan(settings.budget_spec(args.layers, args.prompt), args.block)
     if plan is None:
-        raise SystemExit(f"nothing to drop of {args.prompt} tokens at {budget}; lower --budgets")
+        raise SystemExit(
+            f"a budget of {budget} drops none of {args.prompt} tokens: lower --budgets"
+        )
     method = method_of(settings)
     if Reads.COLUMN_SUMS in method.reads:
-        raise SystemExit(f"{args.method} reads the whole attention; choose a method of a window")
+        raise SystemExit(
+            f"{args.method} reads the attention of all queries: choose a method with a window"
+        )
     blocks = -(-args.prompt // args.block)
     generator = torch.Generator().manual_seed(1)
     shape = plan.window, args.heads[0], args.dim
@@ -150,29 +155,29 @@ def finished(budget: float, args: argparse.Namespace) -> Any:
     )
 
 
-def timed(packer: Any, what: Any) -> tuple[dict[str, float], Any]:
-    """Milliseconds of scoring and of moving, and what was kept."""
+def timed(packer: Any, job: Any) -> tuple[dict[str, float], Any]:
+    """Run a job; return the milliseconds of scoring, moving and both, and the kept tokens."""
     seconds = {"score": 0.0, "move": 0.0}
     mover = packer.mover
-    own = {"score": packer._observe, "move": mover.move}
+    originals = {"score": packer._observe, "move": mover.move}
 
-    def around(name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+    def timed_call(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             start = time.perf_counter()
             try:
-                return own[name](*given)
+                return originals[name](*arguments)
             finally:
                 seconds[name] += time.perf_counter() - start
 
         return call
 
-    packer._observe, mover.move = around("score"), around("move")
+    packer._observe, mover.move = timed_call("score"), timed_call("move")
     start = time.perf_counter()
     try:
-        packer.run([what])
+        packer.run([job])
     finally:
         seconds["all"] = time.perf_counter() - start
-        packer._observe, mover.move = own["score"], own["move"]
+        packer._observe, mover.move = originals["score"], originals["move"]
     pool = packer.pool
     kept = [
         mover.read(pool._packed[pool._slots["r"], layer, :count].long())
@@ -182,21 +187,21 @@ def timed(packer: Any, what: Any) -> tuple[dict[str, float], Any]:
     return {name: 1000 * value for name, value in seconds.items()}, kept
 
 
-def token_by_token(compressor: Any, what: Any, args: argparse.Namespace) -> float:
-    """Milliseconds to read the kept tokens of all layers out of AMX tiles, one by one."""
+def token_by_token(compressor: Any, job: Any, args: argparse.Namespace) -> float:
+    """Return the milliseconds to read the kept tokens of all layers from AMX tiles one by one."""
     import torch
 
     pages, dim, block = compressor.pool.pages, args.dim, args.block
     flat = pages.flatten(2)
     keys = flat[..., : block * dim].unflatten(-1, (block // 16, dim // 2, 16, 2))
     values = flat[..., block * dim :].unflatten(-1, (dim // 16, block // 2, 16, 2))
-    count = what.pack_request.plan.pages // args.layers * block
+    count = job.pack_request.plan.pages // args.layers * block
     generator = torch.Generator().manual_seed(2)
     kept = torch.randperm(args.prompt, generator=generator)[:count].sort().values
     head, slot = torch.arange(args.heads[1])[:, None], kept % block
     start = time.perf_counter()
     for layer in range(args.layers):
-        page = compressor.pool.flat_ids(layer, what.blocks)[kept // block]
+        page = compressor.pool.flat_ids(layer, job.blocks)[kept // block]
         keys[page, head, slot // 16, :, slot % 16].flatten(2)
         values[page, head, :, slot // 2, :, slot % 2].flatten(2)
     return 1000 * (time.perf_counter() - start)
@@ -208,21 +213,21 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    compressors = {isa: filled(isa, args) for isa in ("vec", "amx")}
+    compressors = {isa: filled_compressor(isa, args) for isa in ("vec", "amx")}
     rows = {}
     for budget in args.budgets:
-        what = finished(budget, args)
+        job = pack_job(budget, args)
         times: dict[str, list[dict[str, float]]] = {isa: [] for isa in compressors}
-        single = []
+        token_times = []
         for turn in range(args.turns + 1):
             kept = {}
             for isa, compressor in compressors.items():
-                taken, kept[isa] = timed(compressor.packer, what)
-                if turn:  # the first one warms up
-                    times[isa].append(taken)
-            single.append(token_by_token(compressors["amx"], what, args))
-            for ours, theirs in zip(kept["vec"], kept["amx"], strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+                milliseconds, kept[isa] = timed(compressor.packer, job)
+                if turn:  # the first turn warms up
+                    times[isa].append(milliseconds)
+            token_times.append(token_by_token(compressors["amx"], job, args))
+            for of_vec, of_amx in zip(kept["vec"], kept["amx"], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(of_vec, of_amx, strict=True))
         row: dict[str, Any] = {
             isa: {
                 name: round(statistics.median(t[name] for t in times[isa]), 2)
@@ -230,7 +235,7 @@ def main() -> None:
             }
             for isa in times
         }
-        row["tokens"] = round(statistics.median(single[1:]), 2)
+        row["tokens"] = round(statistics.median(token_times[1:]), 2)
         pairs = zip(times["amx"], times["vec"], strict=True)
         row["amx_over_vec"] = round(statistics.median(a["all"] / v["all"] for a, v in pairs), 3)
         rows[str(budget)] = row

@@ -1,10 +1,10 @@
-"""What each method's compression costs, as a share of the prefill that it follows.
+"""Measure the cost of each method's compression as a share of the prefill.
 
     python benchmarks/bench_methods.py --model .cache/smollm2-135m-instruct
 
-One engine in one process; every round prefills the same prompt once per method, in turns, so that
-what else the machine does falls on all of them. The share is the time inside the compressor over
-the rest of the prefill, which is vLLM's own; medians of the rounds.
+One engine in one process. Every round prefills the same prompt once per method, in turns, so that
+other load affects all methods. The share is the time inside the compressor relative to the rest of
+the prefill, which is vLLM's own work. Figures are medians over rounds.
 """
 
 import argparse
@@ -14,26 +14,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_bench import in_this_process, tell
+from engine_bench import print_result, use_one_process
 from origin import commit, machine
 
-GOALS = {"caote": 0.08, "fastcaote": 0.08, "h2o": 0.60, "d2o": 0.60}  # every other method: 0.05
+GOALS = {"caote": 0.08, "fastcaote": 0.08, "h2o": 0.60, "d2o": 0.60}  # all other methods: 0.05
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--budget", type=float, default=0.1)
-    parser.add_argument("--prompt", type=int, default=6000, help="tokens of the prompt")
+    parser.add_argument("--prompt", type=int, default=6000, help="prompt length in tokens")
     parser.add_argument("--chunk", type=int, default=2048, help="max_num_batched_tokens")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--methods", nargs="*", help="presets; all of them if not given")
+    parser.add_argument("--methods", nargs="*", help="presets (default: all)")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
 
-class Timed:
-    """An engine whose compressor is timed, with settings of its own for each request."""
+class TimedEngine:
+    """An engine with a timed compressor that accepts settings per request."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from vllm import LLM
@@ -63,46 +63,50 @@ class Timed:
             setattr(compressor, name, self._timed(getattr(compressor, name)))
 
     def _timed(self, inner: Any) -> Any:
-        def timed(*args: Any, **named: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
-                return inner(*args, **named)
+                return inner(*args, **kwargs)
             finally:
                 self.seconds += time.perf_counter() - start
 
         return timed
 
-    def prefill(self, ids: list[int], asks: dict[str, Any]) -> tuple[float, float]:
-        """Seconds of vLLM's own prefill and of the compression that a request asks for."""
+    def prefill(self, ids: list[int], overrides: dict[str, Any]) -> tuple[float, float]:
+        """Return the seconds of vLLM's own prefill and of the compression of one request.
+
+        Args:
+            overrides: compression settings of the request, for its `extra_args`.
+        """
         from vllm import SamplingParams
 
         self.seconds = 0.0
-        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, extra_args=asks)
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, extra_args=overrides)
         self.llm.llm_engine.add_request("r", {"prompt_token_ids": ids}, params)
         start = time.perf_counter()
         while not self.scheduler.running or self.scheduler.running[0].num_output_tokens == 0:
             self.llm.llm_engine.step()
-        whole, inside = time.perf_counter() - start, self.seconds
+        total, compression = time.perf_counter() - start, self.seconds
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
-        return whole - inside, inside
+        return total - compression, compression
 
 
 def main() -> None:
     args = parse_args()
-    in_this_process(cache_gib=2)
+    use_one_process(cache_gib=2)
     from vllm_kvcompress.methods.presets import PRESETS
     from vllm_kvcompress.serving.text import english
 
-    engine = Timed(args)
+    engine = TimedEngine(args)
     ids = engine.llm.get_tokenizer().encode(english()[: args.prompt * 8])[: args.prompt]
     names = args.methods or list(PRESETS)
-    asks = {name: {"kv_compress": name, "kv_budget": args.budget} for name in names}
+    overrides = {name: {"kv_compress": name, "kv_budget": args.budget} for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    engine.prefill(ids, asks[names[0]])  # warm up
+    engine.prefill(ids, overrides[names[0]])  # warm up
     for _ in range(args.rounds):
         for name in names:
-            times[name].append(engine.prefill(ids, asks[name]))
+            times[name].append(engine.prefill(ids, overrides[name]))
     result = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_methods.py", *sys.argv[1:]]),
@@ -113,15 +117,17 @@ def main() -> None:
         },
         "methods": {
             name: {
-                "prefill_s": round(statistics.median(own for own, _ in pairs), 3),
-                "compression_s": round(statistics.median(ours for _, ours in pairs), 4),
-                "share": round(statistics.median(ours / own for own, ours in pairs), 4),
+                "prefill_s": round(statistics.median(prefill for prefill, _ in pairs), 3),
+                "compression_s": round(
+                    statistics.median(compression for _, compression in pairs), 4
+                ),
+                "share": round(statistics.median(ours / prefill for prefill, ours in pairs), 4),
                 "goal": GOALS.get(name, 0.05),
             }
             for name, pairs in times.items()
         },
     }
-    tell(result, args.output)
+    print_result(result, args.output)
 
 
 if __name__ == "__main__":

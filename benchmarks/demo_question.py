@@ -1,11 +1,12 @@
-"""Which question `make demo` asks: chosen by the full cache, before anything is compressed.
+"""Choose the question that `make demo` asks, using only the uncompressed model.
 
     python benchmarks/demo_question.py
 
-First vLLM alone, without the plugin's flags, is asked every question of
-`vllm_kvcompress.demo.questions`, after the demo's text and without any text. Of those that it
-answers right only after the text, the one that it is surest of is chosen and saved. Then, for the
-record, the compressed server is asked the same questions. Its answers choose nothing.
+First vLLM alone, without the plugin's flags, answers every question of
+`vllm_kvcompress.demo.questions`, with and without the demo's text. Among the questions that it
+answers correctly only with the text, the script chooses and saves the one with the highest
+confidence. Then the compressed server answers the same questions for the record. Its answers do not
+influence the choice.
 """
 
 import argparse
@@ -25,30 +26,30 @@ from vllm_kvcompress.demo.__main__ import common, compression, environment, pars
 from vllm_kvcompress.demo.questions import QUESTIONS, TIMES, Asked, prompt, surest
 from vllm_kvcompress.serving.process import Server, serve
 
-TOKENS = 48  # of an answer, at most
+MAX_TOKENS = 48
 
 
 def answer(server: Server, content: str) -> tuple[str, float]:
-    """A greedy answer, and the least gap between first and second probability among its tokens."""
+    """Return a greedy answer and the minimum probability gap between the top two tokens."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
-    said = client.chat.completions.create(
+    choice = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": content}],
-        max_tokens=TOKENS,
+        max_tokens=MAX_TOKENS,
         temperature=0,
         logprobs=True,
         top_logprobs=2,
     ).choices[0]
-    tokens = said.logprobs.content if said.logprobs and said.logprobs.content else []
+    tokens = choice.logprobs.content if choice.logprobs and choice.logprobs.content else []
     pairs = [sorted((exp(top.logprob) for top in t.top_logprobs), reverse=True) for t in tokens]
-    return said.message.content or "", min((p[0] - p[1] for p in pairs), default=0.0)
+    return choice.message.content or "", min((p[0] - p[1] for p in pairs), default=0.0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo_question.json"))
     args, rest = parser.parse_known_args()
-    demo = parse_args(rest)
+    demo = parse_args(["--long", *rest])
     model = str(Path(demo.model).resolve())
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [prompt(tokenizer, demo.tokens, question) for question in QUESTIONS]
@@ -67,33 +68,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "off.log"
         with serve(model, common(demo), log, environment=environment()) as server:
-            asked = []
+            answers = []
             for question, content in zip(QUESTIONS, prompts, strict=True):
-                said, gap = answer(server, content)
+                text, gap = answer(server, content)
                 alone, _ = answer(server, question.asked)
-                asked.append(Asked(question, said, alone, round(gap, 4)))
-        choice = surest(asked)
+                answers.append(Asked(question, text, alone, round(gap, 4)))
+        choice = surest(answers)
         results["chosen"] = choice.question.text
-        results["known_from_the_text"] = sum(one.known_from_the_text for one in asked)
+        results["known_from_the_text"] = sum(result.known_from_the_text for result in answers)
         results["questions"] = [
             {
-                "note": one.question.note,
-                "question": one.question.text,
-                "fact": one.question.fact,
-                "answer": one.answer,
-                "without_text": one.without_text,
-                "gap": one.gap,
-                "known_from_the_text": one.known_from_the_text,
+                "note": result.question.note,
+                "question": result.question.text,
+                "fact": result.question.fact,
+                "answer": result.answer,
+                "without_text": result.without_text,
+                "gap": result.gap,
+                "known_from_the_text": result.known_from_the_text,
             }
-            for one in asked
+            for result in answers
         ]
         save()
         print(f"chosen: {choice.question.text} {choice.answer!r}, gap {choice.gap}", flush=True)
         flags, log = [*common(demo), *compression(demo)], Path(folder) / "on.log"
         with serve(model, flags, log, environment=environment()) as server:
-            for one, content, entry in zip(asked, prompts, results["questions"], strict=True):
+            for result, content, entry in zip(answers, prompts, results["questions"], strict=True):
                 entry["compressed"], _ = answer(server, content)
-                entry["compressed_right"] = one.question.answered_by(entry["compressed"])
+                entry["compressed_right"] = result.question.answered_by(entry["compressed"])
             assert len(server.compressed()) == len(prompts), "a prompt was not compressed"
     known = [entry for entry in results["questions"] if entry["known_from_the_text"]]
     results["compressed"] = {

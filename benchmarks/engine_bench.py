@@ -1,4 +1,4 @@
-"""What every benchmark of engines in one process does alike."""
+"""Shared functions of the benchmarks that run engines in one process."""
 
 import json
 import os
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     import torch
 
 LIKELY = 20
-"""Most likely tokens of each place, by which distributions are compared."""
+"""Number of most likely tokens per position that divergences are computed from."""
 
 
-def in_this_process(*, cache_gib: int) -> None:
-    """Before the first import of vLLM: one process, quiet, with a CPU cache of `cache_gib`."""
+def use_one_process(*, cache_gib: int) -> None:
+    """Configure vLLM for one quiet process with a CPU KV cache; call before importing vLLM."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -25,9 +25,9 @@ def in_this_process(*, cache_gib: int) -> None:
 
 
 def cache_options(*, cache_gib: int) -> dict[str, int | float]:
-    """Of vLLM's `LLM` on a GPU, which several engines share: a cache of `cache_gib` for each.
+    """Return the `LLM` arguments that give each engine on a shared GPU a cache of `cache_gib`.
 
-    On a CPU the environment says it (`in_this_process`), and nothing is left to say.
+    Empty on a CPU, where `use_one_process` sets the size in the environment.
     """
     import torch
 
@@ -37,103 +37,106 @@ def cache_options(*, cache_gib: int) -> dict[str, int | float]:
 
 
 def blocks_in_use(llm: Any) -> int:
-    """KV blocks out of the pool, the null block aside."""
+    """Return the number of KV blocks in use, without the null block."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
-def writing() -> type:
-    """A logits processor of vLLM's interface: a request's next token is the one it is to write.
+def forced_output_processor() -> type:
+    """Return a vLLM logits processor class that forces the tokens in ``extra_args["write"]``.
 
-    On a GPU it is of Model Runner V2's interface, which the plugin runs on there.
+    On a GPU it implements the interface of Model Runner V2, which the plugin uses there.
     """
     import torch
 
-    return _writing_on_v2() if torch.cuda.is_available() else _writing_on_v1()
+    return _processor_for_v2() if torch.cuda.is_available() else _processor_for_v1()
 
 
-def _writing_on_v1() -> type:
+def _processor_for_v1() -> type:
     import torch
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-    class Writing(AdapterLogitsProcessor):
+    class ForcedOutput(AdapterLogitsProcessor):
         def is_argmax_invariant(self) -> bool:
             return False
 
         def new_req_logits_processor(self, params: Any) -> Any:
-            text = (params.extra_args or {}).get("write")
-            if text is None:
+            tokens = (params.extra_args or {}).get("write")
+            if tokens is None:
                 return None
 
-            def write(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-                leave_only(logits, text[len(output_ids)])
+            def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+                mask_all_but(logits, tokens[len(output_ids)])
                 return logits
 
-            return write
+            return force
 
-    return Writing
+    return ForcedOutput
 
 
-def _writing_on_v2() -> type:
+def _processor_for_v2() -> type:
     import torch
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-    class Writing(LogitsProcessor):
+    class ForcedOutput(LogitsProcessor):
         def __init__(self, vllm_config: Any, req_states: Any) -> None:
             self._prompts = req_states.prompt_len
-            self._texts: dict[int, list[int]] = {}
+            self._outputs: dict[int, list[int]] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            self._texts[req_idx] = (sampling_params.extra_args or {}).get("write") or []
-            return bool(self._texts[req_idx])
+            self._outputs[req_idx] = (sampling_params.extra_args or {}).get("write") or []
+            return bool(self._outputs[req_idx])
 
         def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
             slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
-            for row, (slot, position) in enumerate(zip(slots, positions, strict=False)):
-                text = self._texts.get(slot)
-                written = position + 1 - int(self._prompts.np[slot])
-                if text and 0 <= written < len(text):
-                    leave_only(logits[row], text[written])
+            for index, (slot, position) in enumerate(zip(slots, positions, strict=False)):
+                tokens = self._outputs.get(slot)
+                output_index = position + 1 - int(self._prompts.np[slot])
+                if tokens and 0 <= output_index < len(tokens):
+                    mask_all_but(logits[index], tokens[output_index])
             return logits
 
-    return Writing
+    return ForcedOutput
 
 
-def leave_only(logits: "torch.Tensor", token: int) -> None:
-    """Every other token of ``logits [vocabulary]`` is out of the question."""
-    kept = logits[token].clone()
+def mask_all_but(logits: "torch.Tensor", token: int) -> None:
+    """Set all ``logits [vocabulary]`` except one token's to minus infinity, in place."""
+    value = logits[token].clone()
     logits.fill_(float("-inf"))
-    logits[token] = kept
+    logits[token] = value
 
 
-def most_blocks_in_use(llm: Any) -> Callable[[], int]:
-    """From now on: asked, it says how many KV blocks were out of the pool at most.
+def track_max_blocks(llm: Any) -> Callable[[], int]:
+    """Track the maximum number of KV blocks in use, and return a function that returns it.
 
-    Seen where blocks are taken: a prompt that is compressed gives its own back in the same step.
+    It looks when blocks are allocated, because a compressed prompt frees blocks in the same step.
     """
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    take, most = pool.get_new_blocks, 0
+    allocate, max_blocks = pool.get_new_blocks, 0
 
-    def taking(*args: Any, **kwargs: Any) -> Any:
-        nonlocal most
-        taken = take(*args, **kwargs)
-        most = max(most, blocks_in_use(llm))
-        return taken
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal max_blocks
+        blocks = allocate(*args, **kwargs)
+        max_blocks = max(max_blocks, blocks_in_use(llm))
+        return blocks
 
-    pool.get_new_blocks = taking
-    return lambda: most
+    pool.get_new_blocks = tracked
+    return lambda: max_blocks
 
 
-def likely_tokens(answer: Any) -> list[dict[str, float]]:
-    """Of each place of an answer its most likely tokens' log-probabilities, the likeliest first."""
+def top_logprobs(output: Any) -> list[dict[str, float]]:
+    """Return per output position the log-probabilities of the top tokens, most likely first."""
     return [
-        {str(token): each.logprob for token, each in sorted(place.items(), key=lambda x: x[1].rank)}
-        for place in answer.logprobs or ()
+        {
+            str(token): entry.logprob
+            for token, entry in sorted(position.items(), key=lambda x: x[1].rank)
+        }
+        for position in output.logprobs or ()
     ]
 
 
-def tell(result: dict[str, Any], output: Path | None) -> None:
-    """Print a result, and write it where that was asked for."""
+def print_result(result: dict[str, Any], output: Path | None) -> None:
+    """Print a result as JSON, and write it to `output` if given."""
     text = json.dumps(result, indent=2)
     print(text)
     if output:

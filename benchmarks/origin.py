@@ -1,4 +1,4 @@
-"""Where a figure comes from: the machine and the commit that its file names."""
+"""Return the machine and the commit that a result file records."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """The GPU's name; without one the processor's, if the system tells it, and its cores."""
+    """Return the name of the GPU, or without a GPU the processor and its number of cores."""
     import torch
 
     if torch.cuda.is_available():
@@ -21,20 +21,20 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of the plugin that is imported, marked when files that matter differ from it.
+    """Return the commit of the imported plugin, with a mark if relevant files have changes.
 
-    A copy without git's own files is told by the variable BENCHMARK_COMMIT where it came from.
+    For a copy without .git, set BENCHMARK_COMMIT to its commit.
     """
     import vllm_kvcompress
 
-    if given := os.environ.get("BENCHMARK_COMMIT"):
-        return given
+    if commit_id := os.environ.get("BENCHMARK_COMMIT"):
+        return commit_id
 
     root = Path(vllm_kvcompress.__file__).parents[1]
 
     def git(*words: str) -> str:
-        here = ["git", "-C", str(root), *words]
-        return subprocess.run(here, capture_output=True, text=True, check=False).stdout.strip()
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "vllm_kvcompress", "kernels", "benchmarks/*.py")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")

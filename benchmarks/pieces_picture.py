@@ -1,12 +1,12 @@
-"""Draw what `bench_pieces.py` measured over the length of the prompt.
+"""Plot results of `bench_pieces.py` over prompt length.
 
     cd benchmarks/results
     PYTHONPATH=../.. python -m benchmarks.pieces_picture pieces_qwen2_8000.json \\
         pieces_qwen2_16000_explain_first.json pieces_qwen2_30000.json --out pieces.png
 
-Two panels: the seconds until the first token, and the most blocks at once. A line for each engine
-that was measured at two lengths or more, each length in one file: where several were measured, name
-one, or what is drawn would depend on their order.
+One panel shows seconds to first token, the other the maximum number of blocks. Each engine with
+results for two or more lengths is a line. Pass only one file per length, because the plot would
+otherwise depend on the order of the files.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 _INK, _QUIET = "#1f2933", "#616e7c"
 _COLORS = ("#616e7c", "#b5342f", "#2171b5", "#d9730d", "#3f9b5f")
-_PANELS = (("first_token_s", "seconds to the first token"), ("most_blocks", "blocks, at most"))
+_PANELS = (("first_token_s", "seconds to first token"), ("most_blocks", "maximum number of blocks"))
 
 
 def lines_of(results: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
-    """By engine, a figure by the tokens of the prompt.
+    """Return a figure by engine and prompt length in tokens.
 
     Raises:
-        ValueError: an engine was measured twice with as many tokens.
+        ValueError: two files have results of an engine for the same length.
     """
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for result in results:
@@ -37,36 +37,36 @@ def lines_of(results: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[i
         for name, row in result["rows"].items():
             if tokens in found[name]:
                 raise ValueError(
-                    f"each length must be in one file, got {name} twice with {tokens} tokens; name"
-                    " one of the files"
+                    f"each prompt length must be in one file, got {name} twice with {tokens}"
+                    " tokens: pass only one of the files"
                 )
             found[name][tokens] = row[figure]
     return found
 
 
 def name_of(engine: str) -> str:
-    """What the legend says of one engine."""
-    engine, _, whole = engine.partition("@")
+    """Return the legend of an engine."""
+    engine, _, max_whole = engine.partition("@")
     piece, _, probe = engine.partition(":")
     if not piece.isdigit():
-        return {"off": "vLLM alone", "whole": "compressed whole"}[piece]
-    judge = "judged by themselves" if probe == "0" else "judged by the prompt's ends"
-    held = f" in {int(whole):,} tokens" if whole else ""
-    return f"pieces of {int(piece):,}{held}, {judge}"
+        return {"off": "vLLM alone", "whole": "compressed after prefill"}[piece]
+    scorer = "scored by themselves" if probe == "0" else "scored by the prompt's ends"
+    limit = f" in {int(max_whole):,} tokens" if max_whole else ""
+    return f"pieces of {int(piece):,}{limit}, {scorer}"
 
 
 def save_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Both panels; lengths and seconds on logarithmic axes."""
-    drawn = Figure(figsize=(10.4, 4.2), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(drawn)
+    """Save both panels as a PNG with logarithmic axes."""
+    canvas = Figure(figsize=(10.4, 4.2), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(canvas)
     lengths = sorted({result["shapes"]["tokens"] for result in results})
     for number, (figure, title) in enumerate(_PANELS, 1):
-        axes = drawn.add_subplot(1, len(_PANELS), number)
+        axes = canvas.add_subplot(1, len(_PANELS), number)
         lines = lines_of(results, figure).items()
-        drawable = [(engine, line) for engine, line in lines if len(line) > 1]
-        for color, (engine, line) in zip(_COLORS, drawable, strict=False):
-            where = sorted(line)
-            axes.plot(where, [line[at] for at in where], "o-", color=color, label=name_of(engine))
+        plotted = [(engine, line) for engine, line in lines if len(line) > 1]
+        for color, (engine, line) in zip(_COLORS, plotted, strict=False):
+            x = sorted(line)
+            axes.plot(x, [line[tokens] for tokens in x], "o-", color=color, label=name_of(engine))
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(FixedLocator(lengths))
@@ -75,18 +75,18 @@ def save_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("tokens of the prompt", color=_INK)
+        axes.set_xlabel("prompt length in tokens", color=_INK)
         axes.set_title(title, color=_INK, fontsize=10)
         axes.tick_params(colors=_QUIET, labelsize=8)
         axes.grid(visible=True, which="major", color="#e4e7eb", linewidth=0.7)
         if number == 1:
             axes.legend(fontsize=8, frameon=False)
-    drawn.savefig(path, format="png")
+    canvas.savefig(path, format="png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("results", nargs="+", type=Path, help="what bench_pieces.py wrote")
+    parser.add_argument("results", nargs="+", type=Path, help="outputs of bench_pieces.py")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     save_picture([json.loads(path.read_text()) for path in args.results], args.out)

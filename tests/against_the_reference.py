@@ -1,4 +1,4 @@
-"""A preset on plain tensors, against docs/methods.md in float64."""
+"""Compare a preset on plain tensors with docs/methods.md in float64."""
 
 import math
 
@@ -47,10 +47,10 @@ def scores_of(preset, q, k, v, w):
     return getattr(ref, preset)(q, k, v, w)
 
 
-def budgets_of(preset, layers, scores, base, ratio, w, allocator_window, guarded=0):
-    """Of the tokens that are neither the window's nor protected."""
+def budgets_of(preset, layers, scores, base, ratio, w, allocator_window, protected_past=0):
+    """Return the layers' budgets of tokens that are neither in the window nor protected."""
     tokens = layers[0][1].shape[1]
-    past = tokens - w - guarded
+    past = tokens - w - protected_past
     if preset == "pyramidkv":
         return ref.pyramid_budgets(len(layers), base, past)
     if preset in ("cake", "cake-chunk"):
@@ -62,24 +62,24 @@ def budgets_of(preset, layers, scores, base, ratio, w, allocator_window, guarded
         return ref.global_budgets([s.astype(np.float32) for s in scores], base, past)
     if preset == "d2o":
         sums = [ref.column_sums(q, k) for q, k, _ in layers]
-        total = round(ratio * tokens * len(layers)) - guarded * len(layers)
+        total = round(ratio * tokens * len(layers)) - protected_past * len(layers)
         return ref.d2o_budgets(sums, total, past)
     return [base] * len(layers)
 
 
-def check_layer(preset, got, layer, score, past, w, size, guarded=()):
-    """One layer's positions, ranked by `score` up to float32's rounding at the boundary.
+def check_layer(preset, got, layer, score, past, w, size, protected_past=()):
+    """Check one layer's positions, ranked by `score` up to float32 rounding at the boundary.
 
-    Those of protected tokens are kept besides, and the method sees the others side by side.
+    Protected tokens must be kept too, and the method sees the other tokens side by side.
     """
     kv_heads, tokens = got.keys[layer].shape[0], score.shape[1] + w
-    others = [j for j in range(tokens - w) if j not in guarded]
-    place = {j: number for number, j in enumerate(others)}
-    score = score[:, others]
+    unprotected = [j for j in range(tokens - w) if j not in protected_past]
+    place = {j: number for number, j in enumerate(unprotected)}
+    score = score[:, unprotected]
     for head in range(kv_heads):
         kept = got.positions[layer][head].tolist()
         assert kept == sorted(set(kept))
-        assert set(guarded) | set(range(tokens - w, tokens)) <= set(kept)
+        assert set(protected_past) | set(range(tokens - w, tokens)) <= set(kept)
         kept = [place[j] for j in kept if j in place]
         assert len(kept) == past
         row = score[head]
@@ -98,57 +98,63 @@ def check_layer(preset, got, layer, score, past, w, size, guarded=()):
             assert kept == want
 
 
-def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=None, spans=()):
+def assert_equals_reference(preset, shape, ratio, sinks=None, lookahead=0, window=None, spans=()):
+    """Check budgets, positions, scores, keys and values of a preset on one shape."""
     w = WINDOWS.get(preset, 32)
-    if answered:
-        w = min(w if preset == "tova" else 32, answered)
-    w = own = window or w
-    if answered and preset in ref.BY_ANSWER and not window:
-        w, own = answered + 16, min(16, answered)
+    if lookahead:
+        w = min(w if preset == "tova" else 32, lookahead)
+    w = settings_window = window or w
+    if lookahead and preset in ref.OUTPUT_SCORERS and not window:
+        w, settings_window = lookahead + 16, min(16, lookahead)
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
     q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
-    policy = {"compress": preset, **({"lookahead": answered} if answered else {})}
+    policy = {"compress": preset, **({"lookahead": lookahead} if lookahead else {})}
     policy |= {"window": window} if window else {}
     got = compress(q, k, v, policy=policy, budget=ratio, sinks=sinks, protect=spans)
     protected = {j for start, stop in spans for j in range(start, stop)}
-    guarded = sorted(j for j in protected if j < tokens - w)
-    others = [j for j in range(tokens - w) if j not in protected]
+    protected_past = sorted(j for j in protected if j < tokens - w)
+    unprotected = [j for j in range(tokens - w) if j not in protected]
     exact = [tuple(x[i].double().numpy() for x in (q, k, v)) for i in range(layers)]
     if sinks is not None:
-        of_heads = sinks.double().numpy()
-        exact = [(ref.with_sinks(q, of_heads[i]), k, v) for i, (q, k, v) in enumerate(exact)]
-    scored_by_output = ref.BY_ANSWER.get(preset) if answered else None
-    latest = answered if answered < w else None
+        sink_logits = sinks.double().numpy()
+        exact = [(ref.with_sinks(q, sink_logits[i]), k, v) for i, (q, k, v) in enumerate(exact)]
+    output_scorer = ref.OUTPUT_SCORERS.get(preset) if lookahead else None
+    num_output = lookahead if lookahead < w else None
     scores = [
-        scored_by_output(*layer, w, latest) if scored_by_output else scores_of(preset, *layer, w)
+        output_scorer(*layer, w, num_output) if output_scorer else scores_of(preset, *layer, w)
         for layer in exact
     ]
-    size = None if scored_by_output else CHUNKS.get(preset)
-    base = max(math.floor(ratio * (tokens - answered)), own + 1) + answered - w - len(guarded)
-    allocator_window = min(answered, w) if answered else w
-    free_scores = [score[:, others] for score in scores]
-    shared = base, ratio, w, allocator_window, len(guarded)
-    budgets = budgets_of(preset, exact, free_scores, *shared)
-    assert got.budgets == [b + w + len(guarded) for b in budgets]
+    size = None if output_scorer else CHUNKS.get(preset)
+    base = (
+        max(math.floor(ratio * (tokens - lookahead)), settings_window + 1)
+        + lookahead
+        - w
+        - len(protected_past)
+    )
+    allocator_window = min(lookahead, w) if lookahead else w
+    free_scores = [score[:, unprotected] for score in scores]
+    budget_args = base, ratio, w, allocator_window, len(protected_past)
+    budgets = budgets_of(preset, exact, free_scores, *budget_args)
+    assert got.budgets == [b + w + len(protected_past) for b in budgets]
     for layer, score in enumerate(scores):
         found = got.scores[layer]
         assert found.shape == (kv_heads, tokens)
         assert found.dtype == torch.float32
         assert torch.isinf(found[:, tokens - w :]).all()
-        assert (found[:, guarded] == torch.inf).all()
+        assert (found[:, protected_past] == torch.inf).all()
         free = ~torch.isinf(found[:, : tokens - w])
         np.testing.assert_allclose(
             found[:, : tokens - w][free].numpy(), score[free.numpy()], rtol=1e-4, atol=1e-6
         )
-        check_layer(preset, got, layer, score, budgets[layer], w, size, guarded)
+        check_layer(preset, got, layer, score, budgets[layer], w, size, protected_past)
         for head in range(kv_heads):
             kept = got.positions[layer][head]
             want = k[layer, head, kept], v[layer, head, kept]
             if preset == "d2o":
                 merged = ref.merge(exact[layer][1][head], exact[layer][2][head], kept.tolist())
-                whole = torch.tensor([j in protected for j in kept.tolist()])[:, None]
+                is_protected = torch.tensor([j in protected for j in kept.tolist()])[:, None]
                 want = tuple(
-                    a.where(whole, torch.from_numpy(b).float())
+                    a.where(is_protected, torch.from_numpy(b).float())
                     for a, b in zip(want, merged, strict=True)
                 )
             torch.testing.assert_close(got.keys[layer][head], want[0], rtol=1e-4, atol=1e-5)

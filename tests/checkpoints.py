@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of each supported architecture, and real text to feed them.
+"""Create tiny random checkpoints of each supported architecture, and seeded token prompts.
 
 Weights are seeded. The tokenizer is the demo model's; ids above the vocabulary never occur.
 """
@@ -33,17 +33,17 @@ VOCAB = 512
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One architecture with its heads, and what its configuration needs besides."""
+    """Size of one architecture: layers, heads and extra configuration keys."""
 
     config: type
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    more: Mapping[str, Any] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     block: int = 32
-    """Tokens of its KV block, where 32 are asked for."""
+    """Tokens per KV block that vLLM chooses when 32 are requested."""
 
 
 SHAPES = {
@@ -52,13 +52,13 @@ SHAPES = {
     "llama-mqa": Shape(LlamaConfig, 3, 4, 1, 64),
     "llama-two-layers": Shape(LlamaConfig, 2, 4, 2, 32),
     "llama-one-layer": Shape(LlamaConfig, 1, 2, 1, 32),
-    "llama-d80": Shape(LlamaConfig, 2, 2, 1, 80),  # not a multiple of 32: vLLM's vec16 kernels
+    "llama-d80": Shape(LlamaConfig, 2, 2, 1, 80),  # no multiple of 32: vLLM's vec16 kernels
     "qwen2": Shape(Qwen2Config, 3, 6, 2, 32),
     "qwen3": Shape(Qwen3Config, 3, 4, 2, 64),
     "mistral": Shape(MistralConfig, 3, 4, 2, 32, {"sliding_window": None}),
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-MIXTURES = {  # of experts
+MIXTURES = {  # mixtures of experts
     "qwen3-moe": Shape(Qwen3MoeConfig, 2, 4, 2, 32, {"num_experts": 8, **EXPERTS}),
     "mixtral": Shape(
         MixtralConfig, 2, 4, 2, 32,
@@ -70,7 +70,7 @@ MIXTURES = {  # of experts
     ),
 }  # fmt: skip
 _W, _F = "sliding_attention", "full_attention"
-HYBRIDS = {  # layers with a sliding window beside full ones
+HYBRIDS = {  # sliding-window layers and full-attention layers
     "gemma3": Shape(
         Gemma3TextConfig, 7, 4, 2, 32,
         {
@@ -96,13 +96,13 @@ _GRANITE = {
     "mamba_n_heads": 8, "mamba_chunk_size": 32,
     "position_embedding_type": "rope", "attention_multiplier": 32**-0.5,
 }  # fmt: skip
-# vLLM's CPU build takes these layers in bfloat16 alone, with heads of 128
+# vLLM's CPU build supports these layers only in bfloat16 with a head size of 128
 _DELTA = {
     "layer_types": [_S, _S, _F, _S, _S, _F, _S, _S],
     "linear_num_key_heads": 1, "linear_num_value_heads": 1,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
-STATEFUL = {  # layers that keep a state beside full ones: a block is as long as that is large
+STATEFUL = {  # state-space and full-attention layers; the state's size sets the block size
     "granite": Shape(
         GraniteMoeHybridConfig, 6, 4, 2, 32,
         {
@@ -152,7 +152,7 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
-        **shape.more,
+        **shape.extra_config,
     )
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -160,20 +160,20 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     return str(path)
 
 
-def talking(folder: Path, speaker: str) -> str:
-    """A random checkpoint of 4 layers that takes and gives text, with `speaker`'s tokenizer.
+def text_checkpoint(folder: Path, tokenizer_source: str) -> str:
+    """Write a random 4-layer checkpoint with the tokenizer of `tokenizer_source`; return its path.
 
-    For servers of which a test wants no sense: a prompt costs it next to nothing.
+    For servers whose outputs need not make sense: a prompt costs almost no compute.
     """
-    vocab = json.loads(Path(speaker, "config.json").read_text())["vocab_size"]
+    vocab = json.loads(Path(tokenizer_source, "config.json").read_text())["vocab_size"]
     path = make("llama-gqa", folder / "talking", vocab)
-    for file in Path(speaker).iterdir():
+    for file in Path(tokenizer_source).iterdir():
         if "token" in file.name or "template" in file.name:
             shutil.copy(file, path)
     return path
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """`count` seeded ids in ``[3, VOCAB)``: never a special token."""
+    """Return `count` seeded ids in ``[3, VOCAB)``, which excludes special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (count,), generator=generator).tolist()

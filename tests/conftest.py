@@ -1,4 +1,4 @@
-"""Settings for the whole suite; they must precede the first import of Triton, vLLM or Ray."""
+"""Settings for the test suite; they must be made before Triton, vLLM or Ray is imported."""
 
 import os
 import random
@@ -15,19 +15,19 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# vLLM's own drafter runs through numba, whose OpenMP layer sets the number of threads that torch
-# has in this process from then on, whatever OMP_NUM_THREADS says. Two threads that spin while they
-# wait for each other make later files many times slower where another worker has the other core.
+# vLLM's n-gram drafter uses numba, whose OpenMP layer overrides OMP_NUM_THREADS for torch in this
+# process. Two threads that spin while waiting for each other make later files many times slower
+# when another pytest worker uses the second core.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
-# What is freed stays with the process. To give it back and to fault it in again, as glibc does from
-# 128 KiB on, is a twentieth of what an engine with small tensors takes.
+# Keep freed memory in the process. By default glibc returns allocations of 128 KiB and more to the
+# kernel, and the page faults take about 5 % of the run time of an engine with small tensors.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
-# Else each of the many processes that tests start would compile our modules anew.
+# Without bytecode files, each process that a test starts would compile our modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# whoever reaches a Ray's ports may run what he likes
+# Anyone who can reach Ray's ports can execute code, so require a token.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
 
 
-# The files that take longest, so that they start first and neither worker is idle at the end.
+# The slowest files start first, so that no worker is idle at the end.
 LONGEST = (
     "engine/test_model_runner_v2",
     "kernels/test_in_interpreter",
@@ -74,7 +74,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
-    rank = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    rank = {tests / f"{name}.py": index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
@@ -89,32 +89,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds by file: set-up, tests and tear-down together."""
-    spent: Counter[str] = Counter()
+    """Print the slowest files with their seconds of setup, tests and teardown."""
+    seconds_by_file: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration"):
-                spent[report.nodeid.partition("::")[0]] += report.duration
+                seconds_by_file[report.nodeid.partition("::")[0]] += report.duration
     count = terminalreporter.config.getoption("--slowest-files")
-    if count and spent:
+    if count and seconds_by_file:
         terminalreporter.section(f"slowest {count} files")
-        for file, seconds in spent.most_common(count):
+        for file, seconds in seconds_by_file.most_common(count):
             terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str, str], str]:
-    """Find a command: its path, from its name and the package that has it."""
+    """Return `tools.find`, which takes a command's name and its package and returns its path."""
     return tools.find
 
 
 @pytest.fixture(scope="session")
 def states_are_served() -> None:
-    """Skip where this vLLM is refused for models whose layers keep a state."""
+    """Skip the test if this vLLM version is not accepted for models with state-space layers."""
     from engines import serves_states
 
     if not serves_states():
-        pytest.skip("this vLLM is refused by name for models whose layers keep a state")
+        pytest.skip("this vLLM version is not accepted for models with state-space layers")
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def demo_model() -> str:
-    """The real 135M Llama; ``make model`` makes it."""
+    """Return the folder of the trained 135M Llama model that ``make model`` downloads."""
     if not (DEMO_MODEL / "model.safetensors").exists():
         pytest.fail(f"no demo model in {DEMO_MODEL.name}; run `make model` first")
     return str(DEMO_MODEL)

@@ -1,7 +1,7 @@
-"""Engines for tests: small, float32, greedy, in this process; and what can be seen inside them.
+"""Start small float32 engines in the test process, and record what happens inside them.
 
-Model Runner V2 is what CUDA uses. On the CPU it runs under Triton's interpreter: start the test
-process with ``VLLM_USE_V2_MODEL_RUNNER=1`` and `prepare_model_runner` does the rest.
+CUDA uses Model Runner V2. On the CPU it runs in Triton's interpreter: start the test process with
+``VLLM_USE_V2_MODEL_RUNNER=1``, and `prepare_model_runner` does the rest.
 """
 
 import atexit
@@ -20,17 +20,17 @@ import pytest
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-# Marks a test that would show nothing more on Model Runner V2.
-first_runner = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
-# Marks a test of models whose layers keep a state, which `serves_states` is about.
+# Marks a test that does not depend on the model runner, so that it runs on V1 only.
+model_runner_v1_only = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+# Marks a test of models with state-space layers, which not every vLLM version supports.
 with_states = pytest.mark.usefixtures("states_are_served")
 BLOCK = 32
-# KV blocks of an engine that asks for no other number. vLLM would fill a gigabyte with zeros.
+# Default number of KV blocks, the null block included. vLLM's default would zero a gigabyte.
 BLOCKS = 1 + 1024
 
 
 def serves_states() -> bool:
-    """Whether this vLLM is accepted for models whose layers keep a state; any other is refused."""
+    """Return True if the plugin accepts this vLLM version for models with state-space layers."""
     import vllm
 
     from vllm_kvcompress.engine.startup.state_refusals import TESTED
@@ -39,7 +39,7 @@ def serves_states() -> bool:
 
 
 def prepare_model_runner() -> None:
-    """Before the first import of vLLM: give V2 an interpreter in place of a Triton driver."""
+    """Let Model Runner V2 use Triton's interpreter; call this before vLLM is first imported."""
     if not V2:
         return
     os.environ["TRITON_INTERPRET"] = "1"
@@ -51,45 +51,45 @@ def prepare_model_runner() -> None:
 
     import faster_interpreter
 
-    sampler.HAS_TRITON = False  # that kernel does not interpret; torch does the same
-    # The interpreter does each sum of integers again in 64 bits, which compiled kernels do in debug
-    # builds only. tests/kernels has ours checked so; what an engine's step runs here is vLLM's.
+    sampler.HAS_TRITON = False  # the interpreter cannot run that kernel; torch replaces it
+    # The interpreter repeats each integer addition in 64 bits to detect overflow, as compiled
+    # kernels do in debug builds. tests/kernels checks our kernels that way; here it costs time.
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    faster_interpreter.remember()
+    faster_interpreter.install_caches()
 
 
 def v2_drafts() -> bool:
-    """Whether this vLLM's Model Runner V2 drafts out of the prompt: since 0.32."""
+    """Return True if this vLLM's Model Runner V2 has n-gram drafts, as it does since 0.32."""
     return find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 
 
-def leave_async_scheduling(monkeypatch: Any) -> None:
-    """vLLM switches async scheduling off on a CPU, which does not need it: leave it as asked."""
+def allow_async_scheduling(monkeypatch: Any) -> None:
+    """Keep the configured `async_scheduling`, which vLLM disables on a CPU."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
 
     def keeping(config: Any) -> None:
-        asked = config.scheduler_config.async_scheduling
+        configured = config.scheduler_config.async_scheduling
         check(config)
-        config.scheduler_config.async_scheduling = asked
+        config.scheduler_config.async_scheduling = configured
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping))
 
 
-def settings(compress: str = "cake", budget: float | int = 0.2, **more: Any) -> dict[str, Any]:
-    """``additional_config`` for a compressed test engine: every prompt from 128 tokens on.
+def settings(compress: str = "cake", budget: float | int = 0.2, **options: Any) -> dict[str, Any]:
+    """Return the ``additional_config`` of an engine that compresses prompts of 128 tokens or more.
 
-    Packed at the end of their prefill, whatever the method's own look-ahead, unless one is given.
+    Prompts are compressed at the end of prefill, unless `options` set a look-ahead.
     """
-    usual = {"min_prompt": 128, "lookahead": 0}
-    return {"kvcompress": {"compress": compress, "budget": budget, **usual, **more}}
+    defaults = {"min_prompt": 128, "lookahead": 0}
+    return {"kvcompress": {"compress": compress, "budget": budget, **defaults, **options}}
 
 
 class Engine:
-    """An LLM with handles on its scheduler and, where that is in this process, its worker."""
+    """An LLM with access to its scheduler and, if it runs in this process, its worker."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -97,14 +97,16 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        # of a model with sliding windows, that of the layers which are compressed
-        self.manager = next((each for each in managers if hasattr(each, "planner")), managers[0])
+        # with sliding windows there are several managers: take that of the compressed layers
+        self.manager = next(
+            (manager for manager in managers if hasattr(manager, "planner")), managers[0]
+        )
         executor = self.core.model_executor
         if not hasattr(executor, "driver_worker"):
-            return  # its workers are in other processes
+            return  # the workers are in other processes
         self.worker = executor.driver_worker.worker
         on_v2 = hasattr(self.worker.model_runner, "req_states")
-        assert on_v2 == V2, "vLLM did not take the model runner that was asked for"
+        assert on_v2 == V2, "vLLM did not use the requested model runner"
 
     @property
     def compressor(self) -> Any:
@@ -117,7 +119,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[list[int]], tokens: int = 12, **params: Any
     ) -> list[list[int]]:
-        """Greedy continuations of token prompts, all at once."""
+        """Return the greedy output tokens of each prompt; all prompts are submitted together."""
         return [
             list(output.outputs[0].token_ids) for output in self.outputs(prompts, tokens, **params)
         ]
@@ -129,8 +131,8 @@ class Engine:
             **{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}
         )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        done: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
-        return done
+        results: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
+        return results
 
     def submit(
         self,
@@ -148,49 +150,50 @@ class Engine:
         return request_id
 
     def step(self) -> dict[str, Any]:
-        """One engine step; the finished outputs by request id."""
+        """Run one engine step; return the finished outputs by request id."""
         return {o.request_id: o for o in self.llm.llm_engine.step() if o.finished}
 
     def drain(self, limit: int = 100_000) -> dict[str, list[int]]:
-        """Step until nothing is left; token ids by request id."""
-        done: dict[str, list[int]] = {}
+        """Step until no request is left; return output token ids by request id."""
+        outputs: dict[str, list[int]] = {}
         for _ in range(limit):
             if not self.llm.llm_engine.has_unfinished_requests():
-                return done
+                return outputs
             for request_id, output in self.step().items():
-                done[request_id] = list(output.outputs[0].token_ids)
+                outputs[request_id] = list(output.outputs[0].token_ids)
         raise AssertionError(f"requests were lost after {limit} steps: {self.scheduler.requests}")
 
-    def answers(
-        self, asked: Sequence[tuple[list[int], dict[str, Any]]], tokens: int
+    def generate_each(
+        self, requests: Sequence[tuple[list[int], dict[str, Any]]], tokens: int
     ) -> list[list[int]]:
-        """Answers to prompts, each with what it asks for, that are submitted together."""
-        for number, (prompt, extra_args) in enumerate(asked):
+        """Return the output tokens of requests ``(prompt, extra_args)`` submitted together."""
+        for number, (prompt, extra_args) in enumerate(requests):
             self.submit(str(number), prompt, tokens, extra_args=extra_args)
-        # vLLM adds a suffix
-        done = {key.split("-")[0]: answer for key, answer in self.drain().items()}
-        return [done[str(number)] for number in range(len(asked))]
+        # vLLM adds a suffix to request ids
+        outputs = {key.split("-")[0]: output for key, output in self.drain().items()}
+        return [outputs[str(number)] for number in range(len(requests))]
 
-    def settle(self) -> None:
-        """Let what async scheduling still has in flight come back."""
+    def finish_in_flight_steps(self) -> None:
+        """Run empty steps until the steps that async scheduling has in flight are processed."""
         for _ in range(3):
             self.llm.llm_engine.step()
 
     def record_attention(self, all_layers: bool = False) -> dict[int, dict[str, list[Any]]]:
-        """From now on: per layer, what its attention was called with and gave, step by step.
+        """Record the inputs and outputs of attention in later steps; return them by layer.
 
-        By the layer's number among those that are compressed; where `all_layers` are recorded, by
-        its number in the model.
+        Layers are numbered among the compressed layers, or among all attention layers if
+        `all_layers` is True.
 
-        Of each step's tokens ``[n, heads * dim]``: "q", "k", "v" and "out"; and "sinks", logits of
-        the query heads' sinks or None.
+        Returns:
+            For each layer, lists with one tensor ``[n, heads * dim]`` per step of n tokens: "q",
+            "k", "v" and "out"; and "sinks": the sink logits of the query heads, or None.
         """
         seen: dict[int, dict[str, list[Any]]] = {}
         context = self.worker.vllm_config.compilation_config.static_forward_context
         attention = [layer for layer in context.values() if hasattr(layer, "impl")]
-        for at, layer in enumerate(attention):
+        for index, layer in enumerate(attention):
             if not all_layers and layer.impl._compressor is None:
-                continue  # one with a sliding window
+                continue  # a sliding-window layer
             forward = layer.impl.forward
 
             def recording(
@@ -201,62 +204,66 @@ class Engine:
                 *rest: Any,
                 forward: Any = forward,
                 impl: Any = layer.impl,
-                at: int = at,
+                index: int = index,
                 **named: Any,
             ) -> Any:
-                sinks, number = getattr(impl, "sinks", None), at if all_layers else impl._layer
-                kept = seen.setdefault(number, {"q": [], "k": [], "v": [], "out": []})
-                kept["sinks"] = None if sinks is None else sinks.detach().double()
+                sinks, number = getattr(impl, "sinks", None), index if all_layers else impl._layer
+                recorded = seen.setdefault(number, {"q": [], "k": [], "v": [], "out": []})
+                recorded["sinks"] = None if sinks is None else sinks.detach().double()
                 for name, part in (("q", q), ("k", k), ("v", v)):
-                    kept[name].append(part.clone())
+                    recorded[name].append(part.clone())
                 out = forward(lay, q, k, v, *rest, **named)
-                kept["out"].append(out[: len(q)].clone())
+                recorded["out"].append(out[: len(q)].clone())
                 return out
 
             layer.impl.forward = recording
         return seen
 
     def watch_packing(
-        self, look: Callable[[Any], Any], after: Callable[[Any, Any], Any] = lambda *_: None
+        self, summarize: Callable[[Any], Any], after: Callable[[Any, Any], Any] = lambda *_: None
     ) -> list[Any]:
-        """From now on: what `look` makes of each prompt that was packed to its end, in order.
+        """Record `summarize` of each prompt whose packing completes in later steps, in order.
 
         Args:
-            look: called with the `PackRequest` and with what `Packer.observers` receive: the slots
-                `kept` and the pages `counts`.
-            after: called with the same and the pages that each layer keeps.
+            summarize: called with an object that has the `pack_request`, and the `kept` slots and
+                page `counts` that `Packer.observers` receive.
+            after: called with the same object and the pages that each layer keeps.
         """
         seen: list[Any] = []
 
         def packed(pack_request: Any, kept: Any, counts: Any) -> None:
-            if pack_request.prefill and pack_request.ends:
-                done = SimpleNamespace(pack_request=pack_request, kept=kept, counts=counts)
-                seen.append(look(done))
-                after(done, counts)
+            if pack_request.prefill and pack_request.completes_prompt:
+                result = SimpleNamespace(pack_request=pack_request, kept=kept, counts=counts)
+                seen.append(summarize(result))
+                after(result, counts)
 
         self.compressor.packer.observers.append(packed)
         return seen
 
-    def holdings(self) -> list[Any]:
-        """What each request holds whose answer is bounded, once its prefill has ended."""
+    def footprints(self) -> list[Any]:
+        """Return the footprints of requests with a decode budget whose prefill has ended."""
         schedules = self.manager.planner.schedules.values()
-        return [each.footprint for each in schedules if each.prefilled and each.answer is not None]
+        return [
+            schedule.footprint
+            for schedule in schedules
+            if schedule.prefilled and schedule.output is not None
+        ]
 
     def watch_repacking(self) -> list[str]:
-        """From now on: the request of each answer, and piece, that is packed, in order."""
+        """Record the request id of each later packing of an output or a piece, in order."""
         seen: list[str] = []
         self.compressor.packer.observers.append(
             lambda pack_request, kept, counts: (
-                None if pack_request.whole else seen.append(pack_request.request_id)
+                None if pack_request.nothing_dropped else seen.append(pack_request.request_id)
             )
         )
         return seen
 
     def watch_preemptions(self) -> dict[str, list[int]]:
-        """From now on: per request (as submitted), how many tokens it had each time it resumed.
+        """Record each request's number of output tokens whenever it resumes after a preemption.
 
-        Counted when it is scheduled again: with async scheduling, what was in flight at the
-        preemption is still delivered before.
+        Request ids are those passed to `submit`. The tokens are counted when the request is
+        scheduled again, because async scheduling still delivers the tokens that were in flight.
         """
         seen: dict[str, list[int]] = {}
         waiting: dict[str, Any] = {}
@@ -269,50 +276,50 @@ class Engine:
         def scheduling(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             for request_id in waiting.keys() & output.num_scheduled_tokens.keys():
-                name = request_id.split("-")[0]  # vLLM adds a suffix
+                name = request_id.split("-")[0]  # vLLM adds a suffix to request ids
                 seen.setdefault(name, []).append(waiting.pop(request_id).num_output_tokens)
             return output
 
         self.scheduler._preempt_request, self.scheduler.schedule = preempting, scheduling
         return seen
 
-    def alone(
+    def assert_matches_solo_run(
         self,
         prompt: list[int],
         tokens: int,
-        answer: list[int],
+        output: list[int],
         cuts: list[int],
         **params: Any,
     ) -> None:
-        """Assert that `answer` is this request's, alone in this engine.
+        """Assert that the request produces `output` when it runs alone in this engine.
 
         Args:
-            cuts: how many tokens it had at each preemption: from each it went on as a request
-                that prefills the prompt and what was answered by then.
+            cuts: number of output tokens at each preemption. After each preemption, a request
+                continues like one that prefills the prompt and these output tokens.
         """
-        assert len(answer) == tokens
+        assert len(output) == tokens
         start = 0
         for stop in [*cuts, tokens]:
             if stop > start:
-                got = self.generate([prompt + answer[:start]], stop - start, **params)[0]
-                assert got == answer[start:stop], (len(prompt), start, cuts, params)
+                actual = self.generate([prompt + output[:start]], stop - start, **params)[0]
+                assert actual == output[start:stop], (len(prompt), start, cuts, params)
             start = stop
 
     def running(self) -> list[Any]:
         return list(self.scheduler.running)
 
     def preempt(self, request: Any) -> None:
-        """Take all that a running request holds, as vLLM does where the pool is short."""
+        """Preempt a running request and free its blocks, as vLLM does when the pool is full."""
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
 
 
 @functools.cache
 def inspect_models_here() -> None:
-    """Let vLLM look at a model's class in this process.
+    """Let vLLM inspect model classes in this process.
 
-    It starts one for each architecture that it has not seen on this machine, lest CUDA be
-    initialised, which is not there.
+    By default vLLM starts a subprocess for each new architecture so that this process does not
+    initialise CUDA; a CPU has none.
     """
     from vllm.model_executor.models import registry
 
@@ -320,22 +327,23 @@ def inspect_models_here() -> None:
 
 
 @functools.cache
-def spare_repetitions() -> None:
-    """What vLLM does at each start of an engine is done once in this process, which starts many.
+def keep_heap_frozen() -> None:
+    """Stop vLLM from freezing and unfreezing the heap whenever an engine starts.
 
-    It unfreezes the heap: what is collected then walks over a million objects of torch and vLLM
-    that are never garbage. They stay frozen.
+    After an unfreeze, each garbage collection walks over a million long-lived objects of torch and
+    vLLM. In this process, which starts many engines, they stay frozen.
     """
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or extension modules end by listing what they think is lost
+    atexit.register(gc.unfreeze)  # otherwise extension modules report leaked objects at exit
     gc.freeze = gc.unfreeze = lambda: None
 
 
 @functools.cache
 def replace_kernels_once() -> None:
-    """On a CPU vLLM looks for kernels to replace in all modules, whenever an engine starts.
+    """Let vLLM replace its Triton kernels on a CPU only once in this process.
 
-    It would find its replacements, and stumbles over the compiler of its own drafter.
+    By default it searches all modules whenever an engine starts, finds its own replacements and
+    fails on the compiler of its n-gram drafter.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -345,9 +353,9 @@ def replace_kernels_once() -> None:
 
 @contextmanager
 def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engine]:
-    """An engine with `blocks` KV blocks of 32 tokens (null block included).
+    """Run an engine with `blocks` KV blocks of 32 tokens (null block included).
 
-    It starts and ends in less than a second once a first one has (see CONTRIBUTING.md).
+    After the first engine, starting and stopping takes less than a second (see CONTRIBUTING.md).
     """
     from vllm import LLM
 
@@ -363,7 +371,7 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
         num_gpu_blocks_override=blocks,
     )
     replace_kernels_once()
-    gc.freeze()  # what was imported, before the first engine looks through it
+    gc.freeze()  # exclude imported objects from the first engine's garbage collections
     llm = LLM(model, **{**options, **kwargs})
     try:
         yield Engine(llm)
@@ -371,4 +379,4 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        spare_repetitions()
+        keep_heap_frozen()

@@ -1,4 +1,4 @@
-"""The first layers of a real model, as a checkpoint of its own."""
+"""Save the first layers of a trained model as a separate checkpoint."""
 
 import json
 import re
@@ -12,10 +12,10 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def first_layers(folder: Path, model: str) -> str:
-    """Write them into `folder`, with its tokenizer; return its path.
+    """Write the first `LAYERS` layers and the tokenizer of `model` to `folder`; return its path.
 
-    For tests that want trained weights and steps that take their time, and no sense: a prompt costs
-    a quarter of what it costs the whole model.
+    For tests that need trained weights and realistic step times but no meaningful output: a prompt
+    costs a quarter of the compute of the full model.
     """
     for file in Path(model).iterdir():
         if file.is_file() and file.suffix != ".safetensors":
@@ -24,10 +24,10 @@ def first_layers(folder: Path, model: str) -> str:
     config["num_hidden_layers"] = LAYERS
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(Path(model, "model.safetensors"))
-    kept = {
+    kept_weights = {
         name: weight
         for name, weight in weights.items()
         if (layer := _LAYER.search(name)) is None or int(layer[1]) < LAYERS
     }
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    save_file(kept_weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)

@@ -1,6 +1,6 @@
-"""Servers of tests whose processes are forks of the first: vLLM is imported once for all of them.
+"""Start test servers whose processes are forks of the first one, so vLLM is imported only once.
 
-That a server is well whose processes are started anew, as vLLM does it, test_server shows.
+`test_server` tests a server whose processes are spawned, as vLLM does by default.
 """
 
 import os
@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from broken_sites import write_site
+from site_patches import write_site
 from vllm_kvcompress.serving.process import Server, serve
 
-# Python that runs before vLLM is imported. A fork must not hand its own signals to the event
-# loop of the one that it is a copy of.
+# Runs before vLLM is imported. A fork must not deliver its signals to its parent's event loop.
 FORKS = """
 import multiprocessing, os, signal
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -22,12 +21,12 @@ multiprocessing.get_context = lambda how=None: _get_context("fork" if how == "sp
 """
 
 
-def forking(folder: Path, site: str = "") -> dict[str, str]:
-    """What a server must have in its environment, so that its processes are forks.
+def forking_environment(folder: Path, site: str = "") -> dict[str, str]:
+    """Return environment variables that make a server fork its processes.
 
     Args:
-        folder: takes the Python that runs first in its first process.
-        site: more of that.
+        folder: receives the ``sitecustomize.py`` of the server's first process.
+        site: Python code that is appended to it.
     """
     write_site(folder, FORKS + site)
     paths = [str(folder), os.environ.get("PYTHONPATH")]
@@ -38,8 +37,11 @@ def forking(folder: Path, site: str = "") -> dict[str, str]:
 def serve_forking(
     model: str, flags: Sequence[str], folder: Path, site: str = "", **environment: str
 ) -> Iterator[Server]:
-    """Start such a server, whose log is in the folder; it is killed when it is no longer needed."""
-    environment = {**environment, **forking(folder, site)}
+    """Run a server whose processes are forks; its log is ``folder / "log"``.
+
+    The server is killed at the end.
+    """
+    environment = {**environment, **forking_environment(folder, site)}
     with serve(model, flags, folder / "log", deadline_s=600, environment=environment) as running:
         try:
             yield running

@@ -1,4 +1,4 @@
-"""Ray on this machine, for tests: started by a test, and gone with all its processes after it."""
+"""Start a local Ray for a test, and end all of its processes afterwards."""
 
 import os
 import shutil
@@ -11,39 +11,41 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from broken_sites import broken, write_site
-from idling import wait_for
+from server_metrics import wait_for
+from site_patches import patch_on_import, write_site
 from tools import missing
 from vllm_kvcompress.serving.process import free_port
 
-# vLLM asks its platform what Ray calls the device, and a CPU has no name there. So Ray counts a
-# device that is not there; vLLM's CPU workers do not ask for it.
+# vLLM's CPU platform has no Ray device name, so the tests declare a "GPU" that does not exist.
+# vLLM's CPU workers never use it.
 DEVICE = "GPU"
-DEVICE_NAMED = broken("vllm.platforms.cpu", f"module.CpuPlatform.ray_device_key = {DEVICE!r}")
-# a variable that all processes of a Ray and no others have
+DEVICE_NAMED = patch_on_import(
+    "vllm.platforms.cpu", f"module.CpuPlatform.ray_device_key = {DEVICE!r}"
+)
+# an environment variable that marks the processes of one Ray
 _MARK = "LOCAL_RAY"
 
 
 def need_ray() -> None:
-    """The test says that it needs Ray if it is not installed."""
+    """Skip the test, or fail it in CI, if Ray is not installed."""
     if find_spec("ray") is None:
         missing("this test needs the Python package ray; run `make setup`")
 
 
 def processes(folder: Path) -> dict[int, str]:
-    """Number and command of all that this folder's nodes have started, and their clients."""
-    mark, found = f"{_MARK}={folder}".encode(), {}
+    """Return the pid and command line of all processes of this Ray's nodes and clients."""
+    mark, commands = f"{_MARK}={folder}".encode(), {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                found[int(process.name)] = (process / "cmdline").read_bytes().decode()
-    return found
+                commands[int(process.name)] = (process / "cmdline").read_bytes().decode()
+    return commands
 
 
 def end(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End these processes, and see that all that they started ends.
+    """Terminate these processes and wait until everything that they started has ended.
 
-    By their numbers, and not by `ray stop`, which ends every Ray of the machine.
+    Uses process ids, because `ray stop` ends every Ray on the machine.
     """
     for process in reversed(started):
         process.terminate()
@@ -52,13 +54,13 @@ def end(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
     try:
         wait_for(lambda: not processes(folder), 60)
     except AssertionError:
-        left = processes(folder)
+        remaining = processes(folder)
         kill(folder)
-        raise AssertionError(left) from None
+        raise AssertionError(remaining) from None
 
 
 def kill(folder: Path) -> None:
-    """End all that this folder's nodes have started, and their clients, at once."""
+    """Kill all processes of this Ray's nodes and clients."""
     for number in processes(folder):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
@@ -67,18 +69,18 @@ def kill(folder: Path) -> None:
 
 @contextmanager
 def ray_folder() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A folder for one Ray, and what its processes and its clients must have in their environment.
+    """Yield a folder for one Ray, and the environment of its processes and clients.
 
-    Its own folder, so that another Ray of this machine is neither found nor touched.
+    A separate folder keeps other Rays on this machine out of reach.
     """
-    # not pytest's, whose path is too long for Ray's sockets
+    # pytest's temporary folders have paths that are too long for Ray's sockets
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     environment = {
         _MARK: str(folder),
         "RAY_TMPDIR": str(folder),
-        "RAY_DEDUP_LOGS": "0",  # each rank's own lines
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # without it Ray warns of a change to come
-        "RAY_memory_monitor_refresh_ms": "0",  # it would end actors when others fill the memory
+        "RAY_DEDUP_LOGS": "0",  # keep equal lines of different ranks
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about a future change
+        "RAY_memory_monitor_refresh_ms": "0",  # never kill actors to free memory
     }
     try:
         yield folder, environment
@@ -88,36 +90,40 @@ def ray_folder() -> Iterator[tuple[Path, dict[str, str]]]:
 
 @contextmanager
 def local_ray(sites: Sequence[str] = ("", "")) -> Iterator[dict[str, str]]:
-    """Several nodes of one device each: what the environment of a client must have.
+    """Start Ray nodes with one device each; yield the environment variables that a client needs.
 
-    For vLLM they are machines: between an engine and another node's worker it uses TCP.
+    vLLM treats the nodes as machines and connects to the workers of other nodes over TCP.
 
     Args:
-        sites: of each node, Python that runs first in its processes, so in its actors.
+        sites: Python code that runs first in the processes of each node, including its actors.
     """
     need_ray()
     with ray_folder() as (folder, environment):
         nodes: list[subprocess.Popen[bytes]] = []
-        found = folder / "ray" / "ray_current_cluster"
+        address_file = folder / "ray" / "ray_current_cluster"
         try:
             for number, site in enumerate(sites):
-                where = ["--address", found.read_text().strip()] if number else _head()
-                nodes.append(_node(folder / f"node-{number}", site, where, environment))
+                address = ["--address", address_file.read_text().strip()] if number else _head()
+                nodes.append(_node(folder / f"node-{number}", site, address, environment))
                 _wait(nodes[-1], folder / f"node-{number}" / "log")
-            # the first node's path, for clients in processes of their own
+            # the first node's path, for clients in separate processes
             path = _path(folder / "node-0")
-            yield {**environment, "RAY_ADDRESS": found.read_text().strip(), "PYTHONPATH": path}
+            yield {
+                **environment,
+                "RAY_ADDRESS": address_file.read_text().strip(),
+                "PYTHONPATH": path,
+            }
         finally:
             end(folder, nodes)
 
 
 def _head() -> list[str]:
-    client = ["--ray-client-server-port", str(free_port())]  # which cannot be switched off
+    client = ["--ray-client-server-port", str(free_port())]  # cannot be switched off
     return ["--head", "--port", "0", "--include-dashboard", "false", *client]
 
 
 def _node(
-    folder: Path, site: str, where: Sequence[str], environment: dict[str, str]
+    folder: Path, site: str, address: Sequence[str], environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     folder.mkdir()
     write_site(folder, DEVICE_NAMED + site)
@@ -139,7 +145,7 @@ def _node(
     )
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *options],
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *address, *options],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment, "PYTHONPATH": _path(folder)},
@@ -151,6 +157,6 @@ def _path(site: Path) -> str:
 
 
 def _wait(node: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the command says that its node has started."""
+    """Wait until the command reports that its node has started."""
     wait_for(lambda: "Ray runtime started" in log.read_text() or node.poll() is not None)
     assert node.poll() is None, log.read_text()

@@ -1,4 +1,4 @@
-"""docs/methods.md in float64 by loops over numpy arrays: slow, obvious, no code of the package.
+"""docs/methods.md in float64 loops over numpy arrays: slow, simple, without the package's code.
 
 One function per section. Shapes: q ``[Hq, S, d]``, k and v ``[Hkv, S, d]`` of one layer.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Queries(np.ndarray):
-    """Queries ``[Hq, S, D]`` of a layer whose heads have sinks, ``[Hq]`` logits."""
+    """Queries ``[Hq, S, D]`` of a layer, with the ``[Hq]`` logits of its heads' attention sinks."""
 
     sinks: np.ndarray | None = None
 
@@ -20,29 +20,32 @@ class Queries(np.ndarray):
 
 
 def with_sinks(q, sinks):
-    """The same queries, of a layer with these sinks; None for none."""
-    own = np.asarray(q).view(Queries)
-    own.sinks = sinks
-    return own
+    """Return the queries with these attention sinks; None for no sinks."""
+    queries = np.asarray(q).view(Queries)
+    queries.sinks = sinks
+    return queries
 
 
 def softmax(s, sink=None):
-    """Of a row of logits; a sink is one more, which gets its share and stands in no column."""
+    """Return the softmax of a row of logits.
+
+    A sink is one more logit, which takes its share of the sum but has no column.
+    """
     top = s.max() if sink is None else max(s.max(), sink)
     e = np.exp(s - top)
     return e / (e.sum() + (0 if sink is None else math.exp(sink - top)))
 
 
 def attention(q, k, rows):
-    """``[Hq, len(rows), S]``: causal softmax of the given rows."""
+    """Return ``[Hq, len(rows), S]``, the causal attention of the given queries."""
     group, tokens, dim = len(q) // len(k), k.shape[1], k.shape[2]
     sinks, q = getattr(q, "sinks", None), np.asarray(q)
     a = np.zeros((len(q), len(rows), tokens))
     for h in range(len(q)):
         sink = None if sinks is None else sinks[h]
-        for at, i in enumerate(rows):
+        for row, i in enumerate(rows):
             s = k[h // group, : i + 1] @ q[h, i] / math.sqrt(dim)
-            a[h, at, : i + 1] = softmax(s, sink)
+            a[h, row, : i + 1] = softmax(s, sink)
     return a
 
 
@@ -52,7 +55,7 @@ def column_sums(q, k):
 
 
 def column_means(q, k):
-    """Of each column, over the rows that see it."""
+    """Return each column's mean over the queries that see it."""
     tokens = k.shape[1]
     a = attention(q, k, range(tokens))
     return np.stack([a[:, j:, j].mean(1) for j in range(tokens)], axis=1)
@@ -89,7 +92,7 @@ def snapkv(q, k, v, w, kind="max", kernel=7, aggregate="mean", value_norm=False)
 
 
 def over_rows(a, aggregate, kind, kernel):
-    """``[rows, P]`` to ``[P]``: the maximum, pooled; or that of rows that were pooled before."""
+    """Return ``[P]`` from ``[rows, P]``: the pooled maximum, or the maximum of pooled rows."""
     if aggregate == "max":
         return pool(a.max(0)[None], kind, kernel)[0]
     highest = np.max([pooled_row(row) for row in a], axis=0)
@@ -97,7 +100,7 @@ def over_rows(a, aggregate, kind, kernel):
 
 
 def pooled_row(a):
-    """One row averaged over five neighbours, scaled to the sum that it had."""
+    """Return one row averaged over five adjacent tokens, scaled to its original sum."""
     p = pool(a[None], "avg", 5)[0]
     return p * a.sum() / p.sum() if a.any() else p
 
@@ -108,19 +111,19 @@ def cake(q, k, v, w, gamma=200.0, kernel=5):
     return over_group(pool(a.mean(1) + gamma * a.var(1, ddof=1), "avg", kernel), len(k))
 
 
-def runs(q, k, v, w, latest=None, size=20, attention_paid=0.6):
-    """CAKE's indicator by the `latest` queries, and runs by the others of the window's w."""
-    tokens, past, latest = k.shape[1], k.shape[1] - w, w if latest is None else latest
-    a = attention(q, k, range(tokens - latest, tokens))[..., :past]
+def runs(q, k, v, w, num_output=None, size=20, min_attention=0.6):
+    """Return CAKE's indicator by the last `num_output` queries, with runs by the other queries."""
+    tokens, past, num_output = k.shape[1], k.shape[1] - w, w if num_output is None else num_output
+    a = attention(q, k, range(tokens - num_output, tokens))[..., :past]
     t = over_group(pool(a.mean(1) + 200 * a.var(1, ddof=1), "avg", 5), len(k))
-    others = range(tokens - w, tokens - latest if latest < w else tokens)
-    m = attention(q, k, others)[..., :past].max(1).reshape(len(k), -1, past).max(1)
+    prompt_queries = range(tokens - w, tokens - num_output if num_output < w else tokens)
+    m = attention(q, k, prompt_queries)[..., :past].max(1).reshape(len(k), -1, past).max(1)
     score = t.copy()
     for head in range(len(k)):
         for start in range(0, past, size):
-            paid = m[head, start : start + size].sum()
-            if paid >= attention_paid:
-                score[head, start : start + size] = 201 * paid / attention_paid
+            run_sum = m[head, start : start + size].sum()
+            if run_sum >= min_attention:
+                score[head, start : start + size] = 201 * run_sum / min_attention
     return score
 
 
@@ -175,12 +178,14 @@ WINDOW_SCORERS = {
     "caote": caote,
     "fastcaote": lambda *x: caote(*x, fast=True),
 }
-"""Presets that judge by a window, each of (q, k, v, w)."""
+"""Presets that score by a window, each a function of (q, k, v, w)."""
 CHUNKS = {"chunkkv": 10, "cake-chunk": 20}
-"""Tokens in a chunk of presets that choose chunks."""
-BY_ANSWER = {"cake-chunk": runs}
-"""Presets that choose otherwise once an answer judges, token by token; each of (q, k, v, w, m),
-of whose w queries the last m are the answer's."""
+"""Tokens in a chunk, of presets that choose chunks."""
+OUTPUT_SCORERS = {"cake-chunk": runs}
+"""Presets with another scorer when output tokens score, token by token.
+
+Each is a function of (q, k, v, w, m), where the last m of the w queries are the output's.
+"""
 
 
 def keydiff(q, k, v, w):
@@ -194,35 +199,36 @@ def keydiff(q, k, v, w):
 
 
 def lag_relative(x, start, lag):
-    """A partition's shares of one head's keys or values ``[S, d]``, by the partition after it."""
-    own, after = x[start : start + lag], x[start + lag : start + 2 * lag]
-    low, high = after.min(0), after.max(0)
-    scaled = np.zeros(own.shape)
+    """Return a partition's softmax shares of one head's ``[S, d]``, scaled by the next one."""
+    part, next_part = x[start : start + lag], x[start + lag : start + 2 * lag]
+    low, high = next_part.min(0), next_part.max(0)
+    scaled = np.zeros(part.shape)
     for channel in np.flatnonzero(high > low):
-        scaled[:, channel] = (own[:, channel] - low[channel]) / (high - low)[channel]
+        scaled[:, channel] = (part[:, channel] - low[channel]) / (high - low)[channel]
     spread = scaled.std(1, ddof=1)
     e = np.exp(spread - spread.max())
     return e / e.sum()
 
 
 def lag_scores(k, v, sinks, lag):
-    """``[Hkv, parts, lag]``, not ranked."""
+    """Return ``[Hkv, parts, lag]`` scores, not ranked."""
     starts = range(sinks, k.shape[1] - 2 * lag + 1, lag)
-    every = [
+    scores = [
         [(lag_relative(x, start, lag) + lag_relative(y, start, lag)) / 2 for start in starts]
         for x, y in zip(k, v, strict=True)
     ]
-    return np.array(every).reshape(len(k), len(starts), lag)
+    return np.array(scores).reshape(len(k), len(starts), lag)
 
 
 def lagkv(q, k, v, w, sinks=4, lag=128):
-    every = np.tile(np.arange(k.shape[1], dtype=float), (len(k), 1))
-    every[:, :sinks] = np.inf
-    for row, parts in zip(every, lag_scores(k, v, sinks, lag), strict=True):
-        for part, scores in enumerate(parts):
-            for place, i in enumerate(sorted(range(lag), key=lambda i: (-scores[i], i))):
+    scores = np.tile(np.arange(k.shape[1], dtype=float), (len(k), 1))
+    scores[:, :sinks] = np.inf
+    for row, parts in zip(scores, lag_scores(k, v, sinks, lag), strict=True):
+        for part, part_scores in enumerate(parts):
+            order = sorted(range(lag), key=lambda i: (-part_scores[i], i))
+            for place, i in enumerate(order):
                 row[sinks + part * lag + i] = (lag - 1 - place) / lag
-    return every[:, : k.shape[1] - w]
+    return scores[:, : k.shape[1] - w]
 
 
 # -- allocators: past tokens per layer ------------------------------------------------------------
@@ -232,7 +238,7 @@ def apportion(weights, total, caps, floor=0):
     if sum(caps) <= total:
         return list(caps)
     n = [min(floor, cap) for cap in caps]
-    room = [cap - have for cap, have in zip(caps, n, strict=True)]
+    free = [cap - have for cap, have in zip(caps, n, strict=True)]
     rest, x, frozen = total - sum(n), [0.0] * len(n), set()
     for active_weights in (weights, [1.0] * len(n)):
         while True:
@@ -241,21 +247,21 @@ def apportion(weights, total, caps, floor=0):
             if not active or left <= 0:
                 break
             level = left / sum(active_weights[i] for i in active)
-            full = [i for i in active if level * active_weights[i] >= room[i]]
+            full = [i for i in active if level * active_weights[i] >= free[i]]
             for i in full:
-                x[i] = room[i]
+                x[i] = free[i]
                 frozen.add(i)
             if not full:
                 for i in active:
                     x[i] = level * active_weights[i]
                     frozen.add(i)
-    whole = [math.floor(value + 1e-9) for value in x]
-    order = sorted(range(len(n)), key=lambda i: (-round(x[i] - whole[i], 9), i))
-    while sum(whole) < rest:
+    rounded = [math.floor(value + 1e-9) for value in x]
+    order = sorted(range(len(n)), key=lambda i: (-round(x[i] - rounded[i], 9), i))
+    while sum(rounded) < rest:
         for i in order:
-            if sum(whole) < rest and whole[i] < room[i]:
-                whole[i] += 1
-    return [have + more for have, more in zip(n, whole, strict=True)]
+            if sum(rounded) < rest and rounded[i] < free[i]:
+                rounded[i] += 1
+    return [have + more for have, more in zip(n, rounded, strict=True)]
 
 
 def cake_stats(q, k, w):
@@ -281,7 +287,7 @@ def pyramid_budgets(layers, base, past, beta=20):
 
 
 def dynamickv_budgets(scores, base, past, r_max=10, every=4):
-    """`scores`: per layer ``[Hkv, P]``."""
+    """Return the layers' budgets from `scores`, per layer ``[Hkv, P]``."""
     layers, heads = len(scores), len(scores[0])
     limit, total, held = min(int(r_max * base), past), base * len(scores), []
     for n in range(1, layers + 1):
@@ -302,7 +308,7 @@ def dynamickv_budgets(scores, base, past, r_max=10, every=4):
 
 
 def global_budgets(scores, base, past):
-    """`scores`: per layer ``[Hkv, P]``, none below 0; +inf is kept whatever the rest is."""
+    """Return the layers' budgets from `scores`, per layer ``[Hkv, P]``, >= 0 or +inf."""
     layers, heads, entries = len(scores), len(scores[0]), []
     for i, layer in enumerate(scores):
         values = [float(value) for value in layer.ravel()]
@@ -318,7 +324,7 @@ def global_budgets(scores, base, past):
 
 
 def d2o_budgets(sums, total, tokens, norm="layer_minmax", floor=8):
-    """`sums`: per layer ``[Hq, S]``; or the means."""
+    """Return the layers' budgets from `sums`, per layer ``[Hq, S]`` column sums or means."""
     v = [c.var(-1, ddof=1) for c in sums]
     if norm == "head_minmax":
         v = [(x - x.min()) / (x.max() - x.min() + 1e-6) for x in v]
@@ -337,7 +343,7 @@ def best(row, keep):
 
 
 def chunks(t, keep, size):
-    """`t`: one row of token scores."""
+    """Return the kept positions in chunks, from one row `t` of token scores."""
     parts = [list(range(a, min(a + size, len(t)))) for a in range(0, len(t), size)]
     order = sorted(
         range(len(parts)), key=lambda i: (-math.fsum(t[j] for j in parts[i]) / len(parts[i]), i)
@@ -363,7 +369,13 @@ def heavy_recent(row, n):
 
 
 def merge(k, v, kept, values_only=False, threshold=None):
-    """One KV head: k and v ``[S, d]``, `kept` a sorted list."""
+    """Return one KV head's merged keys and values.
+
+    Args:
+        k, v: ``[S, d]``.
+        kept: sorted list of positions.
+        threshold: the running mean of cosines before, to be returned updated; None without.
+    """
     evicted = [i for i in range(len(k)) if i not in set(kept)]
     unit = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
     new_k, new_v = k[kept].copy(), v[kept].copy()
@@ -374,15 +386,15 @@ def merge(k, v, kept, values_only=False, threshold=None):
     tau = u.mean()
     if threshold is not None and not math.isnan(threshold):
         tau = 0.7 * u.mean() + 0.3 * threshold
-    for at, j in enumerate(kept):
-        into = [e for e in range(len(evicted)) if near[e] == at and u[e] >= tau]
-        if into:
-            weight = np.exp(u[into])
+    for index, j in enumerate(kept):
+        merged = [e for e in range(len(evicted)) if near[e] == index and u[e] >= tau]
+        if merged:
+            weight = np.exp(u[merged])
             z = math.e + weight.sum()
-            members = [evicted[e] for e in into]
+            members = [evicted[e] for e in merged]
             if not values_only:
-                new_k[at] = (math.e * k[j] + weight @ k[members]) / z
-            new_v[at] = (math.e * v[j] + weight @ v[members]) / z
+                new_k[index] = (math.e * k[j] + weight @ k[members]) / z
+            new_v[index] = (math.e * v[j] + weight @ v[members]) / z
     if threshold is not None:
         return new_k, new_v, tau
     return new_k, new_v

@@ -1,6 +1,6 @@
-"""Processors of images and videos without torchvision, which the CPU build of torch lacks.
+"""Replace the video processor, which needs torchvision; the CPU build of torch has none.
 
-Images go to the real processor of images. A video's, which needs torchvision, has a stand-in.
+Images use the real image processor.
 """
 
 import sys
@@ -14,10 +14,10 @@ import torch
 from transformers import BatchFeature
 from transformers import processing_utils as processing
 
-from broken_sites import broken
+from site_patches import patch_on_import
 
-# A server's processes are not this one: they do it once they have imported what is replaced.
-SITE = broken(
+# For a server's processes: apply the patch once the module that it replaces is imported.
+SITE = patch_on_import(
     processing.__name__,
     f"sys.path.append({str(Path(__file__).parent)!r}); import no_videos;"
     " no_videos.stand_in(no_videos.pytest.MonkeyPatch())",
@@ -25,7 +25,7 @@ SITE = broken(
 
 
 class NoVideos(dict[str, Any]):
-    """Stands where Qwen3-VL's processor of videos would: a video has its tokens, and is black."""
+    """Replace Qwen3-VL's video processor: the token counts are right, but all pixels are black."""
 
     valid_kwargs = processing.VideosKwargs
     size: ClassVar = {"shortest_edge": 4096, "longest_edge": 262144}
@@ -37,23 +37,24 @@ class NoVideos(dict[str, Any]):
         return cls()
 
     def __call__(self, videos: Any, *, video_metadata: Any, **_: Any) -> BatchFeature:
-        """Process one video, as vLLM asks: frames of one shape, which is not changed."""
+        """Process one video; its frames have one shape and are not resized."""
         ((frames,),), ((metadata,),) = videos, video_metadata
         sides = [side // self.patch_size for side in frames.shape[1:3]]
         grid = [len(frames) // self.temporal_patch_size, *sides]
         values = 3 * self.temporal_patch_size * self.patch_size**2
-        told = SimpleNamespace(fps=metadata["fps"], frames_indices=list(metadata["frames_indices"]))
+        indices = list(metadata["frames_indices"])
+        metadata_out = SimpleNamespace(fps=metadata["fps"], frames_indices=indices)
         return BatchFeature(
             {
                 "pixel_values_videos": torch.zeros(int(torch.tensor(grid).prod()), values),
                 "video_grid_thw": torch.tensor([grid]),
-                "video_metadata": [told],
+                "video_metadata": [metadata_out],
             }
         )
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
-    """Let the processor of a model be made that takes images and videos."""
+    """Install `NoVideos` and stubs of torchvision, so that multimodal processors can be created."""
     base = processing.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"]
     patch.setattr(processing.transformers_module, base, NoVideos, raising=False)
     # vLLM's Qwen3-VL imports, for their names, processors that import it

@@ -1,6 +1,6 @@
-"""Test ids that read: ``H6-Hkv2-T75-D8-float16`` where pytest alone prints ``6-2-75-8-dtype2``.
+"""Readable test ids: ``H6-Hkv2-T75-D8-float16`` where pytest alone prints ``6-2-75-8-dtype2``.
 
-Sizes have the letters that the ops' docstrings use; other numbers stand behind their name.
+Sizes use the letters of the ops' docstrings; other numbers follow their parameter's name.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,11 @@ _LONGEST = 60
 
 
 def readable(name: str, value: Any) -> str | None:
-    """One parameter's part of a test id; None leaves it to pytest, which knows strings and names.
+    """Return one parameter's part of a test id, or None if pytest's own id is good enough.
 
     Args:
-        name: of the parameter.
+        name: the parameter's name.
+        value: its value in this test.
     """
     if name in LETTERS and not isinstance(value, bool) and isinstance(value, int | str):
         return f"{LETTERS[name]}{value}"

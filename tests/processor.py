@@ -1,4 +1,4 @@
-"""What vLLM's CPU build can do on the processor that runs the tests."""
+"""CPU features that vLLM's CPU build needs, as pytest marks."""
 
 import pytest
 import torch
@@ -7,5 +7,5 @@ AVX512: bool = torch.cpu._is_avx512_supported()
 
 needs_avx512 = pytest.mark.skipif(
     not AVX512,
-    reason="vLLM's CPU build has fp8 caches and AMX's tiles only where the processor has AVX-512",
+    reason="vLLM's CPU build has fp8 caches and AMX tiles only on processors with AVX-512",
 )

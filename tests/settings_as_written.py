@@ -1,4 +1,4 @@
-"""Settings as a user writes them, and the one sentence that refuses them."""
+"""Helpers that parse settings as a user writes them, and check error messages."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def parse(compress="cake", **more):
 
 
 def refused(*words, raw=None, **settings_):
-    """The message of the refusal; it must be one line and hold every word."""
+    """Return the error message of wrong settings; it must be one line and contain every word."""
     with pytest.raises(ConfigError) as caught:
         CompressionConfig.parse(raw if raw is not None else {"compress": "cake", **settings_})
     message = str(caught.value)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from host_sync import no_uploads_or_reads
 from kvcompress_kernels import contract
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, PagedKeys, PagedValues
@@ -14,7 +15,6 @@ from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
 from vllm_kvcompress.methods.scorers.lagkv import LagKV
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
-from waits import nothing_uploaded_or_read
 
 LAYERS, HEADS, KV_HEADS = 9, 4, 2
 MORE_SETTINGS = {
@@ -50,14 +50,14 @@ def test_pages_and_positions_need_no_sync(name, tokens):
     method, plan = method_of(settings), page_plan(settings.budget_spec(LAYERS, tokens), 16)
     observations = empty_observations(method, plan.budget_spec.past)
     if method.allocator.reads:
-        with nothing_uploaded_or_read():
+        with no_uploads_or_reads():
             pages = method.layer_pages(plan, observations)
         assert pages.device.type == "meta"
     else:  # The page counts depend only on lengths.
         assert method.layer_pages(plan, observations).device.type == "cpu"
         pages = on_device(LAYERS, dtype=torch.int64)
     assert (pages.shape, pages.dtype) == ((LAYERS,), torch.int64)
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         kept = method.select(observations, plan, pages)
         max_kept = plan.max_layer_pages * plan.block_size + plan.tail
         assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, max_kept), torch.int32)
@@ -75,7 +75,7 @@ def test_key_and_value_scores_need_no_sync(scorer):
         keys=PagedKeys(key_pages=on_device(20, KV_HEADS, 8, 16), **prompt),
         values=PagedValues(value_pages=on_device(20, KV_HEADS, 16, 8), **prompt),
     )
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         scores = scorer.score(stats)
     assert (scores.shape, scores.dtype) == ((KV_HEADS, 168), torch.float32)
 
@@ -83,7 +83,7 @@ def test_key_and_value_scores_need_no_sync(scorer):
 def test_integer_budgets_need_no_sync():
     weights, caps = on_device(3, LAYERS), on_device(3, LAYERS, dtype=torch.int64)
     plan = page_plan(BudgetSpec(num_layers=LAYERS, tokens=300, window=8, budget=100), 16)
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         for total in (100, on_device(dtype=torch.int64)):
             budgets = apportion(weights, total, caps, 8)
             assert (budgets.shape, budgets.dtype) == (caps.shape, torch.int64)

@@ -1,11 +1,11 @@
-"""Every preset on plain tensors, against docs/methods.md in float64."""
+"""Compare every preset on plain tensors with docs/methods.md in float64."""
 
 import numpy as np
 import pytest
 import torch
 
 import methods_reference as ref
-from against_the_reference import SHAPES, WINDOWS, equals_the_reference, inputs
+from against_the_reference import SHAPES, WINDOWS, assert_equals_reference, inputs
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
@@ -15,49 +15,50 @@ from vllm_kvcompress.offline import compress
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "random"])
 @pytest.mark.parametrize("ratio", [0.5, 0.37])
 def test_equals_the_reference(preset, shape, ratio):
-    equals_the_reference(preset, shape, ratio)
+    assert_equals_reference(preset, shape, ratio)
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "random"])
-def test_equals_the_reference_where_a_sink_takes_part_of_every_row(preset):
-    """gpt-oss's: from next to nothing to nearly all, another one for every head and layer."""
+def test_equals_the_reference_with_attention_sinks(preset):
+    """As in gpt-oss, with shares from nearly 0 to nearly 1 that differ by head and layer."""
     layers, heads, *_ = SHAPES["gqa"]
     order = np.random.RandomState(3).permutation(layers * heads)
     sinks = torch.linspace(-30, 12, layers * heads)[order]
-    equals_the_reference(preset, "gqa", 0.5, sinks.view(layers, heads))
+    assert_equals_reference(preset, "gqa", 0.5, sinks.view(layers, heads))
 
 
-@pytest.mark.parametrize("answered", [8, 40])
+@pytest.mark.parametrize("lookahead", [8, 40])
 @pytest.mark.parametrize("preset", ["cake", "cake-chunk", "tova", "pyramidkv", "fastcaote"])
-def test_equals_the_reference_where_the_answer_judges(preset, answered):
-    """Its tokens are kept beside the prompt's budget.
+def test_equals_the_reference_if_output_tokens_score(preset, lookahead):
+    """The output tokens are kept in addition to the prompt's budget.
 
-    No query of the prompt is read, but by `cake-chunk`, which keeps the runs that its last 16 ask
-    for.
+    Only `cake-chunk` reads prompt queries: it keeps the runs that the prompt's last 16 attend to.
     """
-    equals_the_reference(preset, "gqa", 0.5, answered=answered)
-    if answered > 32:
-        equals_the_reference(preset, "smol", 0.37, answered=answered)
+    assert_equals_reference(preset, "gqa", 0.5, lookahead=lookahead)
+    if lookahead > 32:
+        assert_equals_reference(preset, "smol", 0.37, lookahead=lookahead)
 
 
 @pytest.mark.parametrize("preset", ["cake", "cake-chunk", "snapkv"])
-def test_equals_the_reference_where_the_prompts_end_judges_beside_the_answer(preset):
-    """But not how much each layer keeps: the answer's queries alone tell that."""
-    equals_the_reference(preset, "gqa", 0.5, answered=8, window=20)
+def test_equals_the_reference_if_prompt_and_output_tokens_score(preset):
+    """The output's queries alone decide how much each layer keeps."""
+    assert_equals_reference(preset, "gqa", 0.5, lookahead=8, window=20)
 
 
-def test_a_look_ahead_needs_a_prompt_before_its_answer():
+def test_a_look_ahead_needs_prompt_tokens():
     q, k, v = inputs(*SHAPES["gqa"], seed=1)
-    with pytest.raises(ValueError, match=r"lookahead=101 says; got 101 tokens. Give more"):
+    with pytest.raises(
+        ValueError, match=r"lookahead=101 .* 101 output tokens; got 101 tokens. Give more"
+    ):
         compress(q, k, v, policy={"compress": "cake", "lookahead": 101}, budget=0.5)
 
 
 @pytest.mark.parametrize("preset", ["snapkv", "h2o"])
 def test_a_scale_may_be_a_whole_number(preset):
     q, k, v = inputs(*SHAPES["gqa"], seed=1)
-    whole, same = (compress(q, k, v, policy=preset, budget=0.5, scale=n) for n in (1, 1.0))
-    for own, other in zip(whole.positions, same.positions, strict=True):
-        assert torch.equal(own, other)
+    from_int, from_float = (compress(q, k, v, policy=preset, budget=0.5, scale=n) for n in (1, 1.0))
+    for one, other in zip(from_int.positions, from_float.positions, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("base", ["snapkv", "tova", "h2o"])
@@ -120,7 +121,7 @@ def test_chunks_of_any_size_shared_or_not_and_reused():
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_two_prompts_in_a_row_are_two_prompts(preset):
+def test_results_do_not_depend_on_earlier_prompts(preset):
     one, two = inputs(*SHAPES["gqa"], seed=1), inputs(*SHAPES["gqa"], seed=2)
     first = compress(*one, policy=preset, budget=0.4)
     compress(*two, policy=preset, budget=0.4)
@@ -132,10 +133,10 @@ def test_two_prompts_in_a_row_are_two_prompts(preset):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_half_precision_inputs_are_read_in_float32(preset, dtype):
-    given = inputs(*SHAPES["gqa"], seed=3, dtype=dtype)
-    half = compress(*given, policy=preset, budget=0.4)
-    full = compress(*(x.float() for x in given), policy=preset, budget=0.4)
+def test_half_precision_inputs_are_read_as_float32(preset, dtype):
+    tensors = inputs(*SHAPES["gqa"], seed=3, dtype=dtype)
+    half = compress(*tensors, policy=preset, budget=0.4)
+    full = compress(*(x.float() for x in tensors), policy=preset, budget=0.4)
     assert half.budgets == full.budgets
     for a, b in zip(half.positions, full.positions, strict=True):
         assert torch.equal(a, b)
@@ -143,19 +144,19 @@ def test_half_precision_inputs_are_read_in_float32(preset, dtype):
 
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random", "streamingllm"}))
-def test_repeated_kv_heads_choose_as_one(preset):
-    """G query heads that are copies, over one KV head or over G copies of it."""
+def test_repeated_kv_heads_choose_the_same_tokens(preset):
+    """G equal query heads, over one KV head or over G copies of it."""
     q, k, v = inputs(3, 1, 1, 80, 8, 0.0, seed=5)
     grouped = compress(q.expand(-1, 4, -1, -1), k, v, policy=preset, budget=0.5)
-    apart = compress(*(x.expand(-1, 4, -1, -1) for x in (q, k, v)), policy=preset, budget=0.5)
-    assert grouped.budgets == apart.budgets
-    for one, four in zip(grouped.positions, apart.positions, strict=True):
+    repeated = compress(*(x.expand(-1, 4, -1, -1) for x in (q, k, v)), policy=preset, budget=0.5)
+    assert grouped.budgets == repeated.budgets
+    for one, four in zip(grouped.positions, repeated.positions, strict=True):
         assert torch.equal(one.expand(4, -1), four)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 34, 65])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_prompts_around_the_window(preset, tokens):
+def test_prompts_about_as_long_as_the_window(preset, tokens):
     q, k, v = inputs(2, 2, 1, tokens, 4, 0.0, seed=tokens)
     got = compress(q, k, v, policy=preset, budget=0.01)
     assert all(1 <= n <= tokens for n in got.budgets)
@@ -163,8 +164,8 @@ def test_prompts_around_the_window(preset, tokens):
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (9, 3)])
 @pytest.mark.parametrize("preset", ["snapkv", "pyramidkv", "dynamickv", "tova", "chunkkv", "cake"])
-def test_equal_columns_keep_the_first(preset, heads):
-    """Ties at every length: vector code sums the last columns in another order."""
+def test_equal_columns_keep_the_first_tokens(preset, heads):
+    """Ties at every length: vectorised code sums the last columns in another order."""
     w = WINDOWS.get(preset, 32)
     for tokens in range(43, 140, 7):
         shape = (2, heads[0], heads[1], tokens, 4, 0.0)
@@ -179,14 +180,14 @@ def test_equal_columns_keep_the_first(preset, heads):
 
 
 @pytest.mark.parametrize("preset", ["h2o", "d2o", "cake", "caote"])
-def test_no_graph_is_kept(preset):
+def test_no_autograd_graph_is_kept(preset):
     q, k, v = (x.requires_grad_() for x in inputs(*SHAPES["gqa"], seed=1))
     got = compress(q, k, v, policy=preset, budget=0.5)
     assert not got.keys[0].requires_grad
 
 
 @pytest.mark.parametrize("budget", [np.int64(50), np.int32(50), np.float32(0.5), "0.5", "50"])
-def test_budgets_of_other_libraries(budget):
+def test_budgets_of_other_number_types(budget):
     q, k, v = inputs(*SHAPES["gqa"], seed=1)
     got = compress(q, k, v, policy="snapkv", budget=budget)
     assert got.budgets == [50] * 6
@@ -220,14 +221,14 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy={"compress": "caote", "base": "cake"}), "caote.base must be one of"),
     ],
 )
-def test_bad_settings(change, message):
+def test_bad_settings_are_refused(change, message):
     q, k, v = inputs(*SHAPES["gqa"], seed=1)
     with pytest.raises((ConfigError, ValueError), match=message):
         compress(q, k, v, **{"policy": "cake", "budget": 0.5, **change})
 
 
 @pytest.mark.parametrize(
-    ("cut", "message"),
+    ("change", "message"),
     [
         (lambda q, k, v: (q.numpy(), k, v), "queries must be a torch tensor"),
         (lambda q, k, v: (q[0], k, v), r"queries must be \[L, H, S, D\]"),
@@ -239,16 +240,16 @@ def test_bad_settings(change, message):
         (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), "must not be empty"),
     ],
 )
-def test_bad_tensors(cut, message):
+def test_bad_tensors_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        compress(*cut(*inputs(*SHAPES["gqa"], seed=1)), policy="cake", budget=0.5)
+        compress(*change(*inputs(*SHAPES["gqa"], seed=1)), policy="cake", budget=0.5)
 
 
 @pytest.mark.parametrize("base", ["tova", "snapkv", "h2o"])
 @pytest.mark.parametrize("scorer", ["caote", "fastcaote"])
 @pytest.mark.parametrize("seed", range(5))
-def test_caote_of_equal_tokens_keeps_the_first(scorer, base, seed):
-    """Two keys and values in turn: the twins of the heaviest token score what it scores."""
+def test_caote_of_equal_tokens_keeps_the_first_tokens(scorer, base, seed):
+    """Two keys and values alternate: all copies of the heaviest token have the same score."""
     generator = torch.Generator().manual_seed(seed)
     turn = torch.arange(40) % 2
     q = torch.randn(1, 1, 40, 8, generator=generator)

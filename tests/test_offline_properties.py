@@ -1,4 +1,4 @@
-"""Whatever the preset, the budget and the pages: what is kept is exact, and where it was."""
+"""Whatever the preset, budget and page size, the kept tokens are exact and in order."""
 
 import torch
 from hypothesis import given, settings
@@ -29,30 +29,30 @@ def cases(draw):
 
 @prop
 @given(cases())
-def test_what_is_kept_is_exact_and_in_place(case):
+def test_kept_tokens_are_exact_and_in_order(case):
     preset, (q, k, v), budget, page, _ = case
     layers, kv_heads, tokens, _ = k.shape
-    made = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
+    config = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
     got = compress(q, k, v, policy=preset, budget=budget, page_size=page)
-    mean = made.tokens_per_layer(tokens)
-    total = made.prompt(layers, tokens).kept
+    mean = config.tokens_per_layer(tokens)
+    total = config.budget_spec(layers, tokens).kept
     if tokens <= mean:
         assert got.budgets == [tokens] * layers
         assert all(torch.isinf(s).all() for s in got.scores)
     elif page == 1:
         assert sum(got.budgets) == min(total, layers * tokens)
     else:
-        plan = page_plan(made.prompt(layers, tokens), page)
-        whole = layers * tokens
-        kept = whole if plan is None else plan.pages * page + layers * plan.tail
+        plan = page_plan(config.budget_spec(layers, tokens), page)
+        all_tokens = layers * tokens
+        kept = all_tokens if plan is None else plan.pages * page + layers * plan.tail
         assert sum(got.budgets) == kept
-    w = made.resolved_window
+    w = config.resolved_window
     for layer in range(layers):
         kept = got.positions[layer]
         assert kept.shape == (kv_heads, got.budgets[layer])
         assert (kept.diff(dim=1) > 0).all()
-        last = set(range(max(tokens - w, 0), tokens))
-        assert all(last <= set(row) for row in kept.tolist())
+        window_tokens = set(range(max(tokens - w, 0), tokens))
+        assert all(window_tokens <= set(row) for row in kept.tolist())
         if preset in ("streamingllm", "d2o") and got.budgets[layer] >= 4:
             assert all(row[:4] == [0, 1, 2, 3] for row in kept.tolist())
         if preset != "d2o":
@@ -63,24 +63,29 @@ def test_what_is_kept_is_exact_and_in_place(case):
 
 @prop
 @given(cases())
-def test_what_is_protected_is_kept_everywhere_and_pages_are_exact(case):
+def test_protected_tokens_are_kept_in_every_layer_and_head(case):
     preset, (q, k, v), budget, page, spans = case
     layers, _, tokens, _ = k.shape
     got = compress(q, k, v, policy=preset, budget=budget, page_size=page, protect=spans)
-    made = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
-    plan = page_plan(made.prompt(layers, tokens), page, tuple(spans))
+    config = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
+    plan = page_plan(config.budget_spec(layers, tokens), page, tuple(spans))
     if plan is None:
         assert got.budgets == [tokens] * layers
         return
     assert sum(got.budgets) == plan.pages * page + layers * plan.tail
     assert all((n - plan.tail) % page == 0 for n in got.budgets)
-    own = [j for start, stop in spans for j in range(start, stop)]
+    protected = [j for start, stop in spans for j in range(start, stop)]
     for layer, kept in enumerate(got.positions):
         assert (kept.diff(dim=1) > 0).all()
-        assert all({*own, *range(tokens - plan.after, tokens)} <= {*row} for row in kept.tolist())
-        if own:
-            at = torch.tensor([[row.index(j) for j in own] for row in kept.tolist()])[..., None]
-            for mine, whole in ((got.keys, k), (got.values, v)):
+        assert all(
+            {*protected, *range(tokens - plan.kept_after, tokens)} <= {*row}
+            for row in kept.tolist()
+        )
+        if protected:
+            index = torch.tensor([[row.index(j) for j in protected] for row in kept.tolist()])[
+                ..., None
+            ]
+            for kept_cache, cache in ((got.keys, k), (got.values, v)):
                 assert torch.equal(
-                    mine[layer].gather(1, at.expand(-1, -1, 4)), whole[layer][:, own]
+                    kept_cache[layer].gather(1, index.expand(-1, -1, 4)), cache[layer][:, protected]
                 )

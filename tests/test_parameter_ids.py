@@ -1,4 +1,4 @@
-"""Ids that are printed for a test's parameters."""
+"""Test ids of parametrized tests."""
 
 import pytest
 import torch
@@ -21,16 +21,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("expected", CASES)
-def test_an_id_says_what_the_case_is(expected):
+def test_ids_describe_the_parameters(expected):
     assert readable(*CASES[expected]) == expected
 
 
-def test_strings_and_functions_are_left_to_pytest():
+def test_strings_and_functions_keep_pytests_ids():
     assert (
-        readable("method", "cake") is readable("writer", test_an_id_says_what_the_case_is) is None
+        readable("method", "cake") is readable("writer", test_ids_describe_the_parameters) is None
     )
 
 
 @pytest.mark.parametrize(("dim", "fast"), [(80, False)])
-def test_pytest_prints_them(dim, fast, request):
-    assert request.node.name == "test_pytest_prints_them[D80-not_fast]"
+def test_pytest_uses_the_ids(dim, fast, request):
+    assert request.node.name == "test_pytest_uses_the_ids[D80-not_fast]"

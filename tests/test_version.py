@@ -1,4 +1,4 @@
-"""The version stands in ``pyproject.toml``; whatever else names it must agree."""
+"""The version is set in ``pyproject.toml``; every other place that names it must agree."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from vllm_kvcompress.engine.startup import import_failures
 
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-# What cannot derive it: tags of our images in manifests and documents, and the images' labels.
+# Image tags in manifests and documents, and image labels, cannot derive the version.
 IMAGE = re.compile(r"\b(\d+\.\d+\.\d+[\w.]*)-(?:cuda|cpu)\b")
 LABEL = re.compile(r'org\.opencontainers\.image\.version="([^"]*)"')
 NAMED = re.compile(r"vllm-kvcompress (\d[\w.]*)")
@@ -27,18 +27,18 @@ def texts(*folders: str) -> dict[Path, str]:
     return {file: file.read_text() for file in files if file.suffix in kinds}
 
 
-def found(pattern: re.Pattern[str], *folders: str) -> dict[str, set[str]]:
-    """Every version that matches, by file."""
-    every = {str(path): set(pattern.findall(text)) for path, text in texts(*folders).items()}
-    return {path: versions for path, versions in every.items() if versions}
+def versions_by_file(pattern: re.Pattern[str], *folders: str) -> dict[str, set[str]]:
+    """Return the versions that `pattern` matches, by file; files without a match are left out."""
+    matches = {str(path): set(pattern.findall(text)) for path, text in texts(*folders).items()}
+    return {path: versions for path, versions in matches.items() if versions}
 
 
-def test_the_package_says_what_is_installed():
-    """Where this fails after a change of the version, `make setup` installs it again."""
+def test_the_package_reports_the_installed_version():
+    """If this fails after a version change, `make setup` reinstalls the package."""
     assert __version__ == VERSION
 
 
-def test_another_attribute_is_missing_as_usual():
+def test_unknown_attributes_raise_attribute_error():
     with pytest.raises(AttributeError, match="'vllm_kvcompress' has no attribute 'version'"):
         vllm_kvcompress.version  # noqa: B018
 
@@ -52,19 +52,19 @@ def test_another_attribute_is_missing_as_usual():
     ],
     ids=["image tags", "image labels", "documents"],
 )
-def test_whatever_names_it_agrees(pattern, folders, files):
-    versions = found(pattern, *folders)
+def test_manifests_labels_and_documents_name_the_version(pattern, folders, files):
+    versions = versions_by_file(pattern, *folders)
     assert len(versions) >= files, versions
     assert {path: named for path, named in versions.items() if named != {VERSION}} == {}
 
 
-def test_the_changelog_has_its_section():
+def test_the_changelog_has_a_section_for_the_version():
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert headings[1].split(" ")[0] == VERSION
 
 
-def typed(monkeypatch, capsys) -> str:
+def version_output(monkeypatch, capsys) -> str:
     monkeypatch.setattr(sys, "argv", ["kvcompress", "--version"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -72,29 +72,29 @@ def typed(monkeypatch, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_says_it_and_that_of_vllm(monkeypatch, capsys):
+def test_the_command_prints_its_version_and_vllms(monkeypatch, capsys):
     monkeypatch.setattr(import_failures, "version", lambda build: {"vllm": "0.32.0+cpu"}[build])
-    assert typed(monkeypatch, capsys) == f"vllm-kvcompress {VERSION}, vLLM 0.32.0+cpu\n"
+    assert version_output(monkeypatch, capsys) == f"vllm-kvcompress {VERSION}, vLLM 0.32.0+cpu\n"
 
 
-def test_the_command_says_that_there_is_no_vllm(monkeypatch, capsys):
-    def nowhere(build):
+def test_the_command_reports_that_vllm_is_not_installed(monkeypatch, capsys):
+    def package_not_found(build):
         raise import_failures.PackageNotFoundError(build)
 
-    monkeypatch.setattr(import_failures, "version", nowhere)
-    assert typed(monkeypatch, capsys) == f"vllm-kvcompress {VERSION}, vLLM not installed\n"
+    monkeypatch.setattr(import_failures, "version", package_not_found)
+    assert version_output(monkeypatch, capsys) == f"vllm-kvcompress {VERSION}, vLLM not installed\n"
 
 
-def test_the_command_imports_neither_vllm_nor_torch():
+def test_printing_the_version_imports_neither_vllm_nor_torch():
     program = (
         "import sys; sys.argv = ['kvcompress', '--version']\n"
         "from vllm_kvcompress.cli import main\n"
         "try: main()\n"
         "finally: print(*sorted({'torch', 'vllm'} & sys.modules.keys()))\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    said, imported = done.stdout.splitlines()
-    assert said.startswith(f"vllm-kvcompress {VERSION}, vLLM ")
+    printed, imported = result.stdout.splitlines()
+    assert printed.startswith(f"vllm-kvcompress {VERSION}, vLLM ")
     assert imported == ""

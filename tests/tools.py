@@ -1,4 +1,4 @@
-"""Commands that a test needs of its machine."""
+"""Find commands that a test needs."""
 
 import os
 import shutil
@@ -10,15 +10,18 @@ import pytest
 
 
 def missing(sentence: str) -> NoReturn:
-    """What a test needs is not on this machine: it is skipped, and fails where CI runs it."""
+    """Skip the test because a requirement is missing; in CI, fail it."""
     if os.environ.get("CI") == "true":
         pytest.fail(sentence)
     pytest.skip(sentence)
 
 
 def find(name: str, package: str) -> str:
-    """Path of the command `name`; the test says that it needs `package` if there is none."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    if found is None:
+    """Return the path of the command `name`.
+
+    If the command is not installed, skip the test, or fail it in CI, naming `package`.
+    """
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    if path is None:
         missing(f"this test needs the command `{name}`; install {package}")
-    return found
+    return path

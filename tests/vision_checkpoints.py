@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of vision-language models, each with a processor, and pictures for them.
+"""Create tiny random checkpoints of vision-language models with processors, and test pictures.
 
-Tokenizer, template and image processor are real, made here without a network: a letter is a token,
-and a picture has one for each 28 x 28 or 32 x 32 of its pixels.
+Tokenizer, template and image processor are real and created without a network. Each letter is a
+token, and a picture has one token for each 28 x 28 or 32 x 32 pixels.
 """
 
 import base64
@@ -51,12 +51,12 @@ TEMPLATE = """
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: its class, its layers' heads, and what else its parts need.
+    """Size of one architecture: model class, layers, heads and extra configuration keys.
 
     Args:
-        patch: pixels of a patch's side; four patches are a token.
-        text, vision: further keys of the two parts of its configuration.
-        sections: of M-RoPE, half a head's dimensions.
+        patch: side of a patch in pixels; four patches are a token.
+        text, vision: extra keys of the text and the vision configuration.
+        sections: M-RoPE sections, which add up to half the head size.
     """
 
     model: Any
@@ -95,7 +95,7 @@ def make(name: str, folder: Path) -> str:
     if (path / "config.json").exists():
         return str(path)
     family = FAMILIES[name]
-    own = {
+    text_config = {
         "vocab_size": VOCAB,
         "hidden_size": family.heads * family.head_dim,
         "intermediate_size": 128,
@@ -115,10 +115,10 @@ def make(name: str, folder: Path) -> str:
             "mrope_interleaved": family.model is not Qwen25,
         },
     }
-    eyes = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+    vision_config = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
     config = family.model.config_class(
-        text_config={**own, **family.text},
-        vision_config={**eyes, "patch_size": family.patch, **family.vision},
+        text_config={**text_config, **family.text},
+        vision_config={**vision_config, "patch_size": family.patch, **family.vision},
         image_token_id=ID["<|image_pad|>"],
         video_token_id=ID["<|video_pad|>"],
         vision_start_token_id=ID["<|vision_start|>"],
@@ -134,13 +134,13 @@ def make(name: str, folder: Path) -> str:
 
 
 def _as_published(file: Path) -> None:
-    """Lay the experts' weights as published checkpoints do: what goes in, then what comes out."""
+    """Transpose the experts' weights to published checkpoints' layout: input dim, output dim."""
     weights = load_file(file)
-    turned = {
+    transposed = {
         name: value.transpose(1, 2).contiguous() if ".experts." in name else value
         for name, value in weights.items()
     }
-    save_file(turned, file, metadata={"format": "pt"})
+    save_file(transposed, file, metadata={"format": "pt"})
 
 
 def _write_processor(path: Path, family: Family) -> None:
@@ -167,7 +167,7 @@ def _write_processor(path: Path, family: Family) -> None:
 
 
 def picture(columns: int, rows: int, seed: int) -> Image.Image:
-    """A picture of noise, of as many tokens as columns times rows, whatever the family."""
+    """Return a picture of noise with ``columns * rows`` tokens in every family."""
     pixels = torch.randint(
         256, (rows, columns, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
@@ -175,18 +175,18 @@ def picture(columns: int, rows: int, seed: int) -> Image.Image:
 
 
 def data_url(*images: Image.Image) -> str:
-    """A picture as a chat holds it, or a video of some pictures."""
+    """Return the data URL of one image, or of a video made of several images."""
     kind = "image/png" if len(images) == 1 else "video/jpeg"
-    coded = list[str]()
+    encoded = list[str]()
     for image in images:
         image.save(out := io.BytesIO(), "PNG" if kind == "image/png" else "JPEG")
-        coded.append(base64.b64encode(out.getvalue()).decode())
-    return f"data:{kind};base64,{','.join(coded)}"
+        encoded.append(base64.b64encode(out.getvalue()).decode())
+    return f"data:{kind};base64,{','.join(encoded)}"
 
 
 @pytest.fixture(scope="module")
 def without_videos():
-    """Processors of images and videos can be made without torchvision."""
+    """Allow image and video processors to be created without torchvision."""
     with pytest.MonkeyPatch.context() as patch:
         no_videos.stand_in(patch)
         yield

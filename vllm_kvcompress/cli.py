@@ -1,6 +1,7 @@
-"""``kvcompress``: what operators ask before they serve, while they serve, and when it looks wrong.
+"""``kvcompress``: plan, check and compare KV-cache compression for vLLM.
 
-Each command imports what it needs itself: ``health`` starts in a fraction of a second.
+Each command imports its implementation when it runs, so that ``health`` starts in a fraction of a
+second.
 """
 
 import json
@@ -10,15 +11,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from vllm_kvcompress.commands import compare_options as compared
-from vllm_kvcompress.commands import kv_flags
-from vllm_kvcompress.commands.options import takes
+from vllm_kvcompress.commands import compare_options, kv_flags
+from vllm_kvcompress.commands.options import PlainNumbers, takes_options
 from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.errors import KVCompressError
 
 app = typer.Typer(
     name="kvcompress",
-    help=__doc__.splitlines()[0].partition(": ")[2].capitalize(),
+    help="Plan, check and compare KV-cache compression for vLLM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,15 +26,20 @@ app = typer.Typer(
 )
 
 AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
-URL = typer.Option("--url", metavar="URL", help="A running server, such as http://127.0.0.1:8000.")
+URL = typer.Option(
+    "--url", metavar="URL", help="Address of a running server, such as http://127.0.0.1:8000."
+)
 KEY = typer.Option(
-    "--api-key", envvar="VLLM_API_KEY", help="The server's API key, where it wants one."
+    "--api-key", envvar="VLLM_API_KEY", help="API key of the server, if it requires one."
 )
 
 
-def _print_versions(asked: bool) -> None:
-    """Print our version and the installed vLLM's, by its metadata: importing it takes seconds."""
-    if not asked:
+def _print_versions(requested: bool) -> None:
+    """Print the versions of the plugin and of vLLM, and exit.
+
+    Reads vLLM's version from its package metadata, because importing vLLM takes seconds.
+    """
+    if not requested:
         return
     from vllm_kvcompress import __version__
     from vllm_kvcompress.engine.startup.import_failures import installed_vllm
@@ -44,38 +49,42 @@ def _print_versions(asked: bool) -> None:
 
 
 @app.callback()
-def _for_every_command(
+def _global_options(
     version: Annotated[
         bool,
         typer.Option(
             "--version",
             callback=_print_versions,
             is_eager=True,
-            help="Print the plugin's version and the installed vLLM's, and exit.",
+            help="Print the versions of the plugin and of vLLM, and exit.",
         ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command()
-@takes(PlanOptions)
+@app.command(cls=PlainNumbers)
+@takes_options(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """What a request takes, and how many fit, with and without compression. Needs no vLLM."""
-    from vllm_kvcompress.commands.plan import ask
+    """Show the KV memory of a request and how many fit, with and without compression.
 
-    found = ask(options)
+    Needs no vLLM and no GPU.
+    """
+    from vllm_kvcompress.commands.plan import make_plan
+
+    result = make_plan(options)
     if options.as_json:
-        _print_json(found.to_json())
+        _print_json(result.to_json())
     else:
-        found.show()
+        result.show()
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
 def doctor(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(help="A model to start; flags of vllm serve may follow --.")
+        str | None,
+        typer.Argument(help="Model to start an engine for; put flags of vllm serve after --."),
     ] = None,
     url: Annotated[str | None, URL] = None,
     method: kv_flags.Compress = None,
@@ -85,32 +94,39 @@ def doctor(
     everything: kv_flags.Everything = None,
     expect: Annotated[
         str | None,
-        typer.Option(help="on or off: what the server must have. Anything else is a failure."),
+        typer.Option(help="on or off: fail if compression is not in this state."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Length of the prompt; just long enough by itself.")
+        int | None,
+        typer.Option(
+            min=1, help="Prompt length in tokens. Default: just long enough to be compressed."
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="The prompt instead of one that is built in: a text, or the body of a chat."
+            help="File to use as the prompt, a text or the body of a chat request. Default: a"
+            " built-in text."
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also draw what each layer kept, and where.")
+        bool, typer.Option("--explain", help="Also show which tokens each layer kept.")
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="PNG file for --explain; kvcompress-explain.png by itself.")
+        Path | None,
+        typer.Option(help="PNG file for --explain. Default: kvcompress-explain.png."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all of it.")] = 900.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Time limit of all checks in seconds.")
+    ] = 900.0,
     api_key: Annotated[str | None, KEY] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log on stderr.")] = False,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Check the installation, and prove with one prompt that compression runs.
+    """Check the installation, and run one prompt to check that compression works.
 
-    With MODEL in an engine of its own, with --url on a running server. Exits with 1 when
-    compression is on and did not run, or when any other check fails.
+    Starts an engine for MODEL, or checks a running server with --url. Exits with 1 if compression
+    is on but did not run, or if any other check fails.
     """
     from vllm_kvcompress.commands import doctor as command
 
@@ -118,7 +134,7 @@ def doctor(
         everything, compress=method, budget=budget, window=window, min_prompt=min_prompt
     )
     command.run(
-        command.Request(
+        command.DoctorRequest(
             model=model,
             url=url,
             settings=settings,
@@ -136,42 +152,42 @@ def doctor(
     )
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
 def compare(
     context: typer.Context,
     url: Annotated[str | None, URL] = None,
-    model: compared.Model = None,
-    prompts: compared.Prompts = None,
-    tasks: compared.Tasks = None,
-    length: compared.Length = 4096,
-    count: compared.Count = 150,
-    question: compared.Question = "last",
-    seed: compared.Seed = 0,
-    methods: compared.Methods = "cake-chunk,cake,snapkv",
-    budgets: compared.Budgets = "0.5,0.2,0.1",
-    protect: compared.Protect = None,
-    lookaheads: compared.Lookaheads = None,
-    baselines: compared.Baselines = True,
-    max_drop: compared.MaxDrop = 0.02,
-    by: compared.By = None,
-    max_tokens: compared.MaxTokens = 128,
-    concurrency: compared.Concurrency = 2,
-    out: compared.Out = Path("kvcompress-compare"),
-    keep_text: compared.KeepText = False,
-    kl: compared.Kl = True,
-    timeout: compared.Timeout = 600.0,
+    model: compare_options.Model = None,
+    prompts: compare_options.Prompts = None,
+    tasks: compare_options.Tasks = None,
+    length: compare_options.Length = 4096,
+    count: compare_options.Count = 150,
+    question: compare_options.Question = "last",
+    seed: compare_options.Seed = 0,
+    methods: compare_options.Methods = "cake-chunk,cake,snapkv",
+    budgets: compare_options.Budgets = "0.5,0.2,0.1",
+    protect: compare_options.Protect = None,
+    lookaheads: compare_options.Lookaheads = None,
+    baselines: compare_options.Baselines = True,
+    max_drop: compare_options.MaxDrop = 0.02,
+    by: compare_options.By = None,
+    max_tokens: compare_options.MaxTokens = 128,
+    concurrency: compare_options.Concurrency = 2,
+    out: compare_options.Out = Path("kvcompress-compare"),
+    keep_text: compare_options.KeepText = False,
+    kl: compare_options.Kl = True,
+    timeout: compare_options.Timeout = 600.0,
     api_key: Annotated[str | None, KEY] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Which method and budget your own prompts take. With --url it needs no vLLM.
+    """Find the method and budget that your own prompts tolerate. With --url, needs no vLLM.
 
-    Exits with 0 when one is within --max-drop, 1 when none is, 2 on wrong usage and where the
-    server is lost, 130 when interrupted. What was done is kept.
+    Exits with 0 if a method's loss is within --max-drop, 1 if none is, 2 for an invalid argument
+    or a lost server, and 130 if interrupted. Finished results are kept.
     """
     from vllm_kvcompress.commands import compare as command
 
     command.run(
-        command.Request(
+        command.CompareRequest(
             url=url,
             model=model,
             arguments=tuple(context.args),
@@ -200,58 +216,59 @@ def compare(
     )
 
 
-@app.command()
+@app.command(cls=PlainNumbers)
 def health(
     url: Annotated[str, URL] = "http://127.0.0.1:8000",
     after: Annotated[
-        int, typer.Option(min=1, help="Prompts that must be planned before none done is a failure.")
+        int,
+        typer.Option(min=1, help="Fail if this many prompts were planned and none was compressed."),
     ] = 5,
     expect: Annotated[
         bool | None,
         typer.Option(
             "--expect-compression/--ignore-compression",
-            help="Fail where compression is off, or look at nothing but the server's own health.",
+            help="Fail if compression is off, or check only that the server responds.",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the server.")] = 5.0,
     api_key: Annotated[str | None, KEY] = None,
 ) -> None:
-    """One sentence and status 0 or 1, for a container's health check. Needs no vLLM."""
-    from vllm_kvcompress.commands.health import health as ask
+    """Print one sentence and exit with 0 or 1, for a container's health check. Needs no vLLM."""
+    from vllm_kvcompress.commands.health import health as check_health
     from vllm_kvcompress.serving.exposition import Host
 
-    ok, sentence = ask(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
+    ok, sentence = check_health(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
     typer.echo(sentence)
     raise typer.Exit(0 if ok else 1)
 
 
 def _on_or_off(text: str | None) -> bool | None:
     if text not in (None, "on", "off"):
-        _wrong(f"--expect must be on or off, got {text!r}")
+        _exit_with_error(f"--expect must be on or off, got {text!r}")
     return None if text is None else text == "on"
 
 
 def _one_of(flag: str, text: str, allowed: tuple[str, ...]) -> Any:
     if text not in allowed:
-        _wrong(f"{flag} must be one of {', '.join(allowed)}, got {text!r}")
+        _exit_with_error(f"{flag} must be one of {', '.join(allowed)}, got {text!r}")
     return text
 
 
-def _print_json(found: dict[str, Any]) -> None:
-    typer.echo(json.dumps(found, indent=2))
+def _print_json(payload: dict[str, Any]) -> None:
+    typer.echo(json.dumps(payload, indent=2))
 
 
-def _wrong(message: str) -> NoReturn:
+def _exit_with_error(message: str) -> NoReturn:
     typer.echo(f"kvcompress: error: {message}", err=True)
     raise SystemExit(2)
 
 
 def main() -> None:
-    """The command's entry point: what we refuse is one sentence and status 2."""
+    """Run the command. Errors of ours are printed as one sentence, with exit status 2."""
     try:
         app()
     except KVCompressError as e:
-        _wrong(str(e))
+        _exit_with_error(str(e))
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(1) from None

@@ -1,12 +1,13 @@
-"""Copies from the host to a device that the host does not wait for."""
+"""Host-to-device copies that do not block the host."""
 
 import torch
 
 
 def to_device(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy `values` to `device`, unless they are there already.
+    """Return `values` as `dtype` on `device`, without copying if they are already there.
 
-    A plain copy to a GPU waits until the GPU has come that far; one from pinned memory does not.
+    A copy from pageable memory blocks the host until the GPU reaches it, so host values are pinned
+    first.
     """
     values = values.to(dtype)
     if values.device.type == "cpu" and device.type == "cuda":

@@ -1,26 +1,26 @@
-"""Everything this package raises on purpose.
+"""Exceptions of this package.
 
 KVCompressError
-+ ConfigError      the user's settings are wrong; the message names the key and a fix
-  + OverrideError  what one request asks for is wrong or not allowed
-+ VllmHookError        this vLLM does not look the way we need; nothing was changed
++ ConfigError      a setting is wrong; the message names the key and the fix
+  + OverrideError  a request's setting is wrong or not allowed
++ VllmHookError    the installed vLLM is not supported; nothing was changed
 """
 
 
 class KVCompressError(Exception):
-    """Base class; catch this to catch all of ours."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(KVCompressError, ValueError):
-    """A setting is unknown, out of range, or in conflict with another."""
+    """A setting is unknown, out of range, or in conflict with another setting."""
 
 
 class OverrideError(ConfigError):
-    """A request asks for something that it may not have, or that does not exist.
+    """A request's compression settings are unknown, invalid or not allowed on this server.
 
     Args:
         reason: "not_allowed", "out_of_bounds" or "invalid".
-        message: what must hold, what the request has, and what to do, in one sentence.
+        message: one sentence with the rule, the value received and the fix.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -29,13 +29,13 @@ class OverrideError(ConfigError):
 
 
 class VllmHookError(KVCompressError, RuntimeError):
-    """An extension point of the running vLLM differs from what we need, or cannot be imported.
+    """A vLLM name that this package uses has changed, is missing or cannot be imported.
 
     Args:
-        problem: what must hold and what was found.
-        cure: what to do, unless `problem` says it.
+        problem: what this package needs and what it found.
+        fix: the fix; empty if `problem` includes it.
     """
 
-    def __init__(self, problem: str, cure: str = "") -> None:
-        super().__init__(f"{problem}; {cure}" if cure else problem)
-        self.problem, self.cure = problem, cure
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}; {fix}" if fix else problem)
+        self.problem, self.fix = problem, fix

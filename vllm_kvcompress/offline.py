@@ -1,4 +1,4 @@
-"""The engine's pipeline on plain tensors, for researchers and for checks. No vLLM.
+"""The engine's pipeline on plain tensors, for research and for checks. It does not need vLLM.
 
 from vllm_kvcompress.offline import compress
 
@@ -21,7 +21,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.schedules import LookAhead
+from vllm_kvcompress.planning.schedules import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -30,12 +30,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """What is left of a prompt, per layer l.
+    """The kept tokens of a prompt, per layer l.
 
     Args:
-        budgets: tokens kept, n_l.
+        budgets: number of kept tokens, n_l.
         positions: ``[Hkv, n_l]`` int64, ascending.
-        keys: ``[Hkv, n_l, D]`` in the dtype given; merged where the method merges keys.
+        keys: ``[Hkv, n_l, D]`` in the input dtype; merged if the method merges keys.
         values: as `keys`.
         scores: ``[Hkv, S]`` float32 of the scorer, +inf where a token is kept whatever its score.
             Chunks are ranked by their mean over all heads, from the layer whose ranking is used.
@@ -61,35 +61,35 @@ def compress(
     sinks: torch.Tensor | None = None,
     protect: Sequence[Sequence[int]] = (),
 ) -> Compressed:
-    """Compress one prompt's cache as the engine does at the end of its prefill.
+    """Compress one prompt's KV cache as the engine does at the end of its prefill.
 
-    A prompt that its budget holds, or that whole pages would not shorten, comes back whole, all
-    scores +inf.
+    A prompt that fits its budget, or that full pages would not shorten, is returned uncompressed,
+    with all scores +inf.
 
     Args:
         queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
         keys: ``[L, Hkv, S, D]``, rotated.
         values: ``[L, Hkv, S, D]``.
-        policy: a preset, or settings as in ``--kv-compress-config``; those that only an engine
+        policy: a preset, or settings as in ``--kv-compress-config``. Settings that only an engine
             needs (`min_prompt`, `log_requests`) have no effect. All S tokens are the prompt's,
-            unless `lookahead` is among the settings: then the last so many are its answer's, which
-            are kept, and judge the others.
-        budget: a ratio in (0, 1] or whole tokens per layer, window included. A ratio is exact as
-            written: 0.7 of 90 tokens is 63, where floating point says 62.
-        page_size: tokens that are kept or dropped together; 1 is the method's exact budget, the
-            engine's block size is what the engine keeps.
-        scale: factor on the attention logits; None takes ``D ** -0.5``.
-        sinks: ``[L, Hq]`` any float dtype, each head's sink: a logit in every row's softmax for no
-            key, as gpt-oss has them. None without.
-        protect: spans of the prompt's tokens, ``[[first, behind the last], ...]``, that every layer
-            and head keeps, and that take in no dropped token. They count in the budget; one that
-            would leave the others less than half of it is raised; with `protect` among the
-            settings, so that they keep all of their share. A prompt of which more than half is
-            protected comes back whole.
+            unless the settings contain `lookahead`: then the last `lookahead` tokens are output
+            tokens, which are kept and score the other tokens.
+        budget: a ratio in (0, 1] or a whole number of tokens per layer, window included. A ratio is
+            exact as written: 0.7 of 90 tokens is 63, where floating point gives 62.
+        page_size: tokens that are kept or dropped together. 1 gives the method's exact budget; the
+            engine's block size keeps what the engine keeps.
+        scale: factor on the attention logits; None means ``D ** -0.5``.
+        sinks: ``[L, Hq]`` any float dtype, each head's attention sink: a logit in every query's
+            softmax without a key, as in gpt-oss. None without sinks.
+        protect: spans of prompt tokens, ``[[first, after the last], ...]``, that every layer and
+            head keeps, and that no dropped token is merged into. They count towards the budget. A
+            budget that leaves less than half of it to other tokens is raised; with `protect` in the
+            settings, other tokens keep their full share. A prompt of which more than half is
+            protected is returned uncompressed.
 
     Raises:
         ConfigError: `policy`, `budget` or `protect` is wrong.
-        ValueError: the tensors' shapes or dtypes do not fit each other, or `scale` is not finite.
+        ValueError: the tensors' shapes or dtypes do not match, or `scale` is not finite.
     """
     _check(queries, keys, values, page_size, scale)
     if sinks is not None and (
@@ -97,72 +97,75 @@ def compress(
         or sinks.dtype not in DTYPES
         or sinks.shape != queries.shape[:2]
     ):
-        shape = getattr(sinks, "shape", None), getattr(sinks, "dtype", type(sinks))
+        received = getattr(sinks, "shape", None), getattr(sinks, "dtype", type(sinks))
         raise ValueError(
-            f"compress: sinks must be {tuple(queries.shape[:2])} of one of {DTYPES}; got {shape}"
+            f"compress: sinks must be {tuple(queries.shape[:2])} of one of {DTYPES}; got {received}"
         )
     raw_settings: Any = {"compress": policy} if isinstance(policy, str) else policy
     if isinstance(raw_settings, Mapping):
         raw_settings = {"lookahead": 0, **raw_settings, "budget": budget}
     settings = CompressionConfig.parse(raw_settings)
     if not settings.enabled:
-        raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
+        raise ValueError(
+            "policy must be a method, got 'off'; to compress nothing, use the cache as it is"
+        )
     layers, _, tokens, dim = keys.shape
     spans = parse_spans(protect, tokens - settings.resolved_lookahead)
     plan = _plan(settings, layers, tokens, page_size, spans)
     if plan is None:
-        return _whole(keys, values)
+        return _uncompressed(keys, values)
     method = method_of(settings, scored_by_output=plan.scored_by_output)
-    rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks)
-    observed = _observe(method, plan, rows, queries)
-    return _collect(method, plan, rows, observed, keys, values)
+    paged = _paged_layers(
+        keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks
+    )
+    observed = _observe(method, plan, paged, queries)
+    return _collect(method, plan, paged, observed, keys, values)
 
 
 def _plan(
     settings: CompressionConfig, layers: int, tokens: int, page_size: int, spans: Spans
 ) -> PagePlan | None:
-    """How much is kept of `tokens`; None where that is all."""
-    answered = settings.resolved_lookahead
-    if not answered:
-        own = settings.prompt(layers, tokens)
-        return page_plan(own, page_size, spans, full_share=settings.full_share)
-    prompt = tokens - answered
+    """Return how many of `tokens` tokens are kept; None if all are."""
+    lookahead = settings.resolved_lookahead
+    if not lookahead:
+        spec = settings.budget_spec(layers, tokens)
+        return page_plan(spec, page_size, spans, full_share=settings.full_share)
+    prompt = tokens - lookahead
     if prompt < 1:
         raise ValueError(
-            f"compress: the tensors must hold a prompt and the {answered} tokens of its answer that"
-            f" lookahead={answered} says; got {tokens} tokens. Give more of them, or set lookahead"
-            " to 0"
+            f"compress: with lookahead={lookahead} the tensors must hold a prompt and {lookahead}"
+            f" output tokens; got {tokens} tokens. Give more tokens, or set lookahead to 0"
         )
-    ahead = LookAhead(
+    schedule = LookaheadSchedule(
         settings=settings,
         num_layers=layers,
         block_size=page_size,
         prompt=prompt,
-        last=tokens + 2,
+        max_tokens=tokens + 2,
         prefilled=prompt,
         spans=spans,
     )
-    return ahead.plan(KVFootprint(num_layers=layers, block_size=page_size), tokens)
+    return schedule.plan(KVFootprint(num_layers=layers, block_size=page_size), tokens)
 
 
-def _rows(
+def _paged_layers(
     keys: torch.Tensor,
     values: torch.Tensor,
     page_size: int,
     scale: float,
     sinks: torch.Tensor | None,
 ) -> PagedLayers:
-    """The layers of one prompt, each in its own pages."""
+    """Return the layers of one prompt, each in its own pages."""
     layers, heads, tokens, _ = keys.shape
     count = -(-tokens // page_size)
-    # A layer's pages lie one behind the other, and those of its other heads behind them.
+    # The pages of a layer's first head are consecutive, followed by those of its other heads.
     first = torch.arange(layers, device=keys.device)[:, None] * heads * count
     return PagedLayers(
         key_pages=_paged(keys, page_size).transpose(2, 3),
         value_pages=_paged(values, page_size),
         pages=first + torch.arange(count, device=keys.device),
         lengths=None,
-        most=tokens,
+        max_tokens=tokens,
         scale=scale,
         layers=range(layers),
         value_scales=[1.0] * layers,
@@ -171,7 +174,7 @@ def _rows(
 
 
 def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[L, Hkv, S, D]`` as pages ``[n, Hkv, page_size, D]``; a layer's last page is filled."""
+    """Return ``[L, Hkv, S, D]`` as pages ``[n, Hkv, page_size, D]``, padded at each layer's end."""
     layers, heads, tokens, dim = cache.shape
     count = -(-tokens // page_size)
     padded = torch.nn.functional.pad(cache, (0, 0, 0, count * page_size - tokens)).contiguous()
@@ -182,32 +185,42 @@ def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _observe(
-    method: Method, plan: PagePlan, rows: PagedLayers, queries: torch.Tensor
+    method: Method, plan: PagePlan, paged: PagedLayers, queries: torch.Tensor
 ) -> list[LayerObservation]:
-    """Score one layer after the other."""
-    found: list[LayerObservation] = []
+    """Return the observations of all layers, one layer after another."""
+    observed: list[LayerObservation] = []
     for layer, query in enumerate(queries.transpose(1, 2)):  # [S, Hq, D]
-        own, reads = rows.some(slice(layer, layer + 1)), method.reads_of(layer)
+        one_layer, reads = paged.subset(slice(layer, layer + 1)), method.reads_of(layer)
         attention = sums = None
         if Reads.WINDOW in reads:
-            latest = query[None, plan.tokens - plan.window :]
+            window_queries = query[None, plan.tokens - plan.window :]
             attention = method.attention(
-                own, latest, plan.allocator_window, scored_by_output=plan.scored_by_output
+                one_layer,
+                window_queries,
+                plan.allocator_window,
+                scored_by_output=plan.scored_by_output,
             )
         if Reads.COLUMN_SUMS in reads:
-            assert isinstance(own.scale, float)
-            where = own.key_pages, own.pages[0], plan.tokens, own.scale
-            sums = column_sums(query, *where, None if own.sinks is None else own.sinks[0])[None]
-        found += method.observe(
-            own, plan.window, attention, sums, scored=method.scores_layer(layer)
+            assert isinstance(one_layer.scale, float)
+            head_sinks = None if one_layer.sinks is None else one_layer.sinks[0]
+            sums = column_sums(
+                query,
+                one_layer.key_pages,
+                one_layer.pages[0],
+                plan.tokens,
+                one_layer.scale,
+                head_sinks,
+            )[None]
+        observed += method.observe(
+            one_layer, plan.window, attention, sums, scored=method.scores_layer(layer)
         )
-    return found
+    return observed
 
 
 def _collect(
     method: Method,
     plan: PagePlan,
-    rows: PagedLayers,
+    paged: PagedLayers,
     observed: list[LayerObservation],
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -222,18 +235,18 @@ def _collect(
         values=[],
         scores=list(method.protected_scores(observed, plan, pages)),
     )
-    guarded = torch.zeros(plan.tokens, dtype=torch.bool, device=keys.device)
+    protected = torch.zeros(plan.tokens, dtype=torch.bool, device=keys.device)
     for start, stop in plan.spans:
-        guarded[start:stop] = True
+        protected[start:stop] = True
     for layer, count in enumerate(out.budgets):
         kept = stacked[layer, :, :count].long()
         index = kept[..., None].expand(-1, -1, keys.shape[-1])
-        as_it_was = [x[layer].gather(1, index) for x in (keys, values)]
+        unmerged = [cache[layer].gather(1, index) for cache in (keys, values)]
         if method.merge:
             merged = merge_evicted(
-                rows.key_pages,
-                rows.value_pages,
-                rows.pages[layer : layer + 1],
+                paged.key_pages,
+                paged.value_pages,
+                paged.pages[layer : layer + 1],
                 plan.tokens,
                 kept[None],
                 torch.full((1,), count, dtype=torch.int32, device=kept.device),
@@ -241,26 +254,29 @@ def _collect(
                 values_only=method.values_only,
             )
             k, v = merged.keys[0].to(keys.dtype), merged.values[0].to(values.dtype)
-            own = guarded[kept][..., None]
-            k, v = (x.where(~own, y) for x, y in zip((k, v), as_it_was, strict=True))
+            is_protected = protected[kept][..., None]
+            k, v = (
+                new.where(~is_protected, old) for new, old in zip((k, v), unmerged, strict=True)
+            )
         else:
-            k, v = as_it_was
+            k, v = unmerged
         out.positions.append(kept)
         out.keys.append(k)
         out.values.append(v)
     return out
 
 
-def _whole(keys: torch.Tensor, values: torch.Tensor) -> Compressed:
+def _uncompressed(keys: torch.Tensor, values: torch.Tensor) -> Compressed:
+    """Return all tokens of the prompt, with scores of +inf."""
     layers, heads, tokens, _ = keys.shape
-    every = torch.arange(tokens, device=keys.device).expand(heads, tokens)
-    kept = torch.full((heads, tokens), torch.inf, device=keys.device)
+    positions = torch.arange(tokens, device=keys.device).expand(heads, tokens)
+    scores = torch.full((heads, tokens), torch.inf, device=keys.device)
     return Compressed(
         budgets=[tokens] * layers,
-        positions=[every.clone() for _ in range(layers)],
+        positions=[positions.clone() for _ in range(layers)],
         keys=[k.clone() for k in keys],
         values=[v.clone() for v in values],
-        scores=[kept.clone() for _ in range(layers)],
+        scores=[scores.clone() for _ in range(layers)],
     )
 
 
@@ -271,8 +287,8 @@ def _check(
     page_size: int,
     scale: float | None,
 ) -> None:
-    def require(ok: bool, rule: str, got: object) -> None:
-        if not ok:
+    def require(condition: bool, rule: str, got: object) -> None:
+        if not condition:
             raise ValueError(f"compress: {rule}; got {got}")
 
     for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
@@ -283,11 +299,11 @@ def _check(
     layers, kv_heads, tokens, dim = keys.shape
     require(math.prod(keys.shape) > 0, "keys must not be empty", tuple(keys.shape))
     heads = queries.shape[1]
-    multiple = heads > 0 and heads % kv_heads == 0
-    require(multiple, f"Hq must be a multiple of Hkv={kv_heads}", heads)
-    want = (layers, heads, tokens, dim)
-    require(queries.shape == want, f"queries must be {want}", tuple(queries.shape))
-    whole = isinstance(page_size, int) and page_size >= 1
-    require(whole, "page_size must be a whole number, at least 1", page_size)
+    is_multiple = heads > 0 and heads % kv_heads == 0
+    require(is_multiple, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    expected = (layers, heads, tokens, dim)
+    require(queries.shape == expected, f"queries must be {expected}", tuple(queries.shape))
+    valid_page_size = isinstance(page_size, int) and page_size >= 1
+    require(valid_page_size, "page_size must be a whole number, at least 1", page_size)
     finite = scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale))
     require(finite, "scale must be a finite number, or None for D ** -0.5", scale)

@@ -1,7 +1,7 @@
-"""What answers keep under every method and budget: one prefill of a prompt, then all of them.
+"""Output quality of methods and budgets on one prefilled prompt.
 
-A model of transformers in this process, whose attention is ours: the prompt is computed once on the
-full cache, `vllm_kvcompress.methods` chooses and packs for each method and budget as the engine
-does, and all of them answer as rows of one batch. So a hundred combinations cost little more than a
-prefill, where an engine would compute, score and pack each alone.
+A transformers model with our own attention computes the prompt once on the full cache.
+`vllm_kvcompress.methods` then compresses that cache for each method and budget as the engine does,
+and all compressed caches decode as one batch. A hundred combinations of method and budget cost
+little more than one prefill; an engine would run each of them separately.
 """

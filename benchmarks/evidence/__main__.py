@@ -1,15 +1,17 @@
-"""Measure methods on built-in tasks.
+"""Measure the output quality of methods on built-in tasks.
 
     python -m benchmarks.evidence --model .cache/smollm2-135m-instruct --tasks niah-multikey-1 \\
         --count 100 --tokens 2200 --methods cake chunkkv --budgets 0.2 0.1 --out results.jsonl
 
-A prompt counts where the full cache names at least one of its answers, and always where nobody
-knows them. Each line of the output is one prompt under one method and budget; a run that is started
-again goes on where it stopped.
+Each line of the output has one prompt, one method and one budget. If the full cache gives none of
+a prompt's expected answers, the prompt gets only the full cache's line and does not count towards
+--count. Prompts without expected answers always count. Run the same command again to continue an
+interrupted run.
 
-A method with a look-ahead, `ahead={"compress": "cake-chunk", "lookahead": 32}`, packs the prompt
-with the full cache's own first tokens behind it. What ends before is left whole (`packed`).
-`kept={"compress": "cake-chunk", "protect": "system,tools"}` protects these parts of each chat.
+A method with a look-ahead, such as `ahead={"compress": "cake-chunk", "lookahead": 32}`, compresses
+the prompt after the full cache's first 32 output tokens. If the output ends earlier, the prompt
+stays uncompressed and the line has `"packed": false`. Add `protect` to protect parts of each chat:
+`kept={"compress": "cake-chunk", "protect": "system,tools"}`.
 """
 
 import argparse
@@ -23,11 +25,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.answers import Answer, Compared, compare, full_answer
 from benchmarks.evidence.cells import FULL, lines
-from benchmarks.evidence.kept import Kept, Scored, settings_of
-from benchmarks.evidence.parts import parts_of
-from benchmarks.evidence.reader import Prompt, Reader
+from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
+from benchmarks.evidence.outputs import (
+    CompressedOutput,
+    FullOutput,
+    compare_outputs,
+    full_cache_output,
+)
+from benchmarks.evidence.parts import protected_parts
+from benchmarks.evidence.reference_model import PrefilledPrompt, ReferenceModel
 from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
 from benchmarks.origin import commit, machine
@@ -38,10 +45,10 @@ from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.method_of import method_of
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
-MOST_ASKED = 4
-"""Prompts that are asked for each that is wanted, where the full cache answers few."""
-OPEN, TALK = "open", 24
-"""A question whose answer the model begins itself, and tokens it may say before it names it."""
+PROMPTS_PER_RESULT = 4
+"""Prompts to generate for each wanted result, since the full cache answers only some of them."""
+OPEN, EXTRA_TOKENS = "open", 24
+"""Value of --question without an assistant prefix, and the extra output tokens that it needs."""
 LATE = "late"
 PREAMBLE = (
     "I have read the whole text, from its first sentence to its last one, and I have looked at each"
@@ -49,56 +56,65 @@ PREAMBLE = (
     " yours, so I leave them out, and I say nothing of the rest of the text either. My answer to"
     " your question, exactly as it stands in the text, is as follows. "
 )
-"""With what an answer begins that names late what is asked for: more tokens than a look-ahead."""
-ROWS = 32
-"""Caches that answer together. Neighbours in budget, since each is padded to the longest."""
+"""Start of the output with ``--question late``: longer than a look-ahead, without the answer."""
+BATCH_SIZE = 32
+"""Caches that decode together. A batch has similar budgets, since caches pad to the longest."""
+UNKNOWN = ("unknown", 0.0)
+"""Marks a prompt that an earlier run skipped because the full cache does not answer it."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=".cache/smollm2-135m-instruct", help="its folder")
+    parser.add_argument("--model", default=".cache/smollm2-135m-instruct", help="model folder")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=[*TASKS, TASK])
-    parser.add_argument("--count", type=int, default=100, help="answered prompts of each task")
-    parser.add_argument("--tokens", type=int, default=2200, help="tokens of a prompt, about")
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=100,
+        help="prompts per task; those with expected answers count only if the full cache gives one",
+    )
+    parser.add_argument("--tokens", type=int, default=2200, help="maximum tokens per prompt")
     parser.add_argument(
         "--question",
         choices=("last", "first", OPEN, LATE),
         default="last",
-        help="open: last, and the answer is not begun for the model, as in ordinary chats; late:"
-        " last, and the answer itself begins with words that say nothing of what is asked for",
+        help="question after (last) or before (first) the text; open: last, without an assistant"
+        " prefix that begins the answer, as in ordinary chats; late: last, and the output begins"
+        " with a preamble longer than a look-ahead",
     )
-    parser.add_argument("--per-text", type=int, default=5, help="questions about one text")
+    parser.add_argument("--per-text", type=int, default=5, help="questions per text")
     parser.add_argument(
         "--methods",
         nargs="+",
         default=list(PRESETS),
         metavar="NAME[=JSON]",
-        help="presets, parts (each variant of the recommended preset), or names of your own for"
-        " settings as --kv-compress-config takes them; with a budget in them at that one alone",
+        help="presets; parts (all variants of the recommended preset); or NAME=JSON with settings"
+        " as in --kv-compress-config, measured only at their own budget if they have one",
     )
     parser.add_argument(
-        "--max-tokens", type=int, help="tokens of an answer; by itself as many as its task gives"
+        "--max-tokens", type=int, help="maximum output tokens; default: as the task defines"
     )
     parser.add_argument(
         "--forced",
         action="store_true",
-        help="do not decode on where an answer whose right one nobody knows is another: no"
-        " similarity, lengths and loops, in a third of the time",
+        help="for prompts without expected answers, compare along the full cache's output only and"
+        " do not decode compressed outputs to their end: no similarity, length and loops, but three"
+        " times faster",
     )
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, required=True, help="a JSONL file, appended to")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     torch.set_num_threads(args.threads)
-    methods = methods_of(args.methods)
-    reader = Reader(args.model)
+    methods = parse_methods(args.methods)
+    model = ReferenceModel(args.model)
     origin = {
         "model": Path(args.model).name,
         "tokens": args.tokens,
@@ -110,14 +126,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for task in args.tasks:
-        measure_task(reader, args, task, methods, origin)
+        measure_task(model, args, task, methods, origin)
 
 
-def methods_of(asked: Sequence[str]) -> dict[str, str]:
-    """Name to settings: a preset's name, or a JSON object."""
+def parse_methods(names: Sequence[str]) -> dict[str, str]:
+    """Return method names with their settings: the name of a preset, or a JSON object."""
     methods: dict[str, str] = {}
-    for each in asked:
-        name, _, raw = each.partition("=")
+    for argument in names:
+        name, _, raw = argument.partition("=")
         if name == "parts":
             methods |= VARIANTS
         else:
@@ -125,264 +141,295 @@ def methods_of(asked: Sequence[str]) -> dict[str, str]:
     return methods
 
 
-def budgets_of(raw: str, budgets: Sequence[float]) -> Sequence[float]:
-    """At which budgets some settings are measured: their own, or all that were asked for."""
-    own: float | None = json.loads(raw).get("budget") if raw.startswith("{") else None
-    return budgets if own is None else [own]
+def budgets_for(raw: str, budgets: Sequence[float]) -> Sequence[float]:
+    """Return the budget in the settings `raw`, or all `budgets` if they have none."""
+    budget: float | None = json.loads(raw).get("budget") if raw.startswith("{") else None
+    return budgets if budget is None else [budget]
 
 
 def measure_task(
-    reader: Reader,
+    model: ReferenceModel,
     args: argparse.Namespace,
     task: str,
     methods: dict[str, str],
     origin: dict[str, Any],
 ) -> None:
+    """Append the missing results of a task to the output file."""
     keys = ("model", "tokens", "question", "seed", "max_tokens")
-    where = {key: origin[key] for key in keys} | {"task": task}
-    known: dict[str, set[tuple[str, float]]] = {}
+    same_run = {key: origin[key] for key in keys} | {"task": task}
+    measured: dict[str, set[tuple[str, float]]] = {}
     for line in lines(args.out):
-        if all(line.get(key) == value for key, value in where.items()):
-            known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
+        if all(line.get(key) == value for key, value in same_run.items()):
+            measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
             if line["method"] == FULL and not line["score"] and task in SCORED:
-                known[line["item"]].add(("unknown", 0.0))
-    items = items_of(reader, args, task)
-    begins: dict[str, list[int]] = {}
+                measured[line["item"]].add(UNKNOWN)
+    items = task_items(model, args, task)
+    forced_prefixes: dict[str, list[int]] = {}
     if args.question == LATE:
-        items, begins = late(reader, items)
+        items, forced_prefixes = with_late_answers(model, items)
     wanted = [
-        (name, budget) for name, raw in methods.items() for budget in budgets_of(raw, args.budgets)
+        (name, budget) for name, raw in methods.items() for budget in budgets_for(raw, args.budgets)
     ]
-    sums = any(
-        Reads.COLUMN_SUMS in method_of(settings_of(raw, 0.5)).reads for raw in methods.values()
+    with_column_sums = any(
+        Reads.COLUMN_SUMS in method_of(settings_at(raw, 0.5)).reads for raw in methods.values()
     )
-    answered = 0
+    num_answered = 0
     start = time.perf_counter()
 
-    def is_todo(item: Item) -> bool:
-        nonlocal answered
-        have = known.get(item.name, set())
-        if ("unknown", 0.0) in have:
+    def is_pending(item: Item) -> bool:
+        nonlocal num_answered
+        done = measured.get(item.name, set())
+        if UNKNOWN in done:
             return False
-        done = bool(have) and have.issuperset(wanted)
-        answered += done
-        return not done
+        complete = bool(done) and done.issuperset(wanted)
+        num_answered += complete
+        return not complete
 
-    for item, prompt in read_items(reader, items, is_todo, sums=sums):
-        if answered >= args.count:
+    prefilled = prefill_items(model, items, is_pending, with_column_sums=with_column_sums)
+    for item, prompt in prefilled:
+        if num_answered >= args.count:
             break
-        have = known.get(item.name, set())
-        pack_request = [pair for pair in wanted if pair not in have]
-        begun = begins[item.name] if args.question == LATE else ()
+        done = measured.get(item.name, set())
         results = measure(
-            reader, item, prompt, pack_request, methods, own_answers=not args.forced, begun=begun
+            model,
+            item,
+            prompt,
+            [pair for pair in wanted if pair not in done],
+            methods,
+            decode_fully=not args.forced,
+            forced_prefix=forced_prefixes.get(item.name, ()),
         )
-        right = next(r["score"] for r in results if r["method"] == FULL)
-        if (FULL, 1.0) in have:
+        full_score = next(r["score"] for r in results if r["method"] == FULL)
+        if (FULL, 1.0) in done:
             results = [r for r in results if r["method"] != FULL]
         with args.out.open("a") as out:
             for result in results:
-                row = {**origin, "task": task, "item": item.name, "group": item.group, **result}
-                out.write(json.dumps(row) + "\n")
-        answered += right > 0 or not item.known
-        spent = time.perf_counter() - start
-        print(f"{item.name}: {answered} of {args.count} answered, {spent:.0f} s", flush=True)
+                line = {**origin, "task": task, "item": item.name, "group": item.group, **result}
+                out.write(json.dumps(line) + "\n")
+        num_answered += full_score > 0 or not item.known
+        seconds = time.perf_counter() - start
+        print(f"{item.name}: {num_answered} of {args.count} answered, {seconds:.0f} s", flush=True)
 
 
-def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
-    """The prompts; more than are wanted where the full cache will not answer all."""
+def task_items(model: ReferenceModel, args: argparse.Namespace, task: str) -> list[Item]:
+    """Return the prompts of a task: more than --count if the full cache may fail some."""
     if task == TASK:
         items = text_items(
-            count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=reader.count_tokens
+            count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=model.count_tokens
         )
-        return [roomy(item, args.max_tokens) for item in items]
+        return [with_max_tokens(item, args.max_tokens) for item in items]
     items = build_items(
         [task],
-        count=args.count * (MOST_ASKED if task in SCORED else 1),
+        count=args.count * (PROMPTS_PER_RESULT if task in SCORED else 1),
         tokens=args.tokens,
         seed=args.seed,
         question="last" if args.question in (OPEN, LATE) else args.question,
-        count_tokens=reader.count_tokens,
+        count_tokens=model.count_tokens,
         questions_per_text=args.per_text,
     )
-    items = [opened(item) for item in items] if args.question == OPEN else items
-    return [roomy(item, args.max_tokens) for item in items]
+    items = [without_assistant_prefix(item) for item in items] if args.question == OPEN else items
+    return [with_max_tokens(item, args.max_tokens) for item in items]
 
 
-def roomy(item: Item, max_tokens: int | None) -> Item:
-    """The same prompt with room for so many tokens; None leaves what it has."""
+def with_max_tokens(item: Item, max_tokens: int | None) -> Item:
+    """Return the prompt with a maximum output length; None keeps the prompt's own."""
     return item if max_tokens is None else replace(item, max_tokens=max_tokens)
 
 
-def opened(item: Item) -> Item:
-    """The same question without the words that begin its answer.
+def without_assistant_prefix(item: Item) -> Item:
+    """Return the prompt without the assistant message that begins the answer.
 
-    With them, the prompt ends by naming what is asked for, which flatters small windows. An
-    ordinary request has none.
+    With that message, the prompt's last tokens name the fact that the question is about, which
+    favours small observation windows. Ordinary requests have no such message.
     """
     if item.messages[-1]["role"] != "assistant":
         return item
-    return replace(item, messages=item.messages[:-1], max_tokens=item.max_tokens + TALK)
+    return replace(item, messages=item.messages[:-1], max_tokens=item.max_tokens + EXTRA_TOKENS)
 
 
-def late(reader: Reader, items: Sequence[Item]) -> tuple[list[Item], dict[str, list[int]]]:
-    """The same questions, and by name the tokens with which each answer begins.
+def with_late_answers(
+    model: ReferenceModel, items: Sequence[Item]
+) -> tuple[list[Item], dict[str, list[int]]]:
+    """Return the prompts without an assistant prefix, and by item name a forced output prefix.
 
-    What the last prompt's own words would be, "The special number for Oslo is", the answer says
-    itself, behind `PREAMBLE`.
+    The forced prefix is `PREAMBLE` followed by the assistant prefix, for example "The special
+    number for Oslo is".
     """
-    asked, begins = [], {}
+    late_items, forced_prefixes = [], {}
     for item in items:
-        words = PREAMBLE
+        prefix = PREAMBLE
         if item.messages[-1]["role"] == "assistant":
-            words += item.messages[-1]["content"]
+            prefix += item.messages[-1]["content"]
             item = replace(item, messages=item.messages[:-1])
-        begins[item.name] = reader.tokenizer.encode(words, add_special_tokens=False)
-        asked.append(replace(item, max_tokens=item.max_tokens + len(begins[item.name])))
-    return asked, begins
+        ids = model.tokenizer.encode(prefix, add_special_tokens=False)
+        forced_prefixes[item.name] = ids
+        late_items.append(replace(item, max_tokens=item.max_tokens + len(ids)))
+    return late_items, forced_prefixes
 
 
-def read_items(
-    reader: Reader, items: Sequence[Item], is_todo: Callable[[Item], bool], *, sums: bool
-) -> Iterator[tuple[Item, Prompt]]:
-    """Each item that is to do, and its full cache; what a text's questions share is read once."""
-    shared: Prompt | None = None
-    for item, after in zip(items, [*items[1:], None], strict=True):
-        if not is_todo(item):
+def prefill_items(
+    model: ReferenceModel,
+    items: Sequence[Item],
+    is_pending: Callable[[Item], bool],
+    *,
+    with_column_sums: bool,
+) -> Iterator[tuple[Item, PrefilledPrompt]]:
+    """Yield each pending item with its full cache; questions on one text share its prefill."""
+    shared: PrefilledPrompt | None = None
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        if not is_pending(item):
             continue
-        ids = reader.encode(item.messages, item.tools)
+        ids = model.encode(item.messages, item.tools)
         if shared is None or shared.ids != ids[: len(shared.ids)]:
             shared = None
-            if after is not None and after.group == item.group:
-                common = shared_length(ids, reader.encode(after.messages, after.tools))
+            if following is not None and following.group == item.group:
+                common = common_prefix_length(
+                    ids, model.encode(following.messages, following.tools)
+                )
                 if len(ids) // 2 < common < len(ids):
-                    shared = reader.read(ids[:common], sums=sums)
-        yield item, reader.read(ids, sums=sums, earlier=shared)
+                    shared = model.prefill(ids[:common], with_column_sums=with_column_sums)
+        yield item, model.prefill(ids, with_column_sums=with_column_sums, prefix=shared)
 
 
-def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
-    differ = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    return next(differ, min(len(one), len(other)))
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens that both sequences start with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    differences = (index for index, pair in pairs if pair[0] != pair[1])
+    return next(differences, min(len(first), len(second)))
 
 
 def measure(
-    reader: Reader,
+    model: ReferenceModel,
     item: Item,
-    prompt: Prompt,
-    pack_request: Sequence[tuple[str, float]],
+    prompt: PrefilledPrompt,
+    pending: Sequence[tuple[str, float]],
     methods: dict[str, str],
     *,
-    own_answers: bool = True,
-    begun: Sequence[int] = (),
+    decode_fully: bool = True,
+    forced_prefix: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """The full cache's line, and where that knows the answer each method's and budget's.
+    """Return result lines of one prompt: the full cache's, then one per method and budget.
+
+    If the prompt has expected answers and the full cache gives none, only its line is returned.
 
     Args:
-        begun: tokens with which the answer begins.
+        pending: names and budgets to measure.
+        methods: settings by method name.
+        decode_fully: also decode outputs to their end for prompts without expected answers.
+        forced_prefix: token ids that every output starts with.
     """
-    full = full_answer(reader, item, prompt, begun)
-    right = item.score(full.text)
+    full = full_cache_output(model, item, prompt, forced_prefix)
+    full_score = item.score(full.text)
     length = len(prompt.ids)
-    out: list[dict[str, Any]] = [
-        {"method": FULL, "budget": 1.0, "score": right, "prompt_tokens": length, "kept": 1.0}
+    results: list[dict[str, Any]] = [
+        {"method": FULL, "budget": 1.0, "score": full_score, "prompt_tokens": length, "kept": 1.0}
     ]
-    if item.known and not right:
-        return out
-    own_answers = own_answers or item.known
-    protects = any(settings_of(raw, 0.5).protect for raw in methods.values())
-    parts = parts_of(reader.tokenizer, item, prompt.ids) if protects else {}
-    for answered, pairs in by_lookahead(pack_request, methods).items():
-        after = full.after(answered)
-        if after is None:
-            # Told or not as of the others: alone, those that end early would look alike.
-            whole, told = untouched(full), own_answers
-            out += [line_of(item, full, whole, *pair, packed=False, told=told) for pair in pairs]
+    if item.known and not full_score:
+        return results
+    decode_fully = decode_fully or item.known
+    protects = any(settings_at(raw, 0.5).protect for raw in methods.values())
+    protected = protected_parts(model.tokenizer, item, prompt.ids) if protects else {}
+    for lookahead, pairs in by_lookahead(pending, methods).items():
+        extended = full.prompt_with_output(lookahead)
+        if extended is None:
+            # Even these complete outputs get no similarity if the longer ones get none: a mean
+            # over short outputs alone would mislead.
+            unchanged = uncompressed_output(full)
+            for name, budget in pairs:
+                results.append(
+                    result_line(
+                        item, full, unchanged, name, budget, packed=False, complete=decode_fully
+                    )
+                )
             continue
-        scored = Scored(after, answered=answered, parts=parts)
-        for start in range(0, len(pairs), ROWS):
-            batch = pairs[start : start + ROWS]
-            kept: list[Kept] = []
+        compressor = PromptCompressor(extended, output_tokens=lookahead, protected=protected)
+        for start in range(0, len(pairs), BATCH_SIZE):
+            batch = pairs[start : start + BATCH_SIZE]
+            caches: list[CompressedCache] = []
             for name, budget in batch:
-                made = scored.keep(settings_of(methods[name], budget))
-                assert made is not None, f"{name} at {budget} keeps all {length} tokens"
-                kept.append(made)
-            compared = compare(reader, item, after, kept, full, own_answers=own_answers)
-            for pair, each, made in zip(batch, compared, kept, strict=True):
-                line = line_of(item, full, each, *pair, packed=True, told=own_answers)
-                share = made.tokens / len(scored.layers) - answered
-                out.append(line | {"kept": round(share / length, 5)})
-    return out
+                cache = compressor.compress(settings_at(methods[name], budget))
+                assert cache is not None, f"{name} at {budget} keeps all {length} tokens"
+                caches.append(cache)
+            outputs = compare_outputs(
+                model, item, extended, caches, full, decode_fully=decode_fully
+            )
+            for (name, budget), output, cache in zip(batch, outputs, caches, strict=True):
+                line = result_line(
+                    item, full, output, name, budget, packed=True, complete=decode_fully
+                )
+                kept_prompt_tokens = cache.tokens / len(compressor.layers) - lookahead
+                results.append(line | {"kept": round(kept_prompt_tokens / length, 5)})
+    return results
 
 
 def by_lookahead(
-    pack_request: Sequence[tuple[str, float]], methods: dict[str, str]
+    pending: Sequence[tuple[str, float]], methods: dict[str, str]
 ) -> dict[int, list[tuple[str, float]]]:
-    """Methods and budgets by the answer's tokens that judge their prompt, smallest budgets first.
+    """Group method names and budgets by look-ahead in tokens, smallest budgets first.
 
-    Those of one look-ahead are packed at one place and answer together.
+    Methods with the same look-ahead compress the same tokens, so they decode as one batch.
     """
-    found: dict[int, list[tuple[str, float]]] = {}
-    for name, budget in sorted(pack_request, key=lambda pair: pair[1]):
-        ahead = settings_of(methods[name], budget).resolved_lookahead
-        found.setdefault(ahead, []).append((name, budget))
-    return found
+    groups: dict[int, list[tuple[str, float]]] = {}
+    for name, budget in sorted(pending, key=lambda pair: pair[1]):
+        lookahead = settings_at(methods[name], budget).resolved_lookahead
+        groups.setdefault(lookahead, []).append((name, budget))
+    return groups
 
 
-def untouched(full: Answer) -> Compared:
-    """An answer that ends before its prompt would be packed is the full cache's."""
-    others = len(full.tokens) - 1
-    return Compared(
-        tokens=full.tokens, text=full.text, same=True, kl=[0.0] * others, agreed=[True] * others
+def uncompressed_output(full: FullOutput) -> CompressedOutput:
+    """Return the full cache's output as the result of a look-ahead that the output never passes."""
+    compared = len(full.tokens) - 1
+    return CompressedOutput(
+        tokens=full.tokens, text=full.text, same=True, kl=[0.0] * compared, agreed=[True] * compared
     )
 
 
-def line_of(
+def result_line(
     item: Item,
-    full: Answer,
-    each: Compared,
+    full: FullOutput,
+    output: CompressedOutput,
     name: str,
     budget: float,
     *,
     packed: bool,
-    told: bool,
+    complete: bool,
 ) -> dict[str, Any]:
-    """What is written of one method at one budget.
+    """Return the result of one method at one budget.
 
     Args:
-        packed: whether the prompt was packed, or the answer ended before.
-        told: whether `each` is an answer to its end.
+        packed: True if the prompt was compressed, False if the output ended before that.
+        complete: True if `output` was decoded to its end.
     """
     line = {
         "method": name,
         "budget": budget,
-        "score": item.score(each.text),
+        "score": item.score(output.text),
         "full": item.score(full.text),
-        "same": each.same,
-        "kl": each.mean_kl,
-        "top1": each.top1,
+        "same": output.same,
+        "kl": output.mean_kl,
+        "top1": output.top1,
         "kept": 1.0,
         "packed": packed,
     }
     if item.rules:
-        own, whole = item.obeyed(each.text), item.obeyed(full.text)
-        rules = {name: [own[name], whole[name]] for name in own}
-        # What the full cache does not obey says nothing of compression.
-        kept = sum(own[name] and whole[name] for name in own) / len(rules)
-        return line | {"score": kept, "rules": rules}
+        by_output, by_full = item.obeyed(output.text), item.obeyed(full.text)
+        rules = {rule: [by_output[rule], by_full[rule]] for rule in by_output}
+        # Rules that the full cache breaks show nothing about compression, so they do not count.
+        both = sum(by_output[rule] and by_full[rule] for rule in by_output) / len(rules)
+        return line | {"score": both, "rules": rules}
     if item.known:
         return line
     line |= {
-        "kl_at": [round(kl, 5) for kl in each.kl],
-        "agreed_at": "".join("01"[same] for same in each.agreed),
+        "kl_at": [round(kl, 5) for kl in output.kl],
+        "agreed_at": "".join("01"[same] for same in output.agreed),
         "full_length": len(full.tokens),
         "full_loops": loops(full.text),
     }
-    if told:
+    if complete:
         line |= {
-            "similarity": similarity(full.text.split(), each.text.split()),
-            "length": len(each.tokens),
-            "loops": loops(each.text),
+            "similarity": similarity(full.text.split(), output.text.split()),
+            "length": len(output.tokens),
+            "loops": loops(output.text),
         }
     return line
 

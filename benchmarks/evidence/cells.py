@@ -1,4 +1,4 @@
-"""From lines of results to figures with intervals."""
+"""Summarise result lines as cells: means with confidence intervals per method and budget."""
 
 import json
 import lzma
@@ -14,18 +14,18 @@ from vllm_kvcompress.compare.statistics import Estimate, estimate
 FULL = "full"
 ALL = "all tasks"
 ORDINARY = "ordinary requests"
-"""All tasks whose right answers nobody knows, together."""
-PLACES: Mapping[str, slice] = {**measures.PLACES, "from 33": slice(32, None)}
-"""Tokens of an answer, from which to which one."""
+"""Name of the cell over all tasks without expected answers."""
+POSITION_RANGES: Mapping[str, slice] = {**measures.POSITION_RANGES, "from 33": slice(32, None)}
+"""Ranges of token positions in the full cache's output, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Along:
-    """Some tokens of the full cache's answers, of those that are long enough.
+class PositionStats:
+    """Statistics over one range of token positions in the full cache's outputs.
 
     Args:
-        kl: nats per token, over all of them; an answer of more tokens weighs more.
-        top1: share of them that the compressed cache would choose as well.
+        kl: nats per token. Each token has the same weight, so long outputs weigh more.
+        top1: share of tokens that the compressed cache would choose, too.
     """
 
     kl: Estimate
@@ -37,19 +37,21 @@ class Cell:
     """One method at one budget, over prompts that the full cache answers at least in part.
 
     Args:
-        model, question, task: of which prompts; `task` is ALL for those of all tasks.
-        tokens: longest prompt.
-        score: share of what the full cache names that the compressed one names too; None where
-            nothing is asked.
-        same: share of greedy answers that are the full cache's, token for token.
-        kl: nats per token along the full cache's answers, mean of the prompts.
-        kept: share of the prompts' tokens, of those that were packed.
-        packed: share of the prompts; a look-ahead leaves those whole whose answers end before.
-        along: by PLACES; empty where answers are known.
-        similarity: of the words of the greedy answer to the full cache's, in [0, 1].
-        length: tokens of the greedy answer over the full one's.
-        loops, full_loops: share of greedy answers that end in a loop. These four are None where
-            answers are known, or were not decoded to their end.
+        model, question, task: the prompts; `task` is ALL or ORDINARY for several tasks together.
+        tokens: maximum prompt length in tokens.
+        score: share of the full cache's score that the compressed cache reaches. None for tasks
+            without expected answers.
+        same: share of greedy outputs that equal the full cache's output.
+        kl: nats per token along the full cache's output, averaged over prompts.
+        kept: kept share of the prompt tokens, over the compressed prompts.
+        packed: share of prompts that were compressed. A prompt stays uncompressed if its output
+            ends within the look-ahead.
+        along: statistics by name of the position range. Empty for tasks with expected answers.
+        similarity: word similarity of the greedy output to the full cache's output, in [0, 1].
+        length: length of the greedy output in tokens, relative to the full cache's output.
+        loops, full_loops: share of compressed and full-cache outputs that end in a loop. These
+            two, `similarity` and `length` are None for tasks with expected answers, and if outputs
+            were not decoded to their end.
     """
 
     model: str
@@ -63,7 +65,7 @@ class Cell:
     kl: Estimate | None
     kept: float
     packed: float
-    along: Mapping[str, Along]
+    along: Mapping[str, PositionStats]
     similarity: Estimate | None
     length: Estimate | None
     loops: float | None
@@ -71,7 +73,7 @@ class Cell:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The lines of some files; the last of two that say the same prompt, method and budget."""
+    """Return the lines of all files; the last line wins for one prompt, method and budget."""
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     keys = ("model", "question", "tokens", "seed", "item", "method", "budget")
     for path in paths:
@@ -81,9 +83,10 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What a file of results has so far; a line that was cut off is none.
+    """Yield the lines of a results file, skipping incomplete lines. No file means no lines.
 
-    What is kept for good is packed, as ``.jsonl.xz``.
+    Args:
+        path: a ``.jsonl`` file, or ``.jsonl.xz`` for results that git keeps.
     """
     if path.exists():
         raw = path.read_bytes()
@@ -95,41 +98,41 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """A cell for each method and budget, of each task and of all tasks together."""
+    """Return a cell per method and budget, for each task and for all tasks together."""
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in results:
         if line["method"] == FULL:
             continue
-        where = (line["model"], line["question"], line["tokens"])
-        together = _together(line)
-        for task in [line["task"], *([together] if together else [])]:
-            key = (*where, task, line["method"], line["budget"])
+        prompts = (line["model"], line["question"], line["tokens"])
+        combined = _combined_task(line)
+        for task in [line["task"], *([combined] if combined else [])]:
+            key = (*prompts, task, line["method"], line["budget"])
             grouped.setdefault(key, []).append(line)
     return [_cell(key, found) for key, found in grouped.items()]
 
 
-def _together(line: Mapping[str, Any]) -> str | None:
-    """With which other tasks' prompts one is judged together."""
+def _combined_task(line: Mapping[str, Any]) -> str | None:
+    """Return the name of the combined cell that a line also counts in, or None."""
     if line["full"]:
         return ALL
-    # A text that is only gone on with is no task: nothing is asked of it.
+    # The plain texts of the task `texts` are not requests.
     return ORDINARY if line["task"] in tasks.ORDINARY else None
 
 
 def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
     model, question, tokens, task, method, budget = key
-    groups = _drawn_with(found)
+    groups = _sampling_groups(found)
     score = None
     if any(line["full"] for line in found):
         score = estimate(
             [line["score"] for line in found], groups, sizes=[line["full"] for line in found]
         )
-    diverged = [line for line in found if line["kl"] is not None]
+    with_kl = [line for line in found if line["kl"] is not None]
     kl = None
-    if diverged:
-        kl = estimate([line["kl"] for line in diverged], _drawn_with(diverged))
-    told = [line for line in found if "similarity" in line]
-    told_groups = _drawn_with(told)
+    if with_kl:
+        kl = estimate([line["kl"] for line in with_kl], _sampling_groups(with_kl))
+    complete = [line for line in found if "similarity" in line]
+    complete_groups = _sampling_groups(complete)
     packed = [line for line in found if line.get("packed", True)]
     return Cell(
         model=model,
@@ -143,68 +146,70 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
         kl=kl,
         kept=fmean(line["kept"] for line in packed or found),
         packed=len(packed) / len(found),
-        along=_along(found),
-        similarity=estimate([line["similarity"] for line in told], told_groups) if told else None,
-        length=estimate(
-            [line["length"] for line in told],
-            told_groups,
-            sizes=[line["full_length"] for line in told],
-        )
-        if told
+        along=_position_stats(found),
+        similarity=estimate([line["similarity"] for line in complete], complete_groups)
+        if complete
         else None,
-        loops=fmean(line["loops"] for line in told) if told else None,
-        full_loops=fmean(line["full_loops"] for line in told) if told else None,
+        length=estimate(
+            [line["length"] for line in complete],
+            complete_groups,
+            sizes=[line["full_length"] for line in complete],
+        )
+        if complete
+        else None,
+        loops=fmean(line["loops"] for line in complete) if complete else None,
+        full_loops=fmean(line["full_loops"] for line in complete) if complete else None,
     )
 
 
-def _drawn_with(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each prompt is no independent sample of: its text, and each seed has other texts."""
-    return [drawn_with(line) for line in found]
+def _sampling_groups(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the sampling group of each line."""
+    return [sampling_group(line) for line in found]
 
 
-def drawn_with(line: Mapping[str, Any]) -> str:
-    """The same of one prompt."""
+def sampling_group(line: Mapping[str, Any]) -> str:
+    """Return the group of a line: lines with one seed and text are not independent samples."""
     return f"{line.get('seed')}:{line['group'] or line['item']}"
 
 
-def _along(found: Sequence[Mapping[str, Any]]) -> dict[str, Along]:
-    """By PLACES, where some answer is so long."""
-    made = {}
-    for name, places in PLACES.items():
-        # The first token is the full cache's own, and stands in no list.
+def _position_stats(found: Sequence[Mapping[str, Any]]) -> dict[str, PositionStats]:
+    """Return statistics by POSITION_RANGES, without ranges that no output reaches."""
+    stats = {}
+    for name, positions in POSITION_RANGES.items():
+        # The lists leave out the first token: the prefill computes it, so it always agrees.
         parts = [
-            (line, [0.0, *line["kl_at"]][places], ("1" + line["agreed_at"])[places])
+            (line, [0.0, *line["kl_at"]][positions], ("1" + line["agreed_at"])[positions])
             for line in found
             if "kl_at" in line
         ]
         parts = [part for part in parts if part[1]]
         if not parts:
             continue
-        groups = _drawn_with([line for line, _, _ in parts])
+        groups = _sampling_groups([line for line, _, _ in parts])
         sizes = [len(kl) for _, kl, _ in parts]
-        made[name] = Along(
+        stats[name] = PositionStats(
             kl=estimate([sum(kl) for _, kl, _ in parts], groups, sizes=sizes),
-            top1=estimate([same.count("1") for _, _, same in parts], groups, sizes=sizes),
+            top1=estimate([agreed.count("1") for _, _, agreed in parts], groups, sizes=sizes),
         )
-    return made
+    return stats
 
 
-def answered(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int, str], str]:
-    """How many of the prompts the full cache answered, by model, question, tokens and task."""
-    asked: dict[tuple[str, str, int, str], list[float]] = {}
+def answered_counts(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int, str], str]:
+    """Return "N of M" prompts that the full cache answers, by model, question, tokens and task."""
+    scores: dict[tuple[str, str, int, str], list[float]] = {}
     for line in results:
         if line["method"] == FULL:
             key = (line["model"], line["question"], line["tokens"], line["task"])
-            asked.setdefault(key, []).append(line["score"])
-    return {key: f"{sum(s > 0 for s in found)} of {len(found)}" for key, found in asked.items()}
+            scores.setdefault(key, []).append(line["score"])
+    return {key: f"{sum(s > 0 for s in found)} of {len(found)}" for key, found in scores.items()}
 
 
 def as_json(found: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Figures rounded to what they are worth."""
+    """Return the cells as JSON objects with numbers rounded to 5 digits."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: rounded(each) for key, each in value.items()}
+            return {key: rounded(item) for key, item in value.items()}
         return round(value, 5) if isinstance(value, float) else value
 
     return [rounded(asdict(cell)) for cell in found]

@@ -1,16 +1,19 @@
-"""The recommended preset against its floors: `make gate`.
+"""Check the quality of the recommended preset against recorded floors: `make gate`.
 
     python -m benchmarks.evidence.gate               # twenty minutes
-    python -m benchmarks.evidence.gate --short       # what the tests run
-    python -m benchmarks.evidence.gate --write       # measure the floors anew
+    python -m benchmarks.evidence.gate --short       # the size that the tests run
+    python -m benchmarks.evidence.gate --write       # measure and write new floors
 
-The prompts are always the same ones, so that code alone can change what is measured. Needles judge
-what the preset keeps when a prefill ends, since most are named within the tokens of a look-ahead.
-Ordinary requests judge the preset as it is, from the first token on that may read a packed prompt.
+The prompts never change, so only code changes the results. Two groups of prompts are measured:
 
-A floor is the lower end of the 95 % interval that was measured when it was written, and a ceiling
-of KL the upper end. Something worse must not pass: `random` with needles, and the preset without
-its look-ahead with ordinary requests. A gate that lets these through would let anything through.
+* Needles: hidden facts. The preset runs without its look-ahead, because most outputs name the fact
+  within a look-ahead, before the prompt is compressed.
+* Ordinary requests: the preset as it is, from the first token that may read a compressed prompt.
+
+A floor is the lower end of the 95 % interval that was measured when it was written. A KL ceiling is
+the upper end. In each group a worse baseline must fail: `random` for needles, and the preset
+without its look-ahead for ordinary requests. Floors that such a baseline passes would catch
+nothing.
 """
 
 import argparse
@@ -24,36 +27,39 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.__main__ import measure, methods_of, read_items
+from benchmarks.evidence.__main__ import measure, parse_methods, prefill_items
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, cells
-from benchmarks.evidence.reader import Reader
-from benchmarks.evidence.variants import AT_ONCE
+from benchmarks.evidence.reference_model import ReferenceModel
+from benchmarks.evidence.variants import WITHOUT_LOOKAHEAD
 from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
 from vllm_kvcompress.compare.tasks import Item, QuestionAt, build_items
 from vllm_kvcompress.methods.presets import RECOMMENDED
 
 FLOORS = Path(__file__).with_name("floors.json")
-CHANCE = "random"
-PLACE = "from 33"
-"""Tokens of an answer: the preset's look-ahead ends before them."""
+POSITIONS = "from 33"
+"""Range of output tokens to check: it starts after the preset's look-ahead."""
 SLACK = 1.25
-"""How much more an ordinary request may lose: processors round in their own ways, and a long answer
-goes on in other words where two tokens are nearly as likely."""
+"""Factor on the losses that ordinary requests may show.
+
+Processors round differently. Where two tokens are nearly equally likely, a long output can continue
+in other words.
+"""
 NEEDLES, REQUESTS = "needles", "requests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """The prompts and budgets of one gate size.
 
     Args:
-        tasks: of TASKS, whose right answers are known.
-        tokens: longest prompt.
-        texts: texts of each task, each asked `per_text` questions.
-        budgets: each has a floor. On short prompts little is left of a small one.
+        tasks: tasks with expected answers, from TASKS.
+        tokens: maximum prompt length in tokens.
+        texts: number of texts per task.
+        per_text: number of questions per text.
+        budgets: budgets to check. Short prompts keep very few tokens at a small budget.
         instructions: tasks of ordinary requests.
-        requests: of each of them, half before their text and half after it.
+        requests: requests per such task; half of them have the question before the text.
     """
 
     tasks: tuple[str, ...]
@@ -88,30 +94,34 @@ SIZES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Some prompts that are judged alike.
+class PromptGroup:
+    """Prompts that are checked together.
 
     Args:
-        ours: what has a floor.
-        worse: what must not pass.
-        by: the floor that it must miss.
-        task: under which all the prompts are one cell.
+        method: the method that must pass.
+        baseline: a worse method that must fail.
+        baseline_fails: the floor that the baseline must miss.
+        task: name of the cell over all prompts of the group.
     """
 
-    ours: str
-    worse: str
-    by: Literal["share", "kl"]
+    method: str
+    baseline: str
+    baseline_fails: Literal["share", "kl"]
     task: str
 
 
-PARTS: Mapping[str, Part] = {
-    NEEDLES: Part(ours=AT_ONCE, worse=CHANCE, by="share", task=ALL),
-    REQUESTS: Part(ours=RECOMMENDED, worse=AT_ONCE, by="kl", task=ORDINARY),
+GROUPS: Mapping[str, PromptGroup] = {
+    NEEDLES: PromptGroup(
+        method=WITHOUT_LOOKAHEAD, baseline="random", baseline_fails="share", task=ALL
+    ),
+    REQUESTS: PromptGroup(
+        method=RECOMMENDED, baseline=WITHOUT_LOOKAHEAD, baseline_fails="kl", task=ORDINARY
+    ),
 }
-Found = Mapping[str, Mapping[tuple[str, float], Cell]]
-"""Cells by part, and in it by method and budget."""
+MeasuredCells = Mapping[str, Mapping[tuple[str, float], Cell]]
+"""Cells by group name, then by method and budget."""
 Floors = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""By part and budget: the share that must be reached at least, and the KL at most."""
+"""By group name and budget: the minimum "share" and the maximum "kl"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,54 +129,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
-    parser.add_argument("--short", action="store_true", help="fewer and shorter prompts")
-    parser.add_argument("--write", action="store_true", help="write the floors of this size anew")
+    parser.add_argument("--short", action="store_true", help="use fewer and shorter prompts")
+    parser.add_argument("--write", action="store_true", help="measure and write new floors")
     args = parser.parse_args(argv)
     size = "short" if args.short else "full"
-    found = measured(Reader(args.model), Path(args.model).name, SIZES[size])
+    found = measure_cells(ReferenceModel(args.model), Path(args.model).name, SIZES[size])
     floors = json.loads(FLOORS.read_text()) if FLOORS.exists() else {}
     if args.write:
         floors[size] = {
             name: {
                 str(budget): floor_of(cell)
                 for (method, budget), cell in found[name].items()
-                if method == part.ours
+                if method == group.method
             }
-            for name, part in PARTS.items()
+            for name, group in GROUPS.items()
         }
         FLOORS.write_text(json.dumps(floors, indent=2) + "\n")
-    faults = judge(found, floors[size])
+    faults = check(found, floors[size])
     Console().print(table(found, floors[size]))
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0
 
 
-def measured(reader: Reader, model: str, size: Size) -> Found:
-    """Cells of what has a floor and of what must not pass."""
-    return {name: _measured(reader, model, size, name) for name in PARTS}
+def measure_cells(model: ReferenceModel, model_name: str, size: Size) -> MeasuredCells:
+    """Return the cells of each group's method and baseline."""
+    return {name: _measure_group(model, model_name, size, name) for name in GROUPS}
 
 
-def _measured(
-    reader: Reader, model: str, size: Size, name: str
+def _measure_group(
+    model: ReferenceModel, model_name: str, size: Size, name: str
 ) -> Mapping[tuple[str, float], Cell]:
-    part = PARTS[name]
-    methods = methods_of([part.ours, part.worse])
-    pack_request = [(method, budget) for method in methods for budget in size.budgets]
+    group = GROUPS[name]
+    methods = parse_methods([group.method, group.baseline])
+    pending = [(method, budget) for method in methods for budget in size.budgets]
     results: list[dict[str, Any]] = []
-    # of two places of a question, but judged together
-    where = {"model": model, "question": "", "tokens": size.tokens}
-    for seed, items in enumerate(_items(reader, size, name), 1):
-        for item, prompt in read_items(reader, items, lambda _: True, sums=False):
-            for line in measure(reader, item, prompt, pack_request, methods, own_answers=False):
+    # One value of "question" for both positions, so that they share a cell.
+    prompts = {"model": model_name, "question": "", "tokens": size.tokens}
+    for seed, items in enumerate(_items(model, size, name), 1):
+        for item, prompt in prefill_items(model, items, lambda _: True, with_column_sums=False):
+            for line in measure(model, item, prompt, pending, methods, decode_fully=False):
                 results.append(
-                    {**where, "seed": seed, "task": item.task, "group": item.group, **line}
+                    {**prompts, "seed": seed, "task": item.task, "group": item.group, **line}
                 )
-    return {(c.method, c.budget): c for c in cells(results) if c.task == part.task}
+    return {(c.method, c.budget): c for c in cells(results) if c.task == group.task}
 
 
-def _items(reader: Reader, size: Size, name: str) -> Iterator[list[Item]]:
-    """The prompts, by where their question stands."""
+def _items(model: ReferenceModel, size: Size, name: str) -> Iterator[list[Item]]:
+    """Yield the prompts of a group, one list per question position."""
     if name == NEEDLES:
         yield build_items(
             size.tasks,
@@ -174,85 +184,86 @@ def _items(reader: Reader, size: Size, name: str) -> Iterator[list[Item]]:
             tokens=size.tokens,
             seed=1,
             question="last",
-            count_tokens=reader.count_tokens,
+            count_tokens=model.count_tokens,
             questions_per_text=size.per_text,
         )
         return
-    places: Sequence[QuestionAt] = ("first", "last")
-    for seed, place in enumerate(places, 1):
+    positions: Sequence[QuestionAt] = ("first", "last")
+    for seed, position in enumerate(positions, 1):
         yield build_items(
             size.instructions,
             count=size.requests // 2,
             tokens=size.tokens,
             seed=seed,
-            question=place,
-            count_tokens=reader.count_tokens,
+            question=position,
+            count_tokens=model.count_tokens,
             questions_per_text=1,
         )
 
 
-class Judged(NamedTuple):
-    """What a floor is about."""
+class GatedFigures(NamedTuple):
+    """The two figures of a cell that have floors."""
 
     share: Estimate
-    """Of needles what is named of what the full cache names, of ordinary requests equal tokens."""
+    """Needles: share of the full cache's score. Ordinary requests: share of equal tokens."""
     kl: Estimate
-    """Nats per token, of ordinary requests in `PLACE`."""
+    """Nats per token; for ordinary requests, only within `POSITIONS`."""
 
 
-def judged(cell: Cell) -> Judged:
+def gated_figures(cell: Cell) -> GatedFigures:
     if cell.score is None:
-        return Judged(cell.along[PLACE].top1, cell.along[PLACE].kl)
+        return GatedFigures(cell.along[POSITIONS].top1, cell.along[POSITIONS].kl)
     assert cell.kl is not None
-    return Judged(cell.score, cell.kl)
+    return GatedFigures(cell.score, cell.kl)
 
 
 def floor_of(cell: Cell) -> dict[str, float]:
-    """The ends of its intervals; of ordinary requests with some `SLACK`."""
-    share, kl = judged(cell)
+    """Return the floor and ceiling of a cell: interval ends, with `SLACK` for ordinary requests."""
+    share, kl = gated_figures(cell)
     slack = SLACK if cell.score is None else 1.0
     return {"share": round(1 - slack * (1 - share.low), 4), "kl": round(slack * kl.high, 4)}
 
 
-def judge(found: Found, floors: Floors) -> list[str]:
-    """What is wrong, a sentence each."""
+def check(found: MeasuredCells, floors: Floors) -> list[str]:
+    """Return one sentence per failed check."""
     faults = []
-    for name, part in PARTS.items():
-        for budget, floor in ((float(key), each) for key, each in floors[name].items()):
-            ours = judged(found[name][part.ours, budget])
-            worse = judged(found[name][part.worse, budget])
-            if ours.share.mean < floor["share"]:
+    for name, group in GROUPS.items():
+        for budget, floor in ((float(key), floor) for key, floor in floors[name].items()):
+            method = gated_figures(found[name][group.method, budget])
+            baseline = gated_figures(found[name][group.baseline, budget])
+            if method.share.mean < floor["share"]:
                 faults.append(
-                    f"{name}: {part.ours} at {budget} must answer at least {floor['share']:.1%} as"
-                    f" the full cache does, and answers {ours.share.mean:.1%}"
+                    f"{name}: {group.method} at {budget} must reach a share of at least"
+                    f" {floor['share']:.1%} of the full cache, got {method.share.mean:.1%}"
                 )
-            if ours.kl.mean > floor["kl"]:
+            if method.kl.mean > floor["kl"]:
                 faults.append(
-                    f"{name}: {part.ours} at {budget} must stay within {floor['kl']} nats per token"
-                    f" of the full cache, and measured {ours.kl.mean:.4f}"
+                    f"{name}: {group.method} at {budget} must have a KL of at most {floor['kl']}"
+                    f" nats per token from the full cache, got {method.kl.mean:.4f}"
                 )
             passes = {
-                "share": worse.share.mean >= floor["share"],
-                "kl": worse.kl.mean <= floor["kl"],
+                "share": baseline.share.mean >= floor["share"],
+                "kl": baseline.kl.mean <= floor["kl"],
             }
-            if passes[part.by]:
+            if passes[group.baseline_fails]:
                 faults.append(
                     f"{name}: the floors at {budget}, {floor['share']:.1%} and {floor['kl']} nats,"
-                    f" would let {part.worse} through with {worse.share.mean:.1%} and"
-                    f" {worse.kl.mean:.4f}: ask more or harder prompts"
+                    f" would let {group.baseline} pass with {baseline.share.mean:.1%} and"
+                    f" {baseline.kl.mean:.4f} nats: use more or harder prompts"
                 )
     return faults
 
 
-def table(found: Found, floors: Floors) -> Table:
-    made = Table(
-        "prompts", "method", "budget", "share", "least", "floor", "KL", "most", "ceiling", "number"
+def table(found: MeasuredCells, floors: Floors) -> Table:
+    """Return a table of all cells with their floors."""
+    report = Table(
+        "prompts", "method", "budget", "share", "low", "floor", "KL", "high", "ceiling", "number"
     )
-    for name, here in found.items():
-        for (method, budget), cell in here.items():
-            share, kl = judged(cell)
-            floor = floors[name][str(budget)] if method == PARTS[name].ours else None
-            made.add_row(
+    for name, cells_of_group in found.items():
+        for (method, budget), cell in cells_of_group.items():
+            share, kl = gated_figures(cell)
+            floor = floors[name][str(budget)] if method == GROUPS[name].method else None
+            report.add_row(
                 name,
                 method,
                 f"{budget:g}",
@@ -264,7 +275,7 @@ def table(found: Found, floors: Floors) -> Table:
                 f"{floor['kl']:.3f}" if floor else "",
                 str(cell.same.prompts),
             )
-    return made
+    return report
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Which tokens of a task's chat a server protects, found as a server finds them."""
+"""Find the tokens of a chat that a server would protect, with the server's own code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.evidence.reader import rendered
+from benchmarks.evidence.reference_model import render_chat
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.engine.frontend.chat_parts import ChatParts
 from vllm_kvcompress.methods.spans import Spans
@@ -13,14 +13,14 @@ from vllm_kvcompress.settings.protection import WORDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Template:
-    """vLLM's parameters of a template, as far as they are asked for."""
+    """The part of vLLM's chat template parameters that `ChatParts` reads."""
 
     chat_template_kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokenizing:
-    """vLLM's parameters of a tokenizer, as far as they are asked for."""
+    """The part of vLLM's tokenize parameters that `ChatParts` reads."""
 
     return_token_offsets: bool = False
     truncate_prompt_tokens: int | None = None
@@ -28,7 +28,7 @@ class _Tokenizing:
 
 @dataclass(frozen=True, slots=True)
 class _Renderer:
-    """What vLLM's renderer does, by the functions that make these benchmarks' prompts."""
+    """Stands in for vLLM's renderer, using the functions that build this benchmark's prompts."""
 
     tokenizer: Any
 
@@ -36,30 +36,32 @@ class _Renderer:
         self, messages: Sequence[Any], params: _Template
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         tools = params.chat_template_kwargs["tools"]
-        return messages, {"prompt": rendered(self.tokenizer, messages, tools)}
+        return messages, {"prompt": render_chat(self.tokenizer, messages, tools)}
 
     def tokenize_prompt(
         self, prompt: Mapping[str, Any], tokenizing: _Tokenizing
     ) -> Mapping[str, Any]:
-        made = self.tokenizer(
+        encoded = self.tokenizer(
             prompt["prompt"],
             add_special_tokens=False,
             return_offsets_mapping=tokenizing.return_token_offsets,
         )
         return {
-            "prompt_token_ids": made["input_ids"],
-            "prompt_token_offsets": made.get("offset_mapping"),
+            "prompt_token_ids": encoded["input_ids"],
+            "prompt_token_offsets": encoded.get("offset_mapping"),
         }
 
 
-def parts_of(tokenizer: Any, item: Item, ids: Sequence[int]) -> dict[str, Spans]:
-    """The tokens of each part that may be protected; a text that is gone on with has none.
+def protected_parts(tokenizer: Any, item: Item, ids: Sequence[int]) -> dict[str, Spans]:
+    """Return the token spans of each part of a chat that settings may protect, by name.
+
+    A plain text has no parts.
 
     Args:
-        ids: of the whole prompt.
+        ids: token ids of the complete prompt.
 
     Raises:
-        PartError: the model's template writes a part so that it cannot be told where.
+        PartError: a part cannot be located in the text that the model's template renders.
     """
     if len(item.messages) == 1 and item.messages[0]["role"] == "assistant":
         return {}
@@ -71,7 +73,7 @@ def parts_of(tokenizer: Any, item: Item, ids: Sequence[int]) -> dict[str, Spans]
         _Tokenizing(),
         {
             "type": "token",
-            "prompt": rendered(tokenizer, item.messages, tools),
+            "prompt": render_chat(tokenizer, item.messages, tools),
             "prompt_token_ids": list(ids),
         },
     )

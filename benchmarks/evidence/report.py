@@ -17,25 +17,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.along import LEGEND, along
-from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered, as_json, cells, read
-from benchmarks.evidence.obeyed import LEGEND as OF_RULES
-from benchmarks.evidence.obeyed import obeyed
+from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered_counts, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.variants import AT_ONCE, VARIANTS
+from benchmarks.evidence.position_tables import LEGEND, position_tables
+from benchmarks.evidence.rules_table import LEGEND as OF_RULES
+from benchmarks.evidence.rules_table import rules_table
+from benchmarks.evidence.variants import VARIANTS, WITHOUT_LOOKAHEAD
 from vllm_kvcompress.compare.tasks import SCORED
 from vllm_kvcompress.methods.presets import RECOMMENDED
 
-Where = tuple[str, str, int]
-"""Model, place of the question, tokens of a prompt."""
+PromptKey = tuple[str, str, int]
+"""Model name, question position and maximum prompt tokens."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="+", type=Path, help="what benchmarks.evidence wrote")
-    parser.add_argument("--out", type=Path, required=True, help="of .json, .md and .png")
+    parser.add_argument("results", nargs="+", type=Path, help="outputs of benchmarks.evidence")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="where to write .json, .md and .png",
+    )
     args = parser.parse_args(argv)
     results = read(args.results)
     found = cells(results)
@@ -51,64 +56,68 @@ def main(argv: Sequence[str] | None = None) -> None:
 def markdown(
     found: Sequence[Cell], results: Sequence[dict[str, Any]], origin: dict[str, list[str]]
 ) -> str:
-    """Presets and parts of each model, then each task."""
+    """Return the report: per model the presets, the variants, the rules and each task."""
     parts = ["# Output quality by method\n", _legend(origin)]
-    places = list(dict.fromkeys(_where(cell) for cell in found))
-    for place in places:
-        here = [cell for cell in found if _where(cell) == place]
-        model, question, tokens = place
+    prompt_keys = list(dict.fromkeys(_cell_key(cell) for cell in found))
+    for prompt_key in prompt_keys:
+        of_prompts = [cell for cell in found if _cell_key(cell) == prompt_key]
+        model, question, tokens = prompt_key
         parts.append(f"## {model}, question {question}, up to {tokens:,} tokens\n")
-        counts = answered(results)
-        ordinary = [cell for cell in here if cell.along]
+        counts = answered_counts(results)
+        ordinary = [cell for cell in of_prompts if cell.along]
         if ordinary:
-            parts += [LEGEND, *along(ordinary)]
-        here = [cell for cell in here if cell.task != ORDINARY]
-        tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
+            parts += [LEGEND, *position_tables(ordinary)]
+        of_prompts = [cell for cell in of_prompts if cell.task != ORDINARY]
+        tasks = list(dict.fromkeys(cell.task for cell in of_prompts if cell.task != ALL))
         known = [task for task in tasks if task in SCORED]
-        told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in known)
-        if told:
-            parts.append(f"The uncompressed model gets right, at least in part: {told}.\n")
-        everywhere = [cell for cell in here if cell.task == ALL]
-        presets = [c for c in everywhere if c.method not in _only_variants()]
+        right = ", ".join(f"`{task}` {counts[(*prompt_key, task)]}" for task in known)
+        if right:
+            parts.append(f"The uncompressed model gets right, at least in part: {right}.\n")
+        all_tasks = [cell for cell in of_prompts if cell.task == ALL]
+        presets = [c for c in all_tasks if c.method not in _only_variants()]
         if presets:
             parts.append(_table(presets))
-        variants = [cell for cell in everywhere if cell.method in VARIANTS]
+        variants = [cell for cell in all_tasks if cell.method in VARIANTS]
         if len({cell.method for cell in variants}) > 1:
-            parts.append("One part of the recommended preset exchanged, on the same prompts:\n")
-            parts.append(_table(_on_the_same_prompts(results, place)))
-        if rules := obeyed([line for line in results if _place_of(line) == place]):
+            parts.append("The recommended preset with one part replaced, on the same prompts:\n")
+            parts.append(_table(_on_the_same_prompts(results, prompt_key)))
+        if rules := rules_table([line for line in results if _line_key(line) == prompt_key]):
             parts += [OF_RULES, rules]
-        if len(tasks) > 1 or not everywhere:
+        if len(tasks) > 1 or not all_tasks:
             for task in tasks:
                 parts.append(f"`{task}`:\n")
-                of_task = [c for c in here if c.task == task and c.method not in _only_variants()]
+                of_task = [
+                    c for c in of_prompts if c.task == task and c.method not in _only_variants()
+                ]
                 parts.append(_table(of_task))
     return "\n".join(parts)
 
 
 def _only_variants() -> set[str]:
-    return set(VARIANTS) - {AT_ONCE}
+    return set(VARIANTS) - {WITHOUT_LOOKAHEAD}
 
 
-def _on_the_same_prompts(results: Sequence[dict[str, Any]], place: Where) -> list[Cell]:
-    """Cells of the variants over prompts that all of them were measured on."""
-    lines = [line for line in results if _place_of(line) == place and line["method"] in VARIANTS]
+def _on_the_same_prompts(results: Sequence[dict[str, Any]], prompt_key: PromptKey) -> list[Cell]:
+    """Return cells of the variants over the prompts that have results for all of them."""
+    lines = [
+        line for line in results if _line_key(line) == prompt_key and line["method"] in VARIANTS
+    ]
     others = _only_variants() & {line["method"] for line in lines}
     budgets = {line["budget"] for line in lines if line["method"] in others}
     measured: dict[str, set[tuple[str, float]]] = {}
     for line in lines:
         measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-    wanted = {(name, budget) for name in (*others, AT_ONCE) for budget in budgets}
+    wanted = {(name, budget) for name in (*others, WITHOUT_LOOKAHEAD) for budget in budgets}
     shared = {item for item, have in measured.items() if wanted <= have}
     kept = [line for line in lines if line["item"] in shared and line["budget"] in budgets]
     return [cell for cell in cells(kept) if cell.task == ALL]
 
 
-def _place_of(line: Mapping[str, Any]) -> Where:
+def _line_key(line: Mapping[str, Any]) -> PromptKey:
     return line["model"], line["question"], line["tokens"]
 
 
-def _where(cell: Cell) -> Where:
+def _cell_key(cell: Cell) -> PromptKey:
     return cell.model, cell.question, cell.tokens
 
 
@@ -130,34 +139,34 @@ def _table(found: Sequence[Cell]) -> str:
     budgets = sorted({cell.budget for cell in found}, reverse=True)
     by = {(cell.method, cell.budget): cell for cell in found}
     methods = list(dict.fromkeys(cell.method for cell in found))
-    last = budgets[-1] if budgets else 0.0
+    smallest = budgets[-1] if budgets else 0.0
     middle = budgets[len(budgets) // 2] if budgets else 0.0
 
     def rank(method: str) -> tuple[float, float]:
-        cells_of = [by.get((method, budget)) for budget in (middle, last)]
+        cells_of = [by.get((method, budget)) for budget in (middle, smallest)]
         scores = [-cell.score.mean if cell and cell.score else 0.0 for cell in cells_of]
         if not any(scores):
             scores = [cell.kl.mean if cell and cell.kl else 0.0 for cell in cells_of]
         return scores[0], scores[1]
 
-    asked = any(cell.score for cell in found)
-    most = max((cell.score.prompts for cell in found if cell.score), default=0)
-    header = ["method", *(f"score, {b:g}" for b in budgets if asked)]
+    scored = any(cell.score for cell in found)
+    max_prompts = max((cell.score.prompts for cell in found if cell.score), default=0)
+    header = ["method", *(f"score, {b:g}" for b in budgets if scored)]
     header += [f"KL, {b:g}" for b in budgets]
     rows = []
     for method in sorted(methods, key=rank):
-        named = f"**`{method}`**" if method in (RECOMMENDED, AT_ONCE) else f"`{method}`"
-        of = [by.get((method, budget)) for budget in budgets]
-        scores = [_score(cell, most) for cell in of if asked]
-        rows.append([named, *scores, *(_kl(cell) for cell in of)])
+        label = f"**`{method}`**" if method in (RECOMMENDED, WITHOUT_LOOKAHEAD) else f"`{method}`"
+        of_method = [by.get((method, budget)) for budget in budgets]
+        scores = [_score(cell, max_prompts) for cell in of_method if scored]
+        rows.append([label, *scores, *(_kl(cell) for cell in of_method)])
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _score(cell: Cell | None, most: int) -> str:
+def _score(cell: Cell | None, max_prompts: int) -> str:
     if cell is None or cell.score is None:
         return ""
-    fewer = "" if cell.score.prompts == most else f", of {cell.score.prompts} prompts"
+    fewer = "" if cell.score.prompts == max_prompts else f", of {cell.score.prompts} prompts"
     return f"{cell.score.mean:.0%} ({cell.score.low:.0%} to {cell.score.high:.0%}{fewer})"
 
 

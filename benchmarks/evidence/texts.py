@@ -1,4 +1,4 @@
-"""Stretches of CPython's manual: how far a compressed cache moves from the full one's own text."""
+"""Plain texts from CPython's manual, to compare how compressed caches continue them."""
 
 import random
 import re
@@ -11,7 +11,7 @@ NEXT_TOKENS = 32
 
 
 def text_items(*, count: int, tokens: int, seed: int, count_tokens: CountTokens) -> list[Item]:
-    """Plain texts of up to `tokens` tokens, to go on with; nothing is asked of them."""
+    """Return plain texts of up to `tokens` tokens for the model to continue, without a question."""
     return [
         Item(
             name=f"{TASK}/{number}",
@@ -26,10 +26,10 @@ def text_items(*, count: int, tokens: int, seed: int, count_tokens: CountTokens)
 
 
 def passage(tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
-    """The longest stretch of up to `tokens` tokens from where some paragraph begins."""
+    """Return the longest passage of up to `tokens` tokens that starts at a random paragraph."""
     text = english()
     starts = [m.end() for m in re.finditer(r"\n\n(?=[A-Z])", text)]
-    start = rng.choice([at for at in starts if at + tokens * 12 < len(text)])
+    start = rng.choice([index for index in starts if index + tokens * 12 < len(text)])
     ends = [m.end() for m in re.finditer(r"\S+", text[start : start + tokens * 12])]
     low, high = 1, len(ends)
     while high - low > 1:

@@ -1,6 +1,7 @@
-"""The recommended preset with one part exchanged at a time, packed when the prefill ends.
+"""Variants of the recommended preset with one part replaced, all without a look-ahead.
 
-There a needle tells parts apart: most are named within the tokens of a look-ahead.
+Needle tasks show no difference between variants with a look-ahead: most outputs name the needle
+before the look-ahead ends, so they never read the compressed prompt.
 """
 
 import json
@@ -9,8 +10,8 @@ from typing import Any
 
 from vllm_kvcompress.methods.presets import RECOMMENDED
 
-AT_ONCE = f"{RECOMMENDED}, lookahead 0"
-"""What the recommended preset is called where no answer judges, as with all other presets."""
+WITHOUT_LOOKAHEAD = f"{RECOMMENDED}, lookahead 0"
+"""Name of the recommended preset without its look-ahead, as all other presets run."""
 
 _RECOMMENDED: Mapping[str, Any] = {
     "compress": "custom",
@@ -46,7 +47,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 
 VARIANTS: Mapping[str, str] = {
-    AT_ONCE: json.dumps(_RECOMMENDED),
+    WITHOUT_LOOKAHEAD: json.dumps(_RECOMMENDED),
     **{name: json.dumps({**_RECOMMENDED, **change}) for name, change in _CHANGES.items()},
 }
-"""Name to settings, as ``--kv-compress-config`` takes them."""
+"""Settings by name, as JSON for ``--kv-compress-config``."""

@@ -1,6 +1,6 @@
-"""Stage `correctness`: the kernels' own tests on this GPU, before any of them is timed.
+"""Stage `correctness`: run the kernel tests on this GPU before any kernel is timed.
 
-``python -m pytest -m gpu tests/kernels``; in a dry run a few of them in Triton's interpreter.
+Runs ``python -m pytest -m gpu tests/kernels``. A dry run runs a few tests in Triton's interpreter.
 """
 
 import importlib.util
@@ -17,30 +17,30 @@ from benchmarks.gpu.report import Report
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("-m", "gpu", "tests/kernels")
-DRY_TESTS = ("tests/kernels/test_carried_ops.py",)
-NEEDED = ("pytest", "pytest_timeout", "hypothesis")
+DRY_TESTS = ("tests/kernels/test_run_on_device.py",)
+REQUIRED_PACKAGES = ("pytest", "pytest_timeout", "hypothesis")
 
 
 def run(report: Report, device: torch.device) -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        report.failed("the kernels' tests", f"not installed: {', '.join(missing)}")
+        report.failed("the kernel tests", f"not installed: {', '.join(missing)}")
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "tests.xml"
+        junit_file = Path(folder) / "tests.xml"
         line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        line += [f"--junit-xml={found}", *(DRY_TESTS if report.dry else TESTS)]
+        line += [f"--junit-xml={junit_file}", *(DRY_TESTS if report.dry else TESTS)]
         done = subprocess.run(line, cwd=ROOT, stdout=sys.stderr, check=False)
-        if not found.exists():
-            report.failed("the kernels' tests", f"pytest ended with {done.returncode}; see the log")
+        if not junit_file.exists():
+            report.failed("the kernel tests", f"pytest ended with {done.returncode}; see the log")
             return
-        judge(report, found)
+        report_tests(report, junit_file)
 
 
-def judge(report: Report, found: Path) -> None:
-    """Count the tests of a JUnit file by file; one that is skipped shows nothing."""
+def report_tests(report: Report, junit_file: Path) -> None:
+    """Report the counts of passed and skipped tests per file, and each failed test."""
     counts: dict[str, Counter[str]] = {}
-    for case in ElementTree.parse(found).iter("testcase"):
+    for case in ElementTree.parse(junit_file).iter("testcase"):
         tags = {child.tag for child in case}
         result = "failed" if tags & {"failure", "error"} else "passed"
         result = "skipped" if "skipped" in tags else result

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own that answers questions, one JSON line each.
+"""A vLLM engine in its own process, controlled with one line of JSON per call.
 
-Two engines that are to be compared stay up side by side on one GPU and take turns: what else the
-machine does falls on both, and both start, compile and capture at the same time.
+Two engines to compare stay up on one GPU and take turns. Other load on the machine then affects
+both, and both start, compile and capture graphs at the same time.
 """
 
 import json
@@ -17,25 +17,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.gpu.vllm_log import OURS, Lines, counted_syncs, graph_modes, graph_table
+from benchmarks.gpu.vllm_log import OUR_PACKAGES, LogLines, counted_syncs, graph_modes, graph_table
 
 TokenIds = list[int]
-NEVER = 1_000_000  # tokens: no prompt is as long
-PATIENCE = 20  # seconds that an engine has to end by itself
+NEVER = 1_000_000  # tokens; a threshold that no prompt reaches
+SHUTDOWN_SECONDS = 20  # then an engine process is killed
 
 
 class EngineProcess:
-    """The asking side.
+    """The client side: starts an `Engine` in a subprocess and calls its methods.
 
     Args:
-        settings: the plugin's; None is vLLM without it.
-        options: of vLLM's `LLM`.
+        settings: settings of the plugin; None runs vLLM without it.
+        options: arguments of vLLM's `LLM`.
     """
 
     def __init__(self, model: str, settings: dict[str, Any] | None, **options: Any) -> None:
         spec = {"model": model, "settings": settings, "options": options}
         self.name = f"{'plugin' if settings else 'vLLM'} {options}"
-        # engines that compile at the same time must not share vLLM's cache
+        # Engines that compile at the same time must not share vLLM's compile cache.
         self._cache = tempfile.TemporaryDirectory(prefix="engine-")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.engine_process", json.dumps(spec)],
@@ -47,38 +47,38 @@ class EngineProcess:
         )
 
     def ready(self) -> dict[str, Any]:
-        """Wait for the engine to be up."""
-        told: dict[str, Any] = self._answer()
-        return told
+        """Wait until the engine is up, and return `Engine.about`."""
+        about: dict[str, Any] = self._read_result()
+        return about
 
-    def ask(self, method: str, **named: Any) -> Any:
-        """Call a method of `Engine`.
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of `Engine` and return its result.
 
         Raises:
-            RuntimeError: it raised, or the process died.
+            RuntimeError: the method raised, or the process died.
         """
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, named]) + "\n")
+        self.process.stdin.write(json.dumps([method, arguments]) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self._read_result()
 
-    def _answer(self) -> Any:
+    def _read_result(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name}: ended with {self.process.wait()}; see the log")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"{self.name}: {answer['error']}")
-        return answer["result"]
+            raise RuntimeError(f"{self.name}: ended with status {self.process.wait()}; see the log")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(f"{self.name}: {reply['error']}")
+        return reply["result"]
 
     def close(self) -> None:
-        """End it, by force if it does not; safe to call twice."""
+        """Shut the engine down; kill it if that takes too long. Safe to call twice."""
         if self.process.poll() is None:
             assert self.process.stdin is not None
             self.process.stdin.close()
             try:
-                self.process.wait(PATIENCE)
+                self.process.wait(SHUTDOWN_SECONDS)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -86,10 +86,10 @@ class EngineProcess:
 
 
 @contextmanager
-def both(
+def engine_pair(
     model: str, settings: dict[str, Any], **options: Any
 ) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """vLLM without the plugin and with it, started together; both end with the block."""
+    """Start vLLM without and with the plugin; both shut down when the context ends."""
     engines = EngineProcess(model, None, **options), EngineProcess(model, settings, **options)
     try:
         for engine in engines:
@@ -101,43 +101,49 @@ def both(
 
 
 class Engine:
-    """The answering side: every public method is a question, its arguments and result JSON."""
+    """The server side: the client calls its public methods with JSON arguments and results."""
 
     def __init__(self, model: str, settings: dict[str, Any] | None, options: Any) -> None:
         from vllm import LLM
 
         plugin = {"additional_config": {"kvcompress": settings}} if settings else {}
         self.llm: Any = LLM(model, seed=0, enable_prefix_caching=False, **options, **plugin)
-        self._steps = self.llm.llm_engine
-        core = self._steps.engine_core.engine_core
+        self._llm_engine = self.llm.llm_engine
+        core = self._llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._worker = core.model_executor.driver_worker.worker
         self._manager = core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-        self._begun: set[str] = set()  # requests that have a token
-        self._alive: list[str] = []
+        self._started: set[str] = set()  # requests with at least one output token
+        self._request_ids: list[str] = []
         self._submitted = 0
-        self._packings = {"pieces packed": 0, "judged by answers": 0, "answers packed again": 0}
+        self._packings = {
+            "pieces packed": 0,
+            "prompts scored by output": 0,
+            "outputs packed again": 0,
+        }
         if settings:
-            self._manager.compression_stats = self._noting()
+            self._manager.compression_stats = self._counting_stats()
 
-    def _noting(self) -> Any:
-        """Counts what is packed, for the plugin as before and for `packings`."""
+    def _counting_stats(self) -> Any:
+        """Return the plugin's statistics object, extended to count packings for `packings`."""
         from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
-        found = self._packings
+        counts = self._packings
 
-        class Noting(CompressionStats):
-            def pack(self, pack: Any, returned: int, **more: Any) -> None:
-                found["answers packed again"] += not pack.prefill
-                found["judged by answers"] += pack.prefill and bool(pack.answered)
-                found["pieces packed"] += pack.prefill and not (pack.ends or pack.cut)
-                super().pack(pack, returned, **more)
+        class CountingStats(CompressionStats):
+            def pack(self, pack: Any, returned_blocks: int, **details: Any) -> None:
+                counts["outputs packed again"] += not pack.prefill
+                counts["prompts scored by output"] += pack.prefill and bool(pack.output_tokens)
+                counts["pieces packed"] += pack.prefill and not (
+                    pack.completes_prompt or pack.early_target
+                )
+                super().pack(pack, returned_blocks, **details)
 
-        return Noting()
+        return CountingStats()
 
     def about(self) -> dict[str, Any]:
-        """Which parts of vLLM are at work."""
-        config = self._steps.vllm_config
+        """Return the parts of vLLM in use and the KV pool size."""
+        config = self._llm_engine.vllm_config
         pool = self._scheduler.kv_cache_manager.block_pool
         groups = getattr(self._worker.model_runner, "attn_groups", [[]])
         return {
@@ -151,56 +157,60 @@ class Engine:
         }
 
     def configure(self, settings: dict[str, Any]) -> None:
-        """From now on new requests are compressed by `settings`."""
+        """Compress new requests with `settings` from now on."""
         from vllm_kvcompress.settings.config import CompressionConfig
 
         self._manager.replace_settings(CompressionConfig.parse(settings))
 
     def compressed(self) -> int:
-        """Requests compressed so far."""
+        """Return the number of requests compressed so far."""
         return int(getattr(getattr(self._worker, "compressor", None), "compressed", 0))
 
     def packings(self) -> dict[str, int]:
-        """How often prompts were packed inside, or once answers had judged them, and answers."""
+        """Return how often prompt pieces, prompts after a look-ahead, and outputs were packed."""
         return dict(self._packings)
 
-    # -- texts ---------------------------------------------------------------------------------
+    # -- outputs -------------------------------------------------------------------------------
 
-    def answer(self, prompts: Sequence[TokenIds], tokens: int, alone: bool) -> list[Any]:
-        """Greedy answers to prompts, all at once or one after the other.
+    def generate(self, prompts: Sequence[TokenIds], tokens: int, alone: bool) -> list[Any]:
+        """Return greedy outputs of `tokens` tokens.
+
+        Args:
+            alone: run one request at a time instead of all at once.
 
         Returns:
-            Of each its token ids, its text, and by how many nats each token was likelier than the
-            next best one.
+            For each prompt the token ids, the text, and per token its margin: the difference in
+            nats between the two most likely tokens.
         """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
         batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
-        answers: list[Any] = []
+        completions: list[Any] = []
         for batch in batches:
             inputs = [{"prompt_token_ids": prompt} for prompt in batch]
             outputs = self.llm.generate(inputs, params, use_tqdm=False)
-            answers += [output.outputs[0] for output in outputs]
+            completions += [output.outputs[0] for output in outputs]
         return [
-            {"ids": list(x.token_ids), "text": x.text, "ahead": leads(x.logprobs)} for x in answers
+            {"ids": list(x.token_ids), "text": x.text, "margins": margins(x.logprobs)}
+            for x in completions
         ]
 
     # -- times ---------------------------------------------------------------------------------
 
     def decode(self, count: int, length: int, steps: int, seed: int) -> dict[str, Any]:
-        """Prefill random prompts at once, then time `steps` decode steps of all of them.
+        """Prefill random prompts at once, then time `steps` decode steps of all requests.
 
         Returns:
-            Seconds until every request had its first token; the median decode step and its
-            spread in milliseconds; blocks in use in the end.
+            Seconds until every request had its first token; median and first and last decile of
+            the decode step in milliseconds; blocks in use at the end.
         """
         self._submit(count, length, steps + 64 + 4 * count, seed)
         start = time.perf_counter()
-        while len(self._begun) < count:
+        while len(self._started) < count:
             self._step()
-        first = time.perf_counter() - start
-        for _ in range(4):  # what async scheduling still has in flight
+        first_token_seconds = time.perf_counter() - start
+        for _ in range(4):  # steps that async scheduling has in flight
             self._step()
         times = []
         for _ in range(steps):
@@ -210,139 +220,142 @@ class Engine:
         pool = self._scheduler.kv_cache_manager.block_pool
         used = int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
         self._clear()
-        tenths = statistics.quantiles(times, n=10)
+        deciles = statistics.quantiles(times, n=10)
         return {
-            "first_token_s": first,
+            "first_token_s": first_token_seconds,
             "step_ms": statistics.median(times),
-            "step_ms_10": tenths[0],
-            "step_ms_90": tenths[-1],
+            "step_ms_10": deciles[0],
+            "step_ms_90": deciles[-1],
             "blocks_in_use": used,
         }
 
-    def serve(self, count: int, length: int, new: int, seed: int) -> dict[str, Any]:
-        """Many requests at once: how many decode together, and how fast tokens come.
+    def serve(self, count: int, length: int, output_tokens: int, seed: int) -> dict[str, Any]:
+        """Submit many requests at once and measure concurrency and throughput.
 
         Returns:
-            Most requests that decoded in one step; tokens a second over all, prefills included,
-            and in the steps that only decoded at least nine tenths of that many requests.
+            Maximum number of requests that decoded in one step (the peak); tokens per second over
+            the complete run with prefills; and tokens per second over decode-only steps with at
+            least 90 % of the peak.
         """
-        self._submit(count, length, new, seed)
+        self._submit(count, length, output_tokens, seed)
         start = time.perf_counter()
         steps: list[tuple[int, bool, float]] = []
-        while self._steps.has_unfinished_requests():
+        while self._llm_engine.has_unfinished_requests():
             running = list(self._scheduler.running)
             decoding = sum(request.num_output_tokens > 0 for request in running)
-            began = time.perf_counter()
+            step_start = time.perf_counter()
             self._step()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - step_start
             steps.append((decoding, decoding == len(running), seconds))
-        whole = time.perf_counter() - start
+        total = time.perf_counter() - start
         self._clear()
         peak = max(decoding for decoding, _, _ in steps)
-        full = [(n, s) for n, alone, s in steps if alone and n >= 0.9 * peak]
+        full = [(n, s) for n, only_decodes, s in steps if only_decodes and n >= 0.9 * peak]
         seconds = sum(s for _, s in full)
         return {
             "most_at_once": peak,
-            "tokens_per_s": count * new / whole,
+            "tokens_per_s": count * output_tokens / total,
             "decode_tokens_per_s": sum(n for n, _ in full) / seconds if full else 0.0,
             "decode_steps": len(full),
-            "seconds": whole,
+            "seconds": total,
         }
 
-    # -- what vLLM says of itself --------------------------------------------------------------
+    # -- vLLM's own observations --------------------------------------------------------------
 
     def graphs(self, prompts: Sequence[TokenIds], steps: int) -> dict[str, Any]:
-        """Decode steps by the graphs that vLLM's log says they ran in (`cudagraph_metrics`)."""
+        """Return decode steps by CUDA graph mode, from vLLM's log (`cudagraph_metrics`)."""
         self._submit_prompts(prompts, steps + 64)
-        while len(self._begun) < len(prompts):
+        while len(self._started) < len(prompts):
             self._step()
         for _ in range(4):
             self._step()
-        self._steps.do_log_stats()  # what came before
-        lines = Lines()
+        self._llm_engine.do_log_stats()  # flush the counts so far
+        lines = LogLines()
         logging.getLogger("vllm").addHandler(lines)
         for _ in range(steps):
             self._step()
-        self._steps.do_log_stats()
+        self._llm_engine.do_log_stats()
         logging.getLogger("vllm").removeHandler(lines)
         self._clear()
         table = [", ".join(row) for row in graph_table(lines.lines)]
         return {"modes": graph_modes(lines.lines), "log": table}
 
     def syncs(self, prompts: Sequence[TokenIds], tokens: int) -> dict[str, Any]:
-        """What prefilling, compressing and decoding these prompts made the host wait for."""
+        """Return the host syncs of prefilling, compressing and decoding these prompts."""
         before = self.compressed()
-        with counted_syncs(self._worker) as seen:
-            self.answer(prompts, tokens, False)
+        with counted_syncs(self._worker) as counts:
+            self.generate(prompts, tokens, False)
         return {
-            "all": seen.total(),
-            "ours": sum(n for where, n in seen.items() if where.startswith(OURS)),
-            "by": dict(seen.most_common(12)),
+            "all": counts.total(),
+            "ours": sum(n for where, n in counts.items() if where.startswith(OUR_PACKAGES)),
+            "by": dict(counts.most_common(12)),
             "compressed": self.compressed() - before,
         }
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _submit(self, count: int, length: int, new: int, seed: int) -> None:
+    def _submit(self, count: int, length: int, output_tokens: int, seed: int) -> None:
         import torch
 
-        vocabulary = self._steps.vllm_config.model_config.get_vocab_size()
+        vocabulary = self._llm_engine.vllm_config.model_config.get_vocab_size()
         random = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, vocabulary, (count, length), generator=random)
-        self._submit_prompts(ids.tolist(), new)
+        self._submit_prompts(ids.tolist(), output_tokens)
 
-    def _submit_prompts(self, prompts: Sequence[TokenIds], new: int) -> None:
+    def _submit_prompts(self, prompts: Sequence[TokenIds], output_tokens: int) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        )
         for prompt in prompts:
-            name = f"prompt{self._submitted}"
+            request_id = f"prompt{self._submitted}"
             self._submitted += 1
-            self._alive.append(name)
-            self._steps.add_request(name, {"prompt_token_ids": prompt}, params)
+            self._request_ids.append(request_id)
+            self._llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
     def _step(self) -> None:
-        for output in self._steps.step():
+        for output in self._llm_engine.step():
             if output.outputs and output.outputs[0].token_ids:
-                self._begun.add(output.request_id)
+                self._started.add(output.request_id)
 
     def _clear(self) -> None:
-        """Abort what is left, and take what is still in flight."""
-        self._steps.abort_request(self._alive)
+        """Abort all requests and run the steps that are still in flight."""
+        self._llm_engine.abort_request(self._request_ids)
         for _ in range(4):
-            self._steps.step()
-        self._begun.clear()
-        self._alive.clear()
+            self._llm_engine.step()
+        self._started.clear()
+        self._request_ids.clear()
 
 
-def leads(logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
-    """By how much the best token of each step is ahead of the second best."""
+def margins(logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
+    """Return per step the log-probability difference of the two most likely tokens."""
     best = [sorted((x.logprob for x in step.values()), reverse=True) for step in logprobs]
     return [first - second for first, second, *_ in best]
 
 
 def main(spec: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to the log, not into the replies
 
-    def answer(**what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
+    def reply(**message: Any) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
 
     try:
         engine = Engine(**json.loads(spec))
-        answer(result=engine.about())
-    except Exception as e:  # told to the asking side, which goes on without this engine
+        reply(result=engine.about())
+    except Exception as e:  # the client reports it and continues without this engine
         traceback.print_exc()
-        answer(error=f"{type(e).__name__}: {e}")
+        reply(error=f"{type(e).__name__}: {e}")
         return
     for line in sys.stdin:
-        method, named = json.loads(line)
+        method, arguments = json.loads(line)
         try:
-            answer(result=getattr(engine, method)(**named))
+            reply(result=getattr(engine, method)(**arguments))
         except Exception as e:
             traceback.print_exc()
-            answer(error=f"{method}: {type(e).__name__}: {e}")
+            reply(error=f"{method}: {type(e).__name__}: {e}")
     engine.llm.llm_engine.engine_core.shutdown()
 
 
@@ -350,7 +363,7 @@ if __name__ == "__main__":
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
     os.environ.update(VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # one process alone, on a machine that may have no network
+    # A single process works on a machine without a network.
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main(sys.argv[1])

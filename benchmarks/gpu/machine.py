@@ -1,4 +1,4 @@
-"""The machine: what it is, and whether its GPU kept its clocks while it was measured."""
+"""Describe the machine, and check that its GPU was not slowed down during measurements."""
 
 import shutil
 import subprocess
@@ -12,16 +12,18 @@ from typing import Any
 from benchmarks.origin import machine
 
 SAMPLES = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-REASONS = "clocks_throttle_reasons.active"  # newer drivers know it by this name too
+REASONS = "clocks_throttle_reasons.active"  # newer drivers still accept this name
 SLOWED = 0x08 | 0x20 | 0x40 | 0x80
-"""NVML's bits: hardware slowdown, and slowdown for heat or by the power brake. Not the power cap,
-under which large GPUs run as a matter of course."""
+"""NVML throttle reasons that void a measurement: hardware, thermal and power-brake slowdown.
+
+The software power cap is not among them, because large GPUs normally run at it.
+"""
 POWER_CAP = 0x04
-EVERY_MS = 500
+SAMPLE_INTERVAL_MS = 500
 
 
 def facts() -> dict[str, Any]:
-    """Machine, driver and versions."""
+    """Return processor, GPU, driver and package versions."""
     import torch
 
     found: dict[str, Any] = {"processor": machine(), "python": sys.version.split()[0]}
@@ -44,19 +46,19 @@ def facts() -> dict[str, Any]:
 
 
 def query(*names: str) -> str:
-    """What the driver's own tool says of the first GPU; empty where there is none."""
+    """Return nvidia-smi's CSV line for the first GPU, or "" if there is no nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
-    ask = [tool, "-i", "0", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
-    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    command = [tool, "-i", "0", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def sample(line: str) -> dict[str, float] | None:
-    """A line of `SAMPLES` and `REASONS`; None if the tool could not tell one of them."""
-    *figures, reasons = (cell.strip() for cell in line.split(","))
+    """Parse a CSV line of `SAMPLES` and `REASONS`; None if a value is not available."""
+    *values, reasons = (cell.strip() for cell in line.split(","))
     try:
-        found = dict(zip(SAMPLES, map(float, figures), strict=True))
+        found = dict(zip(SAMPLES, map(float, values), strict=True))
         bits = int(reasons, 16)
     except ValueError:
         return None
@@ -64,33 +66,35 @@ def sample(line: str) -> dict[str, float] | None:
 
 
 @contextmanager
-def watched_clocks(report: Any) -> Iterator[None]:
-    """Watch the GPU's clocks: at those that heat or the board forces on it, figures are void."""
+def clocks_checked(report: Any) -> Iterator[None]:
+    """Sample the GPU clocks while the context is open, and fail if the GPU was throttled."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         yield
-        return judge_clocks(report, [])
+        return report_clocks(report, [])
     names = ",".join((*SAMPLES, REASONS))
-    ask = [tool, "-i", "0", f"--query-gpu={names}", "--format=csv,noheader,nounits"]
+    command = [tool, "-i", "0", f"--query-gpu={names}", "--format=csv,noheader,nounits"]
     with tempfile.TemporaryFile("w+") as lines:
-        watch = subprocess.Popen([*ask, "--loop-ms", str(EVERY_MS)], stdout=lines)
+        watch = subprocess.Popen([*command, "--loop-ms", str(SAMPLE_INTERVAL_MS)], stdout=lines)
         try:
             yield
         finally:
             watch.kill()
             watch.wait()
             lines.seek(0)
-            judge_clocks(report, [found for found in map(sample, lines) if found])
+            report_clocks(report, [found for found in map(sample, lines) if found])
 
 
-def judge_clocks(report: Any, seen: list[dict[str, float]]) -> None:
-    if not seen:
-        report.absent("GPU clocks", "nvidia-smi tells none")
+def report_clocks(report: Any, samples: list[dict[str, float]]) -> None:
+    if not samples:
+        report.absent("GPU clocks", "nvidia-smi reports none")
         return
     for name in SAMPLES:
-        values = sorted(x[name] for x in seen)
+        values = sorted(x[name] for x in samples)
         middle = values[len(values) // 2]
         report.row("clocks", of=name, least=values[0], median=middle, most=values[-1])
-    slowed, capped = (sum(x[what] for x in seen) / len(seen) for what in ("slowed", "power_cap"))
-    note = f"{len(seen)} samples; at the power cap in {capped:.0%} of them"
-    report.check("share of time at clocks slowed for heat", slowed, ("==", 0.0), note=note)
+    slowed, capped = (
+        sum(x[key] for x in samples) / len(samples) for key in ("slowed", "power_cap")
+    )
+    note = f"{len(samples)} samples; at the power cap in {capped:.0%} of them"
+    report.check("share of time with throttled clocks", slowed, ("==", 0.0), note=note)

@@ -1,4 +1,4 @@
-"""Models for `serving`: shapes of known ones with random weights: nothing is downloaded."""
+"""Models for stage `serving`: the shapes of known models with random weights, no downloads."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A Llama of this shape."""
+    """Shape of a Llama model."""
 
     name: str
     layers: int
@@ -22,18 +22,18 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Bytes of its weights in bfloat16, the embedding and the output layer included."""
+        """Bytes of the weights in bfloat16, with embedding and output layer."""
         attention = 2 * self.hidden * self.dim * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return 2 * (self.layers * layer + 2 * self.vocabulary * self.hidden)
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in bfloat16."""
+        """Bytes of the keys and values of one token in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * self.dim
 
     def write(self, folder: Path) -> str:
-        """Its configuration, for vLLM to load with random weights."""
+        """Write a config.json that vLLM loads with random weights, and return the folder."""
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -57,27 +57,27 @@ class Model:
         return str(folder)
 
 
-MODELS = (  # the largest first
+MODELS = (  # largest first
     Model("Llama-3.1-8B", 32, 4096, 14336, heads=32, kv_heads=8, dim=128),
     Model("Llama-3.2-3B", 28, 3072, 8192, heads=24, kv_heads=8, dim=128),
     Model("Llama-3.2-1B", 16, 2048, 8192, heads=32, kv_heads=8, dim=64),
 )
 TINY = {"heads": 4, "kv_heads": 2, "dim": 32, "vocabulary": 512}
 DRY = Model("dry", 2, 128, 128, dtype="float32", **TINY)
-POOL = 36_864  # tokens that a model's pool must hold: 18 prompts of 2048
+MIN_POOL_TOKENS = 36_864  # smallest KV pool: 18 prompts of 2048 tokens
 
 
 def largest(memory: int) -> Model:
-    """The largest model that fits into so many bytes with such a pool.
+    """Return the largest model that fits into `memory` bytes with a pool of MIN_POOL_TOKENS.
 
     Raises:
-        RuntimeError: none does.
+        RuntimeError: no model fits.
     """
     for model in MODELS:
-        if model.weights + POOL * model.token_bytes <= memory:
+        if model.weights + MIN_POOL_TOKENS * model.token_bytes <= memory:
             return model
-    least = MODELS[-1].weights + POOL * MODELS[-1].token_bytes
+    required = MODELS[-1].weights + MIN_POOL_TOKENS * MODELS[-1].token_bytes
     raise RuntimeError(
-        f"an engine needs {least / 2**30:.0f} GiB for its weights and its pool,"
-        f" {memory / 2**30:.0f} GiB are free for each of two; free memory on the GPU"
+        f"each of the two engines needs {required / 2**30:.0f} GiB for weights and KV pool,"
+        f" but only {memory / 2**30:.0f} GiB per engine are free: free GPU memory"
     )

@@ -1,9 +1,12 @@
-"""Every op, launched as the engine launches it, beside its form in torch and its floor.
+"""Every op as the engine launches it, with its torch reference and its floor.
 
-The window scores of several layers share a launch, the more the shorter the prompt
-(`Packer._observe`); column sums (`PromptCompressor.after_attention`), what is read of keys and
-values alone, and merging are launched layer by layer; ranking and moving take all layers of a
-prompt at once (`Packer.run`).
+How the engine launches the ops for the layers of a prompt:
+
+* Window scores: several layers share a launch, and more layers for shorter prompts
+  (`Packer._observe`).
+* Column sums (`PromptCompressor.after_attention`), scores from keys or values alone, and merging:
+  one launch per layer.
+* Selecting and moving: one launch for all layers (`Packer.run`).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,64 +46,64 @@ from kvcompress_kernels.value_scores import cpu as value_scores_cpu
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import cpu as window_scores_cpu
 from kvcompress_kernels.window_scores import window_scores_of_layers
-from vllm_kvcompress.planning.memory import layers_at_once
+from vllm_kvcompress.planning.memory import layers_per_batch
 
-CHUNK = 10  # tokens of ChunkKV's chunks
-RTOL, ATOL = 1e-4, 1e-6  # of floats against `plain`, as in the kernels' tests
+CHUNK = 10  # tokens per ChunkKV chunk
+RTOL, ATOL = 1e-4, 1e-6  # float tolerance against the reference, as in the kernel tests
 Outputs = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One op at work on a prompt, or on a decode step.
+    """One op with inputs from a prompt or a decode step.
 
     Args:
-        launch: the layers of one launch.
-        left: what it left in memory that it was given, where those are its outputs.
-        plain: what the op's `cpu.py` returns for the same; `reference.py` would take days here.
-        at_once: layers of a launch.
-        exact: whether every bit must be that of `plain`.
-        of: what it works on.
-        floor_bytes: bytes that must move for all layers; 0 if arithmetic is the floor.
-        floor_flops: operations that must be done on the tensor cores.
-        goal: least share of the copy bandwidth, by the floor.
-        undecided: share of the outputs that rounding may decide either way.
+        launch: runs the op for the layers of one launch and returns its outputs.
+        read_outputs: returns the outputs of an op that writes to memory it was given.
+        reference: returns the outputs of the op's `cpu.py`; `reference.py` would take days here.
+        layers_per_launch: number of layers that one launch takes.
+        exact: True if every bit must equal the reference's.
+        inputs: the type of the inputs.
+        floor_bytes: bytes that all layers must move; 0 if arithmetic is the floor.
+        floor_flops: tensor-core operations that all layers must do; 0 if bytes are the floor.
+        goal: minimum ratio of floor time to measured time.
+        tie_share: share of outputs that may differ because rounding decides ties.
     """
 
     name: str
     launch: Callable[[Any, range], Outputs]
-    plain: Callable[[Any, range], Outputs]
-    at_once: Callable[[Shape], int]
-    left: Callable[[Any], Outputs] | None = None
+    reference: Callable[[Any, range], Outputs]
+    layers_per_launch: Callable[[Shape], int]
+    read_outputs: Callable[[Any], Outputs] | None = None
     exact: bool = False
-    of: type[Prompt] | type[DecodeStep] = Prompt
+    inputs: type[Prompt] | type[DecodeStep] = Prompt
     floor_bytes: Callable[[Shape], int] = lambda shape: 0
     floor_flops: Callable[[Shape], int] = lambda shape: 0
     goal: float | None = None
-    undecided: float = 0.0
+    tie_share: float = 0.0
 
     def launches(self, shape: Shape) -> list[range]:
-        """The layers of each launch."""
-        layers, at_once = shape.layers, self.at_once(shape)
-        starts = range(0, layers, at_once)
-        return [range(start, min(start + at_once, layers)) for start in starts]
+        """Return the layers of each launch."""
+        num_layers, per_launch = shape.layers, self.layers_per_launch(shape)
+        starts = range(0, num_layers, per_launch)
+        return [range(start, min(start + per_launch, num_layers)) for start in starts]
 
 
-def some(outputs: Any) -> Outputs:
-    """The tensors of what an op returns, one or several, without those that were not asked for."""
+def tensors(outputs: Any) -> Outputs:
+    """Return the tensors of an op's result, without the optional outputs that are None."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     return [x for x in outputs if x is not None]
 
 
-def layer_op(name: str, op: Any, plain: Any, args: Any, **more: Any) -> Op:
-    """An op that is launched layer by layer; plain forms take the same arguments by position."""
+def layer_op(name: str, op: Any, reference: Any, args: Any, **more: Any) -> Op:
+    """Return an op with one launch per layer; its reference takes the same positional arguments."""
     options = more.pop("options", {})
     return Op(
         name=name,
-        launch=lambda p, layers: some(op(*args(p, layers[0]), **options)),
-        plain=lambda p, layers: some(plain(*args(p, layers[0]), *options.values())),
-        at_once=lambda shape: 1,
+        launch=lambda p, layers: tensors(op(*args(p, layers[0]), **options)),
+        reference=lambda p, layers: tensors(reference(*args(p, layers[0]), *options.values())),
+        layers_per_launch=lambda shape: 1,
         **more,
     )
 
@@ -108,25 +111,25 @@ def layer_op(name: str, op: Any, plain: Any, args: Any, **more: Any) -> Op:
 def window_op(
     name: str, *, variance: bool = False, maximum: bool = False, pooled: bool = False
 ) -> Op:
-    """As many layers share a launch as the engine lets share one."""
-    asked: dict[str, Any] = {"variance": variance, "maximum": maximum, "pooled": pooled}
+    """Return a window-score op whose launches share as many layers as the engine's do."""
+    outputs: dict[str, Any] = {"variance": variance, "maximum": maximum, "pooled": pooled}
 
     def launch(p: Prompt, layers: range) -> Outputs:
         queries, pages = [p.query[layer] for layer in layers], p.pages[layers.start : layers.stop]
-        what = queries, p.keys, pages, p.shape.tokens, p.scale
-        found = window_scores_of_layers(*what, **asked)
-        return [x for scores in found for x in some(scores)]
+        inputs = queries, p.keys, pages, p.shape.tokens, p.scale
+        found = window_scores_of_layers(*inputs, **outputs)
+        return [x for scores in found for x in tensors(scores)]
 
-    def plain(p: Prompt, layers: range) -> Outputs:
+    def reference(p: Prompt, layers: range) -> Outputs:
         run, tokens = window_scores_cpu.run, p.shape.tokens
-        rows = ((p.query[layer], p.keys, p.pages[layer], tokens, p.scale) for layer in layers)
-        return [x for row in rows for x in some(run(*row, **asked))]
+        arguments = ((p.query[layer], p.keys, p.pages[layer], tokens, p.scale) for layer in layers)
+        return [x for args in arguments for x in tensors(run(*args, **outputs))]
 
     return Op(
         name=name,
         launch=launch,
-        plain=plain,
-        at_once=lambda shape: layers_at_once(shape.longest, shape.tokens),
+        reference=reference,
+        layers_per_launch=lambda shape: layers_per_batch(shape.longest, shape.tokens),
         **_ONCE,
     )
 
@@ -134,13 +137,13 @@ def window_op(
 _ONCE: dict[str, Any] = {"floor_bytes": keys_once, "goal": 0.8}
 
 
-def prompt_op(name: str, launch: Any, plain: Any, **more: Any) -> Op:
-    """An op that takes all layers at once, and decides or moves: every bit is the plain form's."""
-    layers: dict[str, Any] = {"at_once": lambda shape: shape.layers, "exact": True}
-    return Op(name=name, launch=launch, plain=plain, **layers, **more)
+def prompt_op(name: str, launch: Any, reference: Any, **more: Any) -> Op:
+    """Return an op that takes all layers in one launch and must match its reference bit for bit."""
+    common: dict[str, Any] = {"layers_per_launch": lambda shape: shape.layers, "exact": True}
+    return Op(name=name, launch=launch, reference=reference, **common, **more)
 
 
-# -- layer by layer ----------------------------------------------------------------------------
+# -- one launch per layer ----------------------------------------------------------------------
 
 
 def value_args(p: Prompt, layer: int) -> tuple[Any, ...]:
@@ -156,22 +159,24 @@ def cosine_args(p: Prompt, layer: int) -> tuple[Any, ...]:
 
 
 def lag_op(name: str, sinks: int, lag: int) -> Op:
-    def fitting(tokens: int) -> int:
-        """`lag`, or less where a dry run's prompt would have no partition that another follows."""
+    def fitting_lag(tokens: int) -> int:
+        """Return `lag`, or less if a dry run's prompt is too short for two partitions."""
         return min(lag, (tokens - sinks) // 4)
 
     def launch(p: Prompt, layers: range) -> Outputs:
-        what = p.keys, p.values, p.pages[layers[0]], p.shape.tokens
-        return [lag_scores(*what, sinks=sinks, lag=fitting(p.shape.tokens))]
+        inputs = p.keys, p.values, p.pages[layers[0]], p.shape.tokens
+        return [lag_scores(*inputs, sinks=sinks, lag=fitting_lag(p.shape.tokens))]
 
-    def plain(p: Prompt, layers: range) -> Outputs:
-        size = fitting(p.shape.tokens)
+    def reference(p: Prompt, layers: range) -> Outputs:
+        size = fitting_lag(p.shape.tokens)
         parts = (p.shape.tokens - sinks) // size - 1
-        what = p.keys, p.values, p.pages[layers[0]]
-        return [lag_scores_cpu.run(*what, parts, sinks, size)]
+        inputs = p.keys, p.values, p.pages[layers[0]]
+        return [lag_scores_cpu.run(*inputs, parts, sinks, size)]
 
     floor: dict[str, Any] = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
-    return Op(name=name, launch=launch, plain=plain, at_once=lambda shape: 1, **floor)
+    return Op(
+        name=name, launch=launch, reference=reference, layers_per_launch=lambda shape: 1, **floor
+    )
 
 
 def column_args(p: Prompt, layer: int) -> tuple[Any, ...]:
@@ -180,39 +185,39 @@ def column_args(p: Prompt, layer: int) -> tuple[Any, ...]:
 
 def merge_args(p: Prompt, layer: int) -> tuple[Any, ...]:
     one, block = slice(layer, layer + 1), p.shape.block
-    # what the engine knows of every layer beforehand: the window is kept
-    held, least = p.counts[one] * block, -(-p.shape.window // block) * block
-    return p.keys, p.values, p.pages[one], p.shape.tokens, p.kept[one], held, least
+    # The engine always keeps the window, so this is the minimum of every layer.
+    kept_tokens, min_kept = p.counts[one] * block, -(-p.shape.window // block) * block
+    return p.keys, p.values, p.pages[one], p.shape.tokens, p.kept[one], kept_tokens, min_kept
 
 
-# -- all layers at once ------------------------------------------------------------------------
+# -- one launch for all layers -----------------------------------------------------------------
 
 
 def ranked(p: Prompt) -> tuple[torch.Tensor, int, torch.Tensor, int]:
-    """Scores by rows, columns, what each layer keeps, and the most."""
+    """Return scores as rows, their valid columns, and kept tokens: per layer, and the maximum."""
     return p.scores.flatten(0, 1), p.shape.tokens, p.counts * p.shape.block, p.kept.shape[2]
 
 
 def select_launch(p: Prompt, _: range) -> Outputs:
-    scores, columns, keep, most = ranked(p)
-    return [select(scores, columns, keep.repeat_interleave(p.shape.kv_heads), most)]
+    scores, columns, keep, max_kept = ranked(p)
+    return [select(scores, columns, keep.repeat_interleave(p.shape.kv_heads), max_kept)]
 
 
-def select_plain(p: Prompt, _: range) -> Outputs:
-    scores, columns, keep, most = ranked(p)
+def select_reference(p: Prompt, _: range) -> Outputs:
+    scores, columns, keep, max_kept = ranked(p)
     keep = keep.repeat_interleave(p.shape.kv_heads)
     none = torch.zeros_like(keep)
-    return [select_cpu.run(scores, none + columns, keep, most, none, none)]
+    return [select_cpu.run(scores, none + columns, keep, max_kept, none, none)]
 
 
 def chunks_launch(p: Prompt, _: range) -> Outputs:
     return [select_chunks(*ranked(p), size=CHUNK, heads=p.shape.kv_heads)]
 
 
-def chunks_plain(p: Prompt, _: range) -> Outputs:
-    scores, columns, keep, most = ranked(p)
+def chunks_reference(p: Prompt, _: range) -> Outputs:
+    scores, columns, keep, max_kept = ranked(p)
     lengths = torch.full_like(keep, columns)
-    return [select_cpu.chunks(scores, lengths, keep, most, CHUNK, p.shape.kv_heads)]
+    return [select_cpu.chunks(scores, lengths, keep, max_kept, CHUNK, p.shape.kv_heads)]
 
 
 def move_launch(p: Prompt, _: range) -> Outputs:
@@ -222,27 +227,27 @@ def move_launch(p: Prompt, _: range) -> Outputs:
 
 
 def moved(p: Prompt) -> Outputs:
-    """What lies in the pages that were to be filled."""
+    """Return the contents of the target pages."""
     pages = filled(p, p.targets)
     return p.keys[pages], p.values[pages]
 
 
-def move_plain(p: Prompt, _: range) -> Outputs:
-    """The same tokens in pages of their own."""
-    where = torch.arange(p.targets.numel(), device=p.device).view_as(p.targets)
-    to = tuple(x.new_empty(where.numel(), *x.shape[1:]) for x in (p.keys, p.values))
-    move_kept_cpu.run(p.keys, p.values, p.pages, p.kept, p.counts, where, *to)
-    pages = filled(p, where)
-    return [x[pages] for x in to]
+def move_reference(p: Prompt, _: range) -> Outputs:
+    """Return the target pages' expected contents, moved to a separate pool."""
+    targets = torch.arange(p.targets.numel(), device=p.device).view_as(p.targets)
+    pools = tuple(x.new_empty(targets.numel(), *x.shape[1:]) for x in (p.keys, p.values))
+    move_kept_cpu.run(p.keys, p.values, p.pages, p.kept, p.counts, targets, *pools)
+    pages = filled(p, targets)
+    return [x[pages] for x in pools]
 
 
 def filled(p: Prompt, pages: torch.Tensor) -> torch.Tensor:
-    """Of ``[L, most]`` pages those that the layers fill."""
+    """Return the pages of ``[L, max_kept]`` that the layers fill, as one tensor."""
     return torch.cat([row[:n] for row, n in zip(pages, p.shape.counts, strict=True)])
 
 
 def tables_launch(step: DecodeStep, _: range) -> Outputs:
-    page_tables(*step.where, *step.rows, step.tables, step.lengths)
+    page_tables(*step.block_args, *step.request_args, step.tables, step.lengths)
     return []
 
 
@@ -250,14 +255,14 @@ def read_tables(step: DecodeStep) -> Outputs:
     return covered(step, step.tables, step.lengths)
 
 
-def tables_plain(step: DecodeStep, _: range) -> Outputs:
+def tables_reference(step: DecodeStep, _: range) -> Outputs:
     tables, lengths = torch.zeros_like(step.tables), torch.zeros_like(step.lengths)
-    page_tables_cpu.run(*step.where, *step.rows, tables, lengths)
+    page_tables_cpu.run(*step.block_args, *step.request_args, tables, lengths)
     return covered(step, tables, lengths)
 
 
 def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Outputs:
-    """Page ids that a length covers; behind them a table may hold what it held."""
+    """Return the page ids within each length, and the lengths; later entries are not defined."""
     column = torch.arange(tables.shape[2], device=tables.device)
     return tables.where(column * step.block < lengths[..., None], -1), lengths
 
@@ -277,13 +282,13 @@ def merged(
     tokens: int,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    least: int,
+    min_kept: int,
 ) -> Merged:
-    """`cpu.py` of `merge_evicted`, for a prompt: nothing was evicted before."""
+    """Run `cpu.py` of `merge_evicted` for a prompt without earlier evictions."""
     lengths, beta = torch.full_like(counts, tokens), 0.7
     threshold = torch.full(kept.shape[:2], torch.nan, device=kept.device)
-    given = keys, values, pages, tokens, kept, counts, least
-    return merge_evicted_cpu.run(*given, False, lengths, threshold, beta)
+    arguments = keys, values, pages, tokens, kept, counts, min_kept
+    return merge_evicted_cpu.run(*arguments, False, lengths, threshold, beta)
 
 
 _MERGE = merge_evicted, merged, merge_args
@@ -299,27 +304,34 @@ OPS = (
     layer_op("key_cosines", *_COSINES, floor_bytes=keys_once),
     lag_op("lag_scores", sinks=4, lag=128),
     layer_op("column_sums, last chunk", *_COLUMNS, floor_flops=causal_product),
-    prompt_op("select", select_launch, select_plain, floor_bytes=scores_once),
-    prompt_op("select_chunks", chunks_launch, chunks_plain, floor_bytes=scores_once),
-    prompt_op("move_kept", move_launch, move_plain, left=moved, floor_bytes=kept_twice, goal=0.8),
-    layer_op("merge_evicted", *_MERGE, floor_flops=cosines, undecided=1e-3),
+    prompt_op("select", select_launch, select_reference, floor_bytes=scores_once),
+    prompt_op("select_chunks", chunks_launch, chunks_reference, floor_bytes=scores_once),
+    prompt_op(
+        "move_kept",
+        move_launch,
+        move_reference,
+        read_outputs=moved,
+        floor_bytes=kept_twice,
+        goal=0.8,
+    ),
+    layer_op("merge_evicted", *_MERGE, floor_flops=cosines, tie_share=1e-3),
     prompt_op(
         "page_tables, a decode step",
         tables_launch,
-        tables_plain,
-        left=read_tables,
-        of=DecodeStep,
+        tables_reference,
+        read_outputs=read_tables,
+        inputs=DecodeStep,
         floor_bytes=tables_twice,
     ),
 )
 
 
-def wrong(op: Op, got: Outputs, want: Outputs) -> float:
-    """The worst output's share of elements that are not the plain form's."""
-    if [x.shape for x in got] != [x.shape for x in want]:
+def mismatch(op: Op, got: Outputs, expected: Outputs) -> float:
+    """Return the share of elements that differ from the reference, for the worst output."""
+    if [x.shape for x in got] != [x.shape for x in expected]:
         return 1.0
     shares = [0.0]
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got, expected, strict=True):
         same = a == b if op.exact else torch.isclose(a, b, rtol=RTOL, atol=ATOL)
         shares.append(1.0 - float(same.double().mean()) if same.numel() else 0.0)
     return max(shares)

@@ -1,7 +1,7 @@
-"""A prompt in a page pool, as the engine's cache on a GPU holds it, and what the ops are asked.
+"""Inputs for the op benchmarks: a prompt in a page pool as on a GPU, and a decode step.
 
-In the pool a layer is only other page ids. What a layer keeps differs from layer to layer, as with
-an allocator that gives the first ones more.
+Layers share one pool and differ only in their page ids. Each layer keeps a different number of
+tokens, as with an allocator that gives the first layers more.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a prompt and its model; what is not given is that of Llama-3.1-8B.
+    """Sizes of a prompt and its model. Defaults are those of Llama-3.1-8B.
 
     Args:
-        tokens: of the prompt.
-        longest: tokens of the longest prompt that the server takes.
-        chunk: tokens of its last chunk, whose queries `column_sums` gets.
-        budget: share of the prompt that the layers keep on average.
-        token_major: whether a block holds ``[block, Hkv, 2 D]``, vLLM's choice on CUDA, or
+        tokens: prompt length in tokens.
+        longest: maximum prompt length of the server in tokens.
+        chunk: tokens of the last prefill chunk, whose queries `column_sums` gets.
+        budget: share of the prompt that layers keep on average.
+        token_major: True for blocks of ``[block, Hkv, 2 D]``, vLLM's layout on CUDA; False for
             ``[Hkv, block, 2 D]``.
-        decoding: requests of a decode step, for its page tables.
+        decoding: number of requests in a decode step, for the page tables.
     """
 
     layers: int = 32
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def counts(self) -> list[int]:
-        """Pages that each layer keeps, falling over the layers by one half to either side."""
+        """Pages kept per layer: linear from 1.5 times the budget to 0.5 times."""
         steps = max(self.layers - 1, 1)
         shares = [self.budget * (1.5 - layer / steps) for layer in range(self.layers)]
         full = self.tokens // self.block
@@ -51,21 +51,21 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, and of the pages that they are moved to."""
+        """Bytes of the prompt's pages and of the pages that kept tokens are moved to."""
         page = self.block * self.kv_heads * 2 * self.dim * self.dtype.itemsize
         return page * (self.layers * self.blocks + sum(self.counts))
 
 
-# -- floors: what any implementation must do for all layers of the prompt ----------------------
+# -- floors: minimum work of any implementation, for all layers of the prompt ------------------
 
 
 def keys_once(shape: Shape) -> int:
-    """Bytes of K, or of V."""
+    """Return the bytes of K, which are also the bytes of V."""
     return shape.layers * shape.tokens * shape.kv_heads * shape.dim * shape.dtype.itemsize
 
 
 def kept_twice(shape: Shape) -> int:
-    """Bytes of the kept pages, read and written."""
+    """Return the bytes of the kept pages, read and written."""
     page = shape.block * shape.kv_heads * 2 * shape.dim * shape.dtype.itemsize
     return 2 * sum(shape.counts) * page
 
@@ -75,19 +75,22 @@ def scores_once(shape: Shape) -> int:
 
 
 def tables_twice(shape: Shape) -> int:
-    """Bytes of the page ids that a decode step of compressed requests reads and writes."""
+    """Return the bytes of page ids that a decode step of compressed requests reads and writes."""
     return 2 * 4 * shape.decoding * sum(shape.counts)
 
 
 def causal_product(shape: Shape) -> int:
-    """Operations of the chunk's ``Q K^T``; sums of normalised rows need it twice, counted once."""
-    rows = min(shape.chunk, shape.tokens)
-    seen = rows * shape.tokens - rows * (rows - 1) // 2
-    return 2 * shape.layers * shape.heads * shape.dim * seen
+    """Return the operations of the chunk's causal ``Q K^T``.
+
+    Column sums of the softmax compute it twice; the floor counts it once.
+    """
+    queries = min(shape.chunk, shape.tokens)
+    pairs = queries * shape.tokens - queries * (queries - 1) // 2
+    return 2 * shape.layers * shape.heads * shape.dim * pairs
 
 
 def cosines(shape: Shape) -> int:
-    """Operations of the cosines of every evicted key with every kept one."""
+    """Return the operations of the cosines of every dropped key with every kept key."""
     kept = [count * shape.block for count in shape.counts]
     pairs = sum(n * (shape.tokens - n) for n in kept)
     return 2 * shape.kv_heads * shape.dim * pairs
@@ -97,15 +100,17 @@ def cosines(shape: Shape) -> int:
 
 
 class Prompt:
-    """Random inputs of every op; NaN behind the prompt's end and in the pages of nobody.
+    """Random inputs for every op, with NaN after the prompt's end and in unused pages.
 
     Attributes:
-        pages: ``[L, F]`` int64, pages of the prompt's blocks.
-        counts: ``[L]`` int32, pages that a layer keeps.
-        targets: ``[L, most]`` int64, where they go.
-        kept: ``[L, Hkv, most * block]`` int32, ascending, other positions for each head.
-        query: ``[L, w, Hq, D]``; chunk_query: ``[T, Hq, D]``, the same for all layers.
-        weights: ``[Hq, S]`` float32, rows of sum 1.
+        pages: ``[L, F]`` int64 page ids of the prompt's blocks.
+        counts: ``[L]`` int32, pages that each layer keeps.
+        max_pages: the maximum of `counts`.
+        targets: ``[L, max_pages]`` int64 page ids that kept tokens are moved to.
+        kept: ``[L, Hkv, max_pages * block]`` int32 kept positions, ascending, different per head.
+        query: ``[L, w, Hq, D]`` queries of the observation window.
+        chunk_query: ``[T, Hq, D]`` queries of the last chunk, the same for all layers.
+        weights: ``[Hq, S]`` float32, each row sums to 1.
         scores: ``[L, Hkv, W]`` float32 with many ties, W a multiple of 16; NaN from S on.
     """
 
@@ -113,11 +118,11 @@ class Prompt:
         self.shape, self.device, self.scale = shape, device, shape.dim**-0.5
         self._random = torch.Generator(device).manual_seed(seed)
         self.counts = self.ints(shape.counts)
-        self.most = max(shape.counts)
+        self.max_pages = max(shape.counts)
         self._lay_out()
         self.query = self._normal(shape.layers, shape.window, shape.heads, shape.dim).mul_(1.5)
-        rows = min(shape.chunk, shape.tokens)
-        self.chunk_query = self._normal(rows, shape.heads, shape.dim)
+        queries = min(shape.chunk, shape.tokens)
+        self.chunk_query = self._normal(queries, shape.heads, shape.dim)
         logits = self._normal(shape.heads, shape.tokens, dtype=torch.float32)
         self.weights = logits.mul_(1.5).softmax(-1)
         self.kept = self._kept()
@@ -125,12 +130,12 @@ class Prompt:
 
     @property
     def keys(self) -> torch.Tensor:
-        """``[pages, Hkv, D, block]``, a view of the pool, as the ops get it."""
+        """Return the key view ``[pages, Hkv, D, block]`` of the pool, as ops get it."""
         return self._per_head[..., : self.shape.dim].mT
 
     @property
     def values(self) -> torch.Tensor:
-        """``[pages, Hkv, block, D]``, likewise."""
+        """Return the value view ``[pages, Hkv, block, D]`` of the pool, as ops get it."""
         return self._per_head[..., self.shape.dim :]
 
     @property
@@ -145,16 +150,16 @@ class Prompt:
         return out.normal_(generator=self._random)
 
     def _lay_out(self) -> None:
-        """The pool, and which pages of it are whose."""
-        shape, nobody = self.shape, 3
-        sources, targets = shape.layers * shape.blocks, shape.layers * self.most
+        """Create the pool and assign its pages to the prompt's blocks and to the targets."""
+        shape, unused = self.shape, 3
+        sources, targets = shape.layers * shape.blocks, shape.layers * self.max_pages
         order = torch.randperm(sources + targets, generator=self._random, device=self.device)
-        order += nobody
+        order += unused
         self.pages = order[:sources].view(shape.layers, shape.blocks)
-        self.targets = order[sources:].view(shape.layers, self.most)
+        self.targets = order[sources:].view(shape.layers, self.max_pages)
         inner = (shape.block, shape.kv_heads)
         inner = inner if shape.token_major else inner[::-1]
-        size = (nobody + len(order), *inner, 2 * shape.dim)
+        size = (unused + len(order), *inner, 2 * shape.dim)
         self.pool = torch.full(size, torch.nan, dtype=shape.dtype, device=self.device)
         used = shape.tokens - (shape.blocks - 1) * shape.block
         for pages in self.pages:
@@ -164,11 +169,11 @@ class Prompt:
 
     def _kept(self) -> torch.Tensor:
         shape = self.shape
-        kept = self.ints([]).new_zeros(shape.layers, shape.kv_heads, self.most * shape.block)
-        for row, pages in zip(kept, shape.counts, strict=True):
-            luck = self._normal(shape.kv_heads, shape.tokens, dtype=torch.float32)
-            best = luck.topk(pages * shape.block).indices.sort().values
-            row[:, : best.shape[1]] = best
+        kept = self.ints([]).new_zeros(shape.layers, shape.kv_heads, self.max_pages * shape.block)
+        for layer_kept, pages in zip(kept, shape.counts, strict=True):
+            random_scores = self._normal(shape.kv_heads, shape.tokens, dtype=torch.float32)
+            best = random_scores.topk(pages * shape.block).indices.sort().values
+            layer_kept[:, : best.shape[1]] = best
         return kept
 
     def _scores(self) -> torch.Tensor:
@@ -181,7 +186,7 @@ class Prompt:
 
 
 class DecodeStep:
-    """Arguments of `page_tables`: `decoding` requests, each fourth of them not compressed."""
+    """Arguments of `page_tables` for `decoding` requests; every fourth one is not compressed."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
         random = torch.Generator(device).manual_seed(seed)
@@ -191,15 +196,15 @@ class DecodeStep:
         def ints(numbers: list[int]) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=device)
 
-        blocks = requests * width + 1  # block 0 is nobody's
+        blocks = requests * width + 1  # block 0 is unused
         ids = torch.randperm(blocks - 1, generator=random, device=device).int() + 1
         first = [0 if r % 4 == 3 else shape.tokens // shape.block for r in range(requests)]
-        held = (requests, shape.layers, max(shape.counts))
-        packed = torch.randint(shape.layers * blocks, held, generator=random, device=device)
+        size = (requests, shape.layers, max(shape.counts))
+        packed = torch.randint(shape.layers * blocks, size, generator=random, device=device)
         layers = [layer * blocks for layer in range(shape.layers)]
         self.tables = ints([]).new_zeros(shape.layers, requests, width)
         self.lengths = self.tables.new_zeros(shape.layers, requests)
-        self.where = (
+        self.block_args = (
             ids.view(requests, width),
             ints([shape.tokens + new] * requests),
             packed.int(),
@@ -209,4 +214,4 @@ class DecodeStep:
             1,
             shape.block,
         )
-        self.rows = ints(list(range(requests))), ints([requests]).view(())
+        self.request_args = ints(list(range(requests))), ints([requests]).view(())

@@ -1,4 +1,4 @@
-"""What a stage finds: checks against goals, figures, and where they come from, as one JSON file."""
+"""Results of a stage as one JSON file: checks against goals, tables, and their origin."""
 
 import json
 import math
@@ -15,26 +15,26 @@ from benchmarks.gpu.machine import facts
 PASS, FAIL, DRY, ABSENT = "pass", "FAIL", "dry", "absent"
 COMPARISONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 Goal = tuple[str, Any]
-"""``("<=", 1.02)``: how a figure compares with its goal."""
+"""Comparison and goal value, for example ``("<=", 1.02)``."""
 
 
 def verdict(figure: Any, goal: Goal) -> str:
-    """PASS or FAIL; NaN, and a figure that is no number, miss every goal."""
-    comparison, wanted = goal
+    """Return PASS or FAIL. NaN and values that are not numbers fail every goal."""
+    comparison, goal_value = goal
     try:
-        return PASS if COMPARISONS[comparison](figure, wanted) else FAIL
+        return PASS if COMPARISONS[comparison](figure, goal_value) else FAIL
     except TypeError:
         return FAIL
 
 
 @dataclass(slots=True)
 class Report:
-    """One stage's results; written after every check, so that what is known outlives a crash.
+    """Results of one stage, saved after every check so that a crash loses nothing.
 
     Args:
-        dry: times mean nothing here, and no goal judges them.
-        commit: of the code that is measured.
-        seed: of the random data.
+        dry: True if times mean nothing; they are not compared with goals then.
+        commit: commit of the measured code.
+        seed: seed of the random data.
     """
 
     stage: str
@@ -62,19 +62,19 @@ class Report:
     def check(
         self, name: str, figure: Any, goal: Goal, *, measured: bool = False, note: str = ""
     ) -> None:
-        """Judge a figure; one that is `measured` is not judged in a dry run."""
+        """Compare a figure with its goal, unless it is `measured` and this is a dry run."""
         result = DRY if self.dry and measured else verdict(figure, goal)
         self._add(name, figure, goal, result, note)
 
-    def absent(self, name: str, why: str) -> None:
-        """A check that could not be made: neither passed nor failed."""
-        self._add(name, None, None, ABSENT, why)
+    def absent(self, name: str, reason: str) -> None:
+        """Record a check that could not be made: it neither passed nor failed."""
+        self._add(name, None, None, ABSENT, reason)
 
-    def failed(self, name: str, why: str) -> None:
-        self._add(name, None, None, FAIL, why)
+    def failed(self, name: str, reason: str) -> None:
+        self._add(name, None, None, FAIL, reason)
 
     def row(self, table: str, **cells: Any) -> None:
-        """A line of figures."""
+        """Add a row to a table."""
         self.data["tables"].setdefault(table, []).append(cells)
         self.save()
 
@@ -83,7 +83,7 @@ class Report:
         self.save()
 
     def save(self) -> None:
-        """Whole or not at all: a run that is killed leaves the file before."""
+        """Write the file atomically: a killed run leaves the previous file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.stage}.json"
         unfinished = path.with_suffix(".json.new")
@@ -98,7 +98,7 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's types: floats of 5 digits, and those it lacks as words."""
+    """Return `value` as JSON types: floats with 5 digits, NaN and infinity as strings."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def line(stage: str, check: Mapping[str, Any]) -> str:
-    """A check on one line, for the console."""
+    """Return a check as one line for the console."""
     text = f"{check['result']:6} {stage}: {check['name']}"
     if check["goal"]:
         text += f" = {plain(check['figure'])} (goal {' '.join(map(str, check['goal']))})"
@@ -117,6 +117,6 @@ def line(stage: str, check: Mapping[str, Any]) -> str:
 
 
 def read_stages(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The stages' files that are there."""
+    """Return the contents of the stage files that exist."""
     paths = (folder / f"{name}.json" for name in names)
     return [json.loads(path.read_text()) for path in paths if path.exists()]

@@ -1,4 +1,4 @@
-"""The stages: each a process of its own with a time limit, so that what was found early is kept."""
+"""Run each stage in its own process with a time limit, so that a failure loses no results."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {  # seconds, in the order of the run: what is wrong must be known before it is timed
+LIMITS = {  # seconds, in run order: correctness comes before timing
     "correctness": 900,
     "kernels": 400,
     "tokens": 500,
@@ -22,19 +22,19 @@ LIMITS = {  # seconds, in the order of the run: what is wrong must be known befo
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What two runs must share for their results to stand side by side in one folder."""
+    """Two runs must share these values to have their results in one folder."""
 
     commit: str
     dry: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a run asks of its stages.
+class RunOptions:
+    """Options of a run that all its stages share.
 
     Args:
-        out: the folder of the results.
-        seed: of the random data.
+        out: folder of the results.
+        seed: seed of the random data.
     """
 
     out: Path
@@ -42,14 +42,14 @@ class Order:
     seed: int
 
     def arguments(self, stage: str) -> list[str]:
-        """Of ``python -m benchmarks.gpu``, for the process of one stage."""
-        line = ["--inside", stage, "--out", str(self.out), "--seed", str(self.seed)]
-        line += ["--commit", self.origin.commit]
-        return line + (["--dry-run"] if self.origin.dry else [])
+        """Return the arguments of ``python -m benchmarks.gpu`` for one stage's process."""
+        arguments = ["--inside", stage, "--out", str(self.out), "--seed", str(self.seed)]
+        arguments += ["--commit", self.origin.commit]
+        return arguments + (["--dry-run"] if self.origin.dry else [])
 
 
 def complete(folder: Path, stage: str, origin: Origin) -> bool:
-    """Whether a stage came to its end here, with this code; checks that failed are results too."""
+    """Return True if the folder has a finished stage of this commit, even with failed checks."""
     path = folder / f"{stage}.json"
     if not path.exists():
         return False
@@ -57,67 +57,72 @@ def complete(folder: Path, stage: str, origin: Origin) -> bool:
     return bool(found["finished"]) and Origin(str(found["commit"]), bool(found["dry"])) == origin
 
 
-def run_inside(order: Order, stage: str) -> None:
-    """One stage, in this process."""
+def run_inside(options: RunOptions, stage: str) -> None:
+    """Run one stage in this process."""
     import torch
 
     from benchmarks.gpu import correctness, kernels, serving, tokens
-    from benchmarks.gpu.machine import watched_clocks
+    from benchmarks.gpu.machine import clocks_checked
     from benchmarks.gpu.report import Report
 
-    dry = order.origin.dry
+    dry = options.origin.dry
     if not dry and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device; add --dry-run")
+        raise SystemExit("there is no CUDA device: add --dry-run")
     modules = {
         "correctness": correctness,
         "kernels": kernels,
         "tokens": tokens,
         "serving": serving,
     }
-    report = Report(stage, order.out, dry, order.origin.commit, order.seed)
+    report = Report(stage, options.out, dry, options.origin.commit, options.seed)
     if dry and stage == "kernels":
         interpret()
-    with watched_clocks(report):
+    with clocks_checked(report):
         modules[stage].run(report, torch.device("cpu" if dry else "cuda"))
     report.finish()
 
 
 def interpret() -> None:
-    """Let the ops run Triton's interpreter on CPU tensors, as the tests do."""
+    """Make the ops run in Triton's interpreter on CPU tensors, as the tests do."""
     sys.path.append(str(ROOT / "tests"))
     import interpreter
     from kvcompress_kernels import contract
 
-    interpreter.mend()
-    contract.triton_takes = lambda tensor: True
+    interpreter.install_fixes()
+    contract.runs_triton = lambda tensor: True
 
 
 def environment(stage: str, *, dry: bool) -> dict[str, str]:
-    """Of a stage's process; its packages are those of this checkout unless others are installed."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    found = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [*given, str(ROOT), str(ROOT / "kernels")]))
+    """Return the environment of a stage's process; it finds this checkout's packages."""
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [*python_path, str(ROOT), str(ROOT / "kernels")])
+    )
     if dry and stage == "kernels":
-        found["TRITON_INTERPRET"] = "1"
+        variables["TRITON_INTERPRET"] = "1"
     if dry:
-        found.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    return found
+        variables.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    return variables
 
 
-def command(order: Order, stage: str) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu", *order.arguments(stage)]
+def command(options: RunOptions, stage: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu", *options.arguments(stage)]
 
 
-def run_stage(order: Order, stage: str, seconds: float, log: TextIO) -> str | None:
-    """One stage in a process of its own; why it ended before its end, if it did.
+def run_stage(options: RunOptions, stage: str, seconds: float, log: TextIO) -> str | None:
+    """Run one stage in its own process; return the reason if it did not finish, or None.
 
-    Whatever ends this call ends the stage with all that it started.
+    However this call ends, it kills the stage and all processes that the stage started.
     """
-    line = command(order, stage)
+    arguments = command(options, stage)
     log.write(f"\n==== {stage}\n")
     log.flush()
     process = subprocess.Popen(
-        line, stderr=log, env=environment(stage, dry=order.origin.dry), start_new_session=True
+        arguments,
+        stderr=log,
+        env=environment(stage, dry=options.origin.dry),
+        start_new_session=True,
     )
     try:
         code = process.wait(seconds)
@@ -129,7 +134,7 @@ def run_stage(order: Order, stage: str, seconds: float, log: TextIO) -> str | No
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a stage's process and those it started."""
+    """Kill a stage's process and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""All stages of a folder on one page, and what of them failed."""
+"""Summarise all stages of a folder, with failures first."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,11 @@ from benchmarks.gpu.stages import LIMITS
 
 
 def conclude(folder: Path, names: Sequence[str], faults: Sequence[str]) -> int:
-    """Write the summary and judge the stages that were asked for; 1 if anything went wrong.
+    """Write the summary, print it, and return the exit status: 1 if anything failed.
 
     Args:
-        faults: what went wrong outside of the stages' checks, as lines.
+        names: the requested stages.
+        faults: failures outside of the stages' checks, one line each.
     """
     found = read_stages(folder, names)
     faults = [*faults, *failures(found)]
@@ -25,7 +26,7 @@ def conclude(folder: Path, names: Sequence[str], faults: Sequence[str]) -> int:
 
 
 def write(folder: Path, faults: Sequence[str]) -> None:
-    """`summary.md` and `summary.json` of all stages in the folder, in the order of the run."""
+    """Write `summary.md` and `summary.json` of all stages in the folder, in run order."""
     found = read_stages(folder, list(LIMITS))
     (folder / "summary.md").write_text(page(found, faults))
     summary = {"faults": list(faults), "stages": found}
@@ -33,7 +34,7 @@ def write(folder: Path, faults: Sequence[str]) -> None:
 
 
 def failures(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of the checks that failed, and of stages that did not come to their end."""
+    """Return one line per failed check and per unfinished stage."""
     lines = [
         line(stage["stage"], check)
         for stage in found
@@ -46,16 +47,16 @@ def failures(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def page(found: Sequence[Mapping[str, Any]], faults: Sequence[str]) -> str:
-    """All stages as one markdown page, what failed first."""
+    """Return all stages as one Markdown page, failures first."""
     parts = ["# Measured on one machine"]
     if any(stage["dry"] for stage in found):
         parts.append("**Dry run: no figure below is a measurement.**")
     parts.append("\n".join(f"- {fault}" for fault in faults) or "Nothing failed.")
     for stage in found:
-        where = ", ".join(f"{key} {value}" for key, value in stage["machine"].items())
+        machine = ", ".join(f"{key} {value}" for key, value in stage["machine"].items())
         parts.append(f"## {stage['stage']}")
         origin = f"commit {stage['commit']}, seed {stage['seed']}, {stage['date']}"
-        parts.append(f"`{stage['command']}`, {origin}; {where}.")
+        parts.append(f"`{stage['command']}`, {origin}; {machine}.")
         if not stage["finished"]:
             parts.append("**Did not finish.**")
         goals = [" ".join(map(str, check["goal"] or [])) for check in stage["checks"]]
@@ -71,7 +72,7 @@ def page(found: Sequence[Mapping[str, Any]], faults: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown; columns are those of all rows, in the order they appear."""
+    """Return a Markdown table with the columns of all rows, in order of appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
         return ""

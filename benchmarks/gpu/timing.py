@@ -1,4 +1,4 @@
-"""Times of calls on a GPU, and the two rates that bound them, measured on the same GPU."""
+"""Measure times of GPU calls, and the GPU's memory bandwidth and arithmetic rate."""
 
 import statistics
 import time
@@ -15,10 +15,11 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Milliseconds of a call on the device, over `runs` calls, the caches cold before each.
+    """Milliseconds of a call on the device over `runs` calls, each with cold caches.
 
     Args:
-        host_ms: the call as the host sees it, launches included.
+        ms: median.
+        host_ms: one call as seen by the host, including kernel launches.
     """
 
     ms: float
@@ -29,10 +30,10 @@ class Timing:
 
 
 class Clock:
-    """Times calls with events on a GPU; once and by the host's clock on a CPU, for a dry run.
+    """Times calls with CUDA events. On a CPU (dry run) it times one call with the host clock.
 
-    Before each call a buffer larger than the L2 is written, and the device is kept busy for as
-    long as the host needs to launch the call, so that no gap between its kernels is the host's.
+    Before each call it writes a buffer larger than the L2 cache. It then keeps the device busy for
+    as long as the host needs to launch the call, so that launches leave no gaps between kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,8 +42,10 @@ class Clock:
             size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
             self._buffer = torch.empty(size, dtype=torch.int8, device=device)
 
-    def time(self, call: Call, *, seconds: float = 0.3, least: int = 3, most: int = 50) -> Timing:
-        """The median of as many calls as fit into `seconds`, from `least` to `most`."""
+    def time(
+        self, call: Call, *, seconds: float = 0.3, min_runs: int = 3, max_runs: int = 50
+    ) -> Timing:
+        """Time as many calls as fit into `seconds`, from `min_runs` to `max_runs`."""
         if not self.cuda:
             ms = on_host(call)
             return Timing(ms=ms, fastest=ms, slowest=ms, runs=1, host_ms=ms)
@@ -50,21 +53,21 @@ class Clock:
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
-        launched = time.perf_counter() - start
+        launch_seconds = time.perf_counter() - start
         torch.cuda.synchronize()
-        whole = time.perf_counter() - start
-        runs = max(least, min(most, int(seconds / whole)))
-        times = self._on_device(call, runs, launched)
+        total = time.perf_counter() - start
+        runs = max(min_runs, min(max_runs, int(seconds / total)))
+        times = self._on_device(call, runs, launch_seconds)
         return Timing(
             ms=statistics.median(times),
             fastest=min(times),
             slowest=max(times),
             runs=runs,
-            host_ms=1e3 * whole,
+            host_ms=1e3 * total,
         )
 
-    def _on_device(self, call: Call, runs: int, launched: float) -> list[float]:
-        pause = int(min(2 * launched, 0.05) * 2e9)  # cycles, at most 50 ms of a 2 GHz clock
+    def _on_device(self, call: Call, runs: int, launch_seconds: float) -> list[float]:
+        pause = int(min(2 * launch_seconds, 0.05) * 2e9)  # cycles, at most 50 ms of a 2 GHz clock
         pairs = []
         for run in range(runs):
             self._buffer.fill_(run % 100)
@@ -79,7 +82,7 @@ class Clock:
 
 
 def on_host(call: Call) -> float:
-    """Milliseconds of one call on a CPU."""
+    """Return the milliseconds of one call on a CPU."""
     start = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - start)
@@ -87,14 +90,18 @@ def on_host(call: Call) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this GPU reaches: bytes a second of a large copy, read and written, and operations a
-    second of a large matrix product in bfloat16. No data sheet is asked."""
+    """Rates that this GPU reached, measured instead of taken from a data sheet.
+
+    Args:
+        bandwidth: bytes per second of a large copy, reads plus writes.
+        flops: operations per second of a large bfloat16 matrix product.
+    """
 
     bandwidth: float
     flops: float
 
     def floor_ms(self, moved: int, operations: int) -> float:
-        """The least time that this work can take."""
+        """Return the minimum time for this work in milliseconds."""
         return 1e3 * max(moved / self.bandwidth, operations / self.flops)
 
 

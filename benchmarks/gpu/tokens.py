@@ -1,9 +1,10 @@
-"""Stage `tokens`: the demo model on the real engine, with the plugin and without.
+"""Stage `tokens`: compare tokens of the demo model with and without the plugin.
 
-For each attention backend, eager and with graphs, two engines answer the same prompts. What must be
-equal to the token: budget 1.0, prompts under the threshold, and the first token at any budget.
-FULL graphs by vLLM's own log are looked at with graphs, host syncs on the default of CUDA. On that,
-once more, with prompts in pieces, look-aheads and bounded answers.
+For each attention backend, eager and with CUDA graphs, two engines get the same prompts. Tokens
+must be equal at budget 1.0 and for prompts under the threshold, and the first token must be equal
+at any budget. With graphs, vLLM's log must show FULL graphs for all decode steps. On the default
+CUDA backend, the plugin must add no host syncs, and all checks of decode steps run again with
+prompts in pieces, look-aheads and output budgets.
 """
 
 import random
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.texts import passage
-from benchmarks.gpu.engine_process import NEVER, EngineProcess, TokenIds, both
+from benchmarks.gpu.engine_process import NEVER, EngineProcess, TokenIds, engine_pair
 from benchmarks.gpu.models import DRY as DRY_MODEL
 from benchmarks.gpu.report import Report
 
-Answer = dict[str, Any]  # of `Engine.answer`
+Output = dict[str, Any]  # a result of `Engine.generate`
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
 EAGER, GRAPHS = "eager", "graphs"
@@ -29,25 +30,28 @@ DEFAULT = ("FLASH_ATTN", GRAPHS)
 BACKENDS = (*product(("FLASH_ATTN", "TRITON_ATTN"), (GRAPHS, EAGER)),)
 DRY_BACKENDS = (("CPU_ATTN", EAGER),)
 BUDGETS: tuple[float | int, ...] = (0.5, 0.1, 100)
-SHORT, LONG = (20, 70, 130, 200, 250), (900, 1500, 2047, 2500, 3000, 3500)  # tokens of prompts
+SHORT, LONG = (
+    (20, 70, 130, 200, 250),
+    (900, 1500, 2047, 2500, 3000, 3500),
+)  # prompt lengths in tokens
 DRY_SHORT, DRY_LONG = (20, 130), (300, 420)
 MIN_PROMPT = 256
-NEW = 48  # tokens of an answer
-DECODES = 40  # steps whose graphs are looked at
+OUTPUT_TOKENS = 48
+GRAPH_STEPS = 40  # decode steps whose graph modes are checked
 FEATURES = {"lookahead": 32, "max_whole": 2048, "piece": 512}
 FEATURES |= {"decode_budget": 512, "decode_interval": 128}
-BOUNDED = 550  # tokens of an answer that is packed again
+LONG_OUTPUT_TOKENS = 550  # enough for the output to be packed again
 DRY_FEATURES = {"lookahead": 8, "max_whole": 256, "piece": 96, "window": 8}
 DRY_FEATURES |= {"decode_budget": 64, "decode_interval": 32}
-DRY_BOUNDED = 80
+DRY_LONG_OUTPUT_TOKENS = 80
 
 
-def settings(method: str, budget: float | int, *, least: int = MIN_PROMPT) -> dict[str, Any]:
-    return {"compress": method, "budget": budget, "min_prompt": least, "lookahead": 0}
+def settings(method: str, budget: float | int, *, min_prompt: int = MIN_PROMPT) -> dict[str, Any]:
+    return {"compress": method, "budget": budget, "min_prompt": min_prompt, "lookahead": 0}
 
 
 def options(backend: str, mode: str, *, dry: bool) -> dict[str, Any]:
-    """Of vLLM's `LLM`. Chunks shorter than the long prompts; the backend's own choice of graphs."""
+    """Return arguments of vLLM's `LLM`: long prompts need several chunks, default graph mode."""
     common: dict[str, Any] = {
         "max_model_len": 4096,
         "max_num_batched_tokens": 2048,
@@ -57,9 +61,9 @@ def options(backend: str, mode: str, *, dry: bool) -> dict[str, Any]:
         "enforce_eager": mode == EAGER,
     }
     if dry:
-        more = {"dtype": "float32", "num_gpu_blocks_override": 512, "block_size": 32}
-        more |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        return {**common, **more, "distributed_executor_backend": "uni"}
+        dry_options = {"dtype": "float32", "num_gpu_blocks_override": 512, "block_size": 32}
+        dry_options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        return {**common, **dry_options, "distributed_executor_backend": "uni"}
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
     return {**common, **memory, "dtype": "bfloat16", "attention_backend": backend}
 
@@ -72,49 +76,49 @@ def run(report: Report, device: torch.device) -> None:
             for lengths in (DRY_SHORT, DRY_LONG)
         )
         with tempfile.TemporaryDirectory() as folder:
-            every_backend(report, DRY_MODEL.write(Path(folder)), short, long)
+            check_backends(report, DRY_MODEL.write(Path(folder)), short, long)
         return
     if not (MODEL / "config.json").exists():
-        report.failed("the demo model", f"{MODEL} is missing; make it with `make model`")
+        report.failed("the demo model", f"{MODEL} is missing; run `make model`")
         return
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     short, long = (english(tokenizer, lengths, report.seed) for lengths in (SHORT, LONG))
-    every_backend(report, str(MODEL), short, long)
+    check_backends(report, str(MODEL), short, long)
 
 
 def english(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[TokenIds]:
-    """Stretches of CPython's manual of these lengths."""
+    """Return passages of CPython's manual with these lengths in tokens, as token ids."""
     rng = random.Random(seed)
     texts = [passage(length, rng, lambda text: len(tokenizer.encode(text))) for length in lengths]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def every_backend(report: Report, model: str, short: list[TokenIds], long: list[TokenIds]) -> None:
+def check_backends(report: Report, model: str, short: list[TokenIds], long: list[TokenIds]) -> None:
     full: dict[tuple[str, str], list[TokenIds]] = {}
     for backend, mode in DRY_BACKENDS if report.dry else BACKENDS:
-        how = options(backend, mode, dry=report.dry)
+        llm_options = options(backend, mode, dry=report.dry)
         try:
-            with both(model, settings("cake", 0.1), **how) as (off, on):
+            with engine_pair(model, settings("cake", 0.1), **llm_options) as (off, on):
                 pair = Pair(report, backend, mode, off, on)
                 full[backend, mode] = pair.check_all(short, long)
-        except Exception as e:  # the other pairs may still run
+        except Exception as e:  # run the other backends
             report.failed(f"{backend}, {mode}", f"{type(e).__name__}: {e}")
-    every_feature(report, model, long)
-    for (backend, mode), answers in full.items():  # bfloat16 need not agree
-        share = equal_tokens(full.get(DEFAULT, answers), answers)
+    check_all_features(report, model, long)
+    for (backend, mode), outputs in full.items():  # not a check: bfloat16 results may differ
+        share = equal_tokens(full.get(DEFAULT, outputs), outputs)
         where = f"{backend}, {mode}"
         report.row("full cache against the default's", where=where, equal_tokens=share)
 
 
-def every_feature(report: Report, model: str, long: list[TokenIds]) -> None:
-    """What an engine must be started with: the default of CUDA does it all at once."""
+def check_all_features(report: Report, model: str, long: list[TokenIds]) -> None:
+    """Check all startup-only features together on the default CUDA backend."""
     dry = report.dry
     backend, mode = DRY_BACKENDS[0] if dry else DEFAULT
-    chosen = settings("cake-chunk", 0.2) | (DRY_FEATURES if dry else FEATURES)
+    all_features = settings("cake-chunk", 0.2) | (DRY_FEATURES if dry else FEATURES)
     try:
-        with both(model, chosen, **options(backend, mode, dry=dry)) as (off, on):
+        with engine_pair(model, all_features, **options(backend, mode, dry=dry)) as (off, on):
             Pair(report, backend, f"{mode}, all features", off, on).check_features(long)
     except Exception as e:
         report.failed(f"{backend}, all features", f"{type(e).__name__}: {e}")
@@ -122,7 +126,7 @@ def every_feature(report: Report, model: str, long: list[TokenIds]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """vLLM without the plugin and with it, on one attention backend."""
+    """Two engines on one attention backend: vLLM without (`off`) and with (`on`) the plugin."""
 
     report: Report
     backend: str
@@ -135,18 +139,18 @@ class Pair:
         return f"{self.backend}, {self.mode}"
 
     def check_all(self, short: list[TokenIds], long: list[TokenIds]) -> list[TokenIds]:
-        """Returns the full cache's answers to `long`."""
+        """Run all checks and return the full cache's output tokens for `long`."""
         report, dry = self.report, self.report.dry
         for name, engine in (("vLLM", self.off), ("plugin", self.on)):
-            report.row("engines", engine=name, asked=self.where, **engine.ask("about"))
-        self._same("short prompts at budget 0.1", *self._both(short, alone=False))
+            report.row("engines", engine=name, asked=self.where, **engine.call("about"))
+        self._check_same("short prompts at budget 0.1", *self._both(short, alone=False))
         self._use(settings("cake", 1.0))
-        full, whole = self._both(long, alone=False)
-        self._same("long prompts at budget 1.0", full, whole)
-        self._use(settings("cake", 0.1, least=NEVER))
+        full, uncompressed = self._both(long, alone=False)
+        self._check_same("long prompts at budget 1.0", full, uncompressed)
+        self._use(settings("cake", 0.1, min_prompt=NEVER))
         alone, idle = self._both(long, alone=True)
-        self._same("long prompts under the threshold, one by one", alone, idle)
-        self._count("compressed so far", self.on.ask("compressed"), 0)
+        self._check_same("long prompts under the threshold, one by one", alone, idle)
+        self._check_count("compressed so far", self.on.call("compressed"), 0)
         for budget in BUDGETS[:1] if dry else BUDGETS:
             self._at_budget(budget, long, alone)
         self._use(settings("cake", 0.1))
@@ -154,90 +158,95 @@ class Pair:
             self._syncs(long, 4 if dry else 16)
         if self.mode == GRAPHS or dry:
             self._graphs(long)
-        return [answer["ids"] for answer in full]
+        return [output["ids"] for output in full]
 
     def check_features(self, long: list[TokenIds]) -> None:
-        """Prompts in pieces that their answers judge, which are bounded: no waits, FULL graphs."""
-        new = DRY_BOUNDED if self.report.dry else BOUNDED
-        before = self.on.ask("compressed")
-        answers = [
-            engine.ask("answer", prompts=long, tokens=new, alone=False)
+        """Check pieces, look-aheads and output budgets: packings, host syncs and FULL graphs."""
+        output_tokens = DRY_LONG_OUTPUT_TOKENS if self.report.dry else LONG_OUTPUT_TOKENS
+        before = self.on.call("compressed")
+        outputs = [
+            engine.call("generate", prompts=long, tokens=output_tokens, alone=False)
             for engine in (self.off, self.on)
         ]
-        # of prompts in pieces it has seen what the pieces left
-        firsts = equal_tokens(*([x["ids"][:1] for x in some] for some in answers))
+        # Not a check: the last piece reads compressed pieces, so the first token may differ.
+        firsts = equal_tokens(*([x["ids"][:1] for x in of_engine] for of_engine in outputs))
         self.report.row("first tokens of prompts in pieces", where=self.where, equal_tokens=firsts)
-        self._count("compressed", self.on.ask("compressed") - before, len(long))
-        for what, times in self.on.ask("packings").items():
-            self.report.check(f"{self.where}: {what}", times, (">=", 1))
-        self._syncs(long, new)
+        self._check_count("compressed", self.on.call("compressed") - before, len(long))
+        for packing, times in self.on.call("packings").items():
+            self.report.check(f"{self.where}: {packing}", times, (">=", 1))
+        self._syncs(long, output_tokens)
         self._graphs(long)
 
-    def _use(self, chosen: dict[str, Any]) -> None:
-        self.on.ask("configure", settings=chosen)
+    def _use(self, new_settings: dict[str, Any]) -> None:
+        self.on.call("configure", settings=new_settings)
 
-    def _answers(self, engine: EngineProcess, prompts: list[TokenIds], *, alone: bool) -> Any:
-        new = 8 if self.report.dry else NEW
-        return engine.ask("answer", prompts=prompts, tokens=new, alone=alone)
+    def _outputs(self, engine: EngineProcess, prompts: list[TokenIds], *, alone: bool) -> Any:
+        output_tokens = 8 if self.report.dry else OUTPUT_TOKENS
+        return engine.call("generate", prompts=prompts, tokens=output_tokens, alone=alone)
 
-    def _both(self, prompts: list[TokenIds], *, alone: bool) -> list[list[Answer]]:
-        return [self._answers(engine, prompts, alone=alone) for engine in (self.off, self.on)]
+    def _both(self, prompts: list[TokenIds], *, alone: bool) -> list[list[Output]]:
+        return [self._outputs(engine, prompts, alone=alone) for engine in (self.off, self.on)]
 
-    def _count(self, name: str, figure: Any, wanted: int, **how: Any) -> None:
-        self.report.check(f"{self.where}: {name}", figure, ("==", wanted), **how)
+    def _check_count(self, name: str, figure: Any, expected: int, **options: Any) -> None:
+        self.report.check(f"{self.where}: {name}", figure, ("==", expected), **options)
 
-    def _same(self, name: str, wanted: Sequence[Answer], got: Sequence[Answer]) -> None:
-        share = equal_tokens(*([answer["ids"] for answer in some] for some in (wanted, got)))
+    def _check_same(self, name: str, expected: Sequence[Output], got: Sequence[Output]) -> None:
+        share = equal_tokens(
+            *([output["ids"] for output in outputs] for outputs in (expected, got))
+        )
         name = f"{self.where}: {name}: share of equal tokens"
-        self.report.check(name, share, ("==", 1.0), note=differences(wanted, got))
+        self.report.check(name, share, ("==", 1.0), note=differences(expected, got))
 
-    def _at_budget(self, budget: float | int, long: list[TokenIds], full: Sequence[Answer]) -> None:
-        """The first token has seen the whole prompt; the others see what is kept of it."""
+    def _at_budget(self, budget: float | int, long: list[TokenIds], full: Sequence[Output]) -> None:
+        """Check the first token, which the full cache computes, and report the share of others."""
         self._use(settings("cake", budget))
-        before = self.on.ask("compressed")
-        answers = self._answers(self.on, long, alone=True)
-        firsts = [[x | {"ids": x["ids"][:1]} for x in some] for some in (full, answers)]
-        self._same(f"first tokens at budget {budget}", *firsts)
-        self._count(f"compressed at {budget}", self.on.ask("compressed") - before, len(long))
-        share = equal_tokens(*([x["ids"] for x in some] for some in (full, answers)))
+        before = self.on.call("compressed")
+        outputs = self._outputs(self.on, long, alone=True)
+        firsts = [[x | {"ids": x["ids"][:1]} for x in of_engine] for of_engine in (full, outputs)]
+        self._check_same(f"first tokens at budget {budget}", *firsts)
+        self._check_count(f"compressed at {budget}", self.on.call("compressed") - before, len(long))
+        share = equal_tokens(*([x["ids"] for x in of_engine] for of_engine in (full, outputs)))
         self.report.row("texts at a budget", where=self.where, budget=budget, equal_tokens=share)
 
-    def _syncs(self, long: list[TokenIds], new: int) -> None:
-        """What prefills, compressions and decodes make the host wait for, against vLLM alone."""
-        off, on = (e.ask("syncs", prompts=long, tokens=new) for e in (self.off, self.on))
-        for name, seen in (("vLLM", off), ("plugin", on)):
-            self.report.row("host syncs in the worker's steps", engine=name, **seen)
-        self._count("requests compressed while syncs were counted", on["compressed"], len(long))
-        self._count("host syncs made by the plugin", on["ours"], 0, measured=True)
+    def _syncs(self, long: list[TokenIds], output_tokens: int) -> None:
+        """Check that the plugin adds no host syncs to prefill, compression and decode."""
+        arguments = {"prompts": long, "tokens": output_tokens}
+        off, on = (e.call("syncs", **arguments) for e in (self.off, self.on))
+        for name, syncs in (("vLLM", off), ("plugin", on)):
+            self.report.row("host syncs in the worker's steps", engine=name, **syncs)
+        self._check_count(
+            "requests compressed while syncs were counted", on["compressed"], len(long)
+        )
+        self._check_count("host syncs made by the plugin", on["ours"], 0, measured=True)
         name = f"{self.where}: host syncs more than without the plugin"
         self.report.check(name, on["all"] - off["all"], ("<=", 0), measured=True)
 
     def _graphs(self, long: list[TokenIds]) -> None:
-        """Decode steps of compressed requests must replay FULL graphs, by vLLM's log."""
-        steps = 4 if self.report.dry else DECODES
+        """Check in vLLM's log that decode steps of compressed requests replay FULL graphs."""
+        steps = 4 if self.report.dry else GRAPH_STEPS
         for name, engine in (("vLLM", self.off), ("plugin", self.on)):
-            seen = engine.ask("graphs", prompts=long, steps=steps)
-            share = seen["modes"].get("FULL", 0) / max(sum(seen["modes"].values()), 1)
+            graphs = engine.call("graphs", prompts=long, steps=steps)
+            share = graphs["modes"].get("FULL", 0) / max(sum(graphs["modes"].values()), 1)
             check = f"{self.where}: {name}: decode steps in FULL graphs"
-            note = str(seen["modes"])
+            note = str(graphs["modes"])
             self.report.check(check, share, ("==", 1.0), measured=True, note=note)
-            log = " / ".join(seen["log"])
+            log = " / ".join(graphs["log"])
             self.report.row("vLLM's log of its graphs", where=self.where, engine=name, log=log)
 
 
 def equal_tokens(a: Sequence[TokenIds], b: Sequence[TokenIds]) -> float:
-    """Share of tokens before the first difference of each pair."""
+    """Return the share of tokens before the first difference of each pair."""
     same = sum(first_difference(x, y) for x, y in zip(a, b, strict=True))
     return same / max(sum(len(x) for x in a), 1)
 
 
-def differences(wanted: Sequence[Answer], got: Sequence[Answer]) -> str:
-    """Where answers part, and how near vLLM's choice was there: rounding turns near ones."""
+def differences(expected: Sequence[Output], got: Sequence[Output]) -> str:
+    """Describe each first difference and vLLM's margin there; rounding can flip small margins."""
     found = []
-    for number, (a, b) in enumerate(zip(wanted, got, strict=True)):
-        at = first_difference(a["ids"], b["ids"])
-        if at < len(a["ids"]):
-            found.append(f"prompt {number} at token {at}, {a['ahead'][at]:.2g} nats ahead")
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        index = first_difference(a["ids"], b["ids"])
+        if index < len(a["ids"]):
+            found.append(f"prompt {number} at token {index}, margin {a['margins'][index]:.2g} nats")
     return "; ".join(found)
 
 

@@ -1,4 +1,4 @@
-"""What can be seen of vLLM from outside: its log of graphs, and what makes its host wait."""
+"""Observe vLLM from outside: its CUDA graph log and its host syncs."""
 
 import logging
 import traceback
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SYNC = "called a synchronizing CUDA operation"  # of PyTorch's warning
-OURS = ("vllm_kvcompress", "kvcompress_kernels")
+SYNC = "called a synchronizing CUDA operation"  # text of PyTorch's warning
+OUR_PACKAGES = ("vllm_kvcompress", "kvcompress_kernels")
 
 
-class Lines(logging.Handler):
-    """Keeps what vLLM logs while it is in use."""
+class LogLines(logging.Handler):
+    """A logging handler that collects log lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,14 +25,16 @@ class Lines(logging.Handler):
 
 
 def graph_table(lines: Sequence[str]) -> list[list[str]]:
-    """Rows of the tables that vLLM logs under ``--cudagraph-metrics``: tokens, padded tokens,
-    paddings, runtime mode, steps."""
+    """Return the rows of the tables that vLLM logs with ``--cudagraph-metrics``.
+
+    Columns: tokens, padded tokens, paddings, runtime mode, steps.
+    """
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     return [row for row in cells if len(row) == 5 and row[-1].isdigit()]
 
 
 def graph_modes(lines: Sequence[str]) -> dict[str, int]:
-    """Steps by runtime mode: FULL, PIECEWISE or NONE."""
+    """Return the number of steps by runtime mode: FULL, PIECEWISE or NONE."""
     modes: Counter[str] = Counter()
     for *_, mode, steps in graph_table(lines):
         modes[mode.rsplit(".")[-1]] += int(steps)
@@ -41,31 +43,32 @@ def graph_modes(lines: Sequence[str]) -> dict[str, int]:
 
 @contextmanager
 def counted_syncs(worker: Any) -> Iterator[Counter[str]]:
-    """Host syncs inside a worker's steps, by the code that asks for them.
+    """Count host syncs inside a worker's steps by the code location that causes them.
 
-    PyTorch warns of each. Outside these two methods vLLM waits for tokens on purpose.
+    PyTorch warns about each sync. Only `execute_model` and `sample_tokens` are watched: elsewhere
+    vLLM waits for tokens on purpose.
     """
-    seen: Counter[str] = Counter()
-    show = warnings.showwarning
+    counts: Counter[str] = Counter()
+    original = warnings.showwarning
 
-    def note(message: Any, *rest: Any, **named: Any) -> None:
+    def count_sync(message: Any, *rest: Any, **named: Any) -> None:
         if SYNC in str(message):
-            seen[culprit()] += 1
+            counts[sync_location()] += 1
 
     watched = [name for name in ("execute_model", "sample_tokens") if watch(worker, name)]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = note
+        warnings.showwarning = count_sync
         try:
-            yield seen
+            yield counts
         finally:
-            warnings.showwarning = show
+            warnings.showwarning = original
             for name in watched:
                 delattr(worker, name)
 
 
 def watch(worker: Any, name: str) -> bool:
-    """Let PyTorch warn of syncs inside a method; False where there is none, or no GPU."""
+    """Make PyTorch warn about syncs in a worker method; False without that method or a GPU."""
     import torch
 
     inner = getattr(worker, name, None)
@@ -83,12 +86,12 @@ def watch(worker: Any, name: str) -> bool:
     return True
 
 
-def culprit() -> str:
-    """Package, file and line of the innermost frame that is neither PyTorch's nor this file's."""
+def sync_location() -> str:
+    """Return package, file and line of the innermost frame outside PyTorch and this file."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if "torch" in path.parts or path.name in ("warnings.py", Path(__file__).name):
             continue
-        root = next((part for part in (*OURS, "vllm") if part in path.parts), "elsewhere")
+        root = next((part for part in (*OUR_PACKAGES, "vllm") if part in path.parts), "elsewhere")
         return f"{root} {path.name}:{frame.lineno} {frame.name}"
     return "elsewhere"

@@ -1,11 +1,11 @@
-"""kvpress's presses and ours on the same prompts, at equal kept tokens: `make peers`.
+"""Compare kvpress's presses with this plugin at equal numbers of kept tokens: `make peers`.
 
     python -m benchmarks.peers --peers .cache/peers/bin/python
 
-Four processes that share a folder: our side makes the prompts, kvpress's presses compress them in
-an environment of their own, our methods do, and vLLM's fp8 cache answers them. What a process has
-measured is kept, so an interrupted run goes on where it was. Results are a JSON file, a Markdown
-table and a picture.
+Four processes share a folder. One makes the prompts, one compresses them with kvpress's presses in
+kvpress's own environment, one with our methods, and one runs vLLM with an fp8 cache. Results stay
+in the folder, so an interrupted run continues. The outputs are a JSON file, a Markdown report and a
+picture.
 """
 
 import argparse
@@ -33,64 +33,70 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, default=Path(".cache/smollm2-135m-instruct"))
     parser.add_argument(
-        "--peers", type=Path, default=Path(".cache/peers/bin/python"), help="kvpress's Python"
+        "--peers",
+        type=Path,
+        default=Path(".cache/peers/bin/python"),
+        help="Python of kvpress's environment",
     )
     parser.add_argument(
-        "--run", type=Path, default=Path(".cache/peers-run"), help="exchanged files"
+        "--run", type=Path, default=Path(".cache/peers-run"), help="folder that the processes share"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers"))
     parser.add_argument("--budgets", nargs="+", type=float, default=(0.5, 0.2, 0.1))
     parser.add_argument("--needles", type=int, default=10)
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument(
-        "--kvzip-tokens", type=int, default=1400, help="longest needle that KVzip replays"
+        "--kvzip-tokens",
+        type=int,
+        default=1400,
+        help="maximum length of needle prompts for KVzip, which replays them",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES)
     return parser.parse_args(argv)
 
 
-def claim(args: argparse.Namespace) -> None:
-    """Take the folder for these settings, or go on with it if it was taken for the same.
+def claim_folder(args: argparse.Namespace) -> None:
+    """Create the run folder, or continue in it if it has the same settings.
 
     Raises:
-        SystemExit: it holds another run's files.
+        SystemExit: the folder has a run with other settings.
     """
     names = ("model", "budgets", "needles", "texts", "kvzip_tokens", "seed")
-    mine = {name: getattr(args, name) for name in names}
-    mine |= {"model": str(args.model), "budgets": list(args.budgets)}
-    held = args.run / "settings.json"
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {"model": str(args.model), "budgets": list(args.budgets)}
+    settings_file = args.run / "settings.json"
     args.run.mkdir(parents=True, exist_ok=True)
-    if held.exists() and (had := json.loads(held.read_text())) != mine:
+    if settings_file.exists() and (found := json.loads(settings_file.read_text())) != settings:
         raise SystemExit(
-            f"{args.run} must hold a run with the settings {mine}, and holds one with {had};"
-            " give another folder with --run, or remove this one"
+            f"{args.run} has a run with the settings {found}, but this run needs {settings}:"
+            " pass another folder with --run, or remove this one"
         )
-    held.write_text(json.dumps(mine) + "\n")
+    settings_file.write_text(json.dumps(settings) + "\n")
 
 
 def stage(args: argparse.Namespace, name: str) -> None:
-    """Run one process to its end.
+    """Run the process of one stage.
 
     Raises:
-        SystemExit: it failed; what it measured stays.
+        SystemExit: the process failed. Its results so far stay in the folder.
     """
     python: Path | str = args.peers if name == "kvpress" else sys.executable
     module = {"kvpress": "presses", "engine": "engine"}.get(name, "ours")
-    words = [f"benchmarks.peers.{module}", "--model", str(args.model), "--run", str(args.run)]
-    words += ["--budgets", *(str(budget) for budget in args.budgets)]
+    arguments = [f"benchmarks.peers.{module}", "--model", str(args.model), "--run", str(args.run)]
+    arguments += ["--budgets", *(str(budget) for budget in args.budgets)]
     if module == "presses":
-        words += ["--kvzip-tokens", str(args.kvzip_tokens)]
+        arguments += ["--kvzip-tokens", str(args.kvzip_tokens)]
     if module == "ours":
-        words += ["--needles", str(args.needles), "--texts", str(args.texts)]
-        words += ["--seed", str(args.seed), *(["--prompts-only"] if name == "prompts" else [])]
+        arguments += ["--needles", str(args.needles), "--texts", str(args.texts)]
+        arguments += ["--seed", str(args.seed), *(["--prompts-only"] if name == "prompts" else [])]
     paths = [str(ROOT), str(ROOT / "kernels")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([str(python), "-m", *words], env=environment, check=False)
+    run = subprocess.run([str(python), "-m", *arguments], env=environment, check=False)
     if run.returncode:
         raise SystemExit(
-            f"stage {name} ended with {run.returncode}; what it had measured is in {args.run}:"
-            " mend what it says above and run this again"
+            f"stage {name} failed with status {run.returncode}; its results so far are in"
+            f" {args.run}: fix the error above and run the same command again"
         )
 
 
@@ -100,8 +106,8 @@ def versions(python: Path | str, *names: str) -> list[str]:
     return run.stdout.split()
 
 
-def gathered(args: argparse.Namespace) -> dict[str, Any]:
-    """All results of the folder, and where they come from."""
+def collect_results(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all results of the folder and their origin."""
     prompts = exchange.read(args.run / "prompts.jsonl", exchange.Prompt)
     results = [
         result
@@ -136,10 +142,10 @@ def gathered(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    claim(args)
+    claim_folder(args)
     for name in args.stages:
         stage(args, name)
-    results = gathered(args)
+    results = collect_results(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     text = markdown(results)

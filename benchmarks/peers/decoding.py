@@ -1,4 +1,4 @@
-"""Prefill and decode with transformers, the same code in both environments: float32, one prompt."""
+"""Prefill and decode one prompt with transformers in float32; both environments run this code."""
 
 import statistics
 import time
@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.peers.exchange import Prompt
 
-ANSWER = 16  # tokens of an answer
-FORCED = 32  # tokens of a text that are compared, the first included
+ANSWER_TOKENS = 16  # output tokens for a needle
+TEXT_TOKENS = 32  # tokens of a text that are compared, including the first
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values ``[Hkv, n_l, D]`` of each layer; n_l may differ."""
@@ -21,14 +21,14 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(slots=True)
 class Prefilled:
-    """What a prompt's prefill leaves, of the full cache.
+    """Result of a prompt's prefill.
 
     Args:
-        logits: ``[vocabulary]`` float32 of its last token.
-        layers: keys and values.
-        hidden: ``[S, hidden size]`` that went into each layer's attention.
-        embeddings: cosines and sines of the prompt's positions, as the model made them.
-        seconds: that it took.
+        logits: ``[vocabulary]`` float32 for the first output token.
+        layers: keys and values of the full cache.
+        hidden: per layer ``[S, hidden size]``, the input of its attention.
+        embeddings: RoPE cosines and sines of the prompt's positions.
+        seconds: duration of the prefill.
     """
 
     logits: torch.Tensor
@@ -40,9 +40,9 @@ class Prefilled:
 
 @dataclass(slots=True)
 class Decoded:
-    """Tokens that were said, ``[vocabulary]`` float32 logits of each, seconds of each step."""
+    """Output tokens, their ``[vocabulary]`` float32 logits, and the seconds of each decode step."""
 
-    said: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -52,33 +52,33 @@ class Decoded:
 
 
 def load(folder: Path) -> Any:
-    """The model in float32 with torch's own attention."""
+    """Load a model in float32 with PyTorch's attention."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
 
 
-def held(layers: Layers) -> int:
-    """Bytes of these keys and values."""
+def cache_bytes(layers: Layers) -> int:
+    """Return the bytes of keys and values."""
     return sum(keys.nbytes + values.nbytes for keys, values in layers)
 
 
 @torch.inference_mode()
 def prefill(model: Any, ids: Sequence[int], cache: DynamicCache | None = None) -> Prefilled:
-    """Compute a prompt whole, noting what goes into each attention.
+    """Prefill a prompt in one pass and record the inputs of each attention.
 
     Args:
-        cache: one that changes what is written to it; None takes an ordinary one.
+        cache: a cache to write to; None creates a `DynamicCache`.
     """
     hidden: list[torch.Tensor] = []
     embeddings: list[Any] = []
 
-    def note(_: Any, args: Any, kwargs: Any) -> None:
+    def record(_: Any, args: Any, kwargs: Any) -> None:
         hidden.append(kwargs.get("hidden_states", args[0] if args else None)[0])
         embeddings.append(kwargs["position_embeddings"])
 
     hooks = [
-        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(record, with_kwargs=True)
         for layer in model.model.layers
     ]
     cache = DynamicCache() if cache is None else cache
@@ -97,8 +97,8 @@ def prefill(model: Any, ids: Sequence[int], cache: DynamicCache | None = None) -
     )
 
 
-def cached(layers: Layers) -> DynamicCache:
-    """A cache that holds copies of these keys and values."""
+def as_cache(layers: Layers) -> DynamicCache:
+    """Return a transformers cache with copies of keys and values."""
     cache = DynamicCache()
     for index, (keys, values) in enumerate(layers):
         cache.update(keys[None].clone(), values[None].clone(), index)
@@ -114,59 +114,60 @@ def decode(
     steps: int,
     stop: Collection[int] = (),
 ) -> Decoded:
-    """Decode greedily, at the positions that the text has, whatever the cache holds.
+    """Decode greedily; positions continue the uncompressed prompt, whatever the cache has kept.
 
     Args:
-        first: logits of the prompt's last token; they decide the first token.
-        start: the prompt's length.
-        steps: tokens to say, at most.
-        stop: tokens after which nothing is said.
+        first: ``[vocabulary]`` logits for the first output token.
+        start: prompt length in tokens.
+        steps: maximum number of output tokens.
+        stop: token ids that end the output.
     """
     out = Decoded(logits=[first])
     for step in range(steps):
         token = int(out.logits[-1].argmax())
-        out.said.append(token)
+        out.output_ids.append(token)
         if step + 1 == steps or token in stop:
             break
-        began = time.perf_counter()
-        made = _step(model, cache, [token], start + step)
-        out.seconds.append(time.perf_counter() - began)
-        out.logits.append(made[-1])
+        step_start = time.perf_counter()
+        logits = _step(model, cache, [token], start + step)
+        out.seconds.append(time.perf_counter() - step_start)
+        out.logits.append(logits[-1])
     return out
 
 
 @torch.inference_mode()
-def forced(
-    model: Any, cache: DynamicCache, first: torch.Tensor, start: int, said: Sequence[int]
+def logits_along(
+    model: Any, cache: DynamicCache, first: torch.Tensor, start: int, output_ids: Sequence[int]
 ) -> torch.Tensor:
-    """``[steps, vocabulary]`` float32 logits along tokens that are said whatever the logits are.
+    """Return ``[steps, vocabulary]`` float32 logits along given output tokens.
 
-    Where all layers hold the same number of tokens it is one pass over all of `said`. Otherwise it
-    goes token by token: a causal mask for several tokens is made for all layers alike.
+    If all layers keep the same number of tokens, one pass computes all steps. Otherwise tokens run
+    one at a time, because transformers builds one causal mask for all layers.
 
     Args:
-        first: logits of the prompt's last token, the first row.
-        said: a token for each row.
+        first: ``[vocabulary]`` logits for the first output token, the first row of the result.
+        start: prompt length in tokens.
+        output_ids: the output tokens, one per row.
     """
-    fed = list(said[:-1])
-    even = len({layer.keys.shape[-2] for layer in cache.layers}) == 1
-    runs = [fed] if even else [[token] for token in fed]
-    rows, at = [first[None]], start
+    fed = list(output_ids[:-1])
+    same_length = len({layer.keys.shape[-2] for layer in cache.layers}) == 1
+    runs = [fed] if same_length else [[token] for token in fed]
+    logits, position = [first[None]], start
     for run in runs:
-        rows.append(_step(model, cache, run, at))
-        at += len(run)
-    return torch.cat(rows)
+        logits.append(_step(model, cache, run, position))
+        position += len(run)
+    return torch.cat(logits)
 
 
 def _step(model: Any, cache: DynamicCache, ids: Sequence[int], start: int) -> torch.Tensor:
-    """``[tokens, vocabulary]`` float32 logits of tokens that follow each other from `start` on."""
+    """Return ``[tokens, vocabulary]`` float32 logits of consecutive tokens from `start` on."""
     positions = torch.arange(start, start + len(ids))[None]
-    made = model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions)
-    logits: torch.Tensor = made.logits[0].float()
+    out = model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions)
+    logits: torch.Tensor = out.logits[0].float()
     return logits
 
 
-def measured(
+def measure(
     model: Any,
     tokenizer: Any,
     prompt: Prompt,
@@ -174,11 +175,11 @@ def measured(
     cache: DynamicCache,
     reference: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """What is decoded from a compressed cache: a needle's answer, or a text's distributions.
+    """Decode from a compressed cache: the answer to a needle, or the logits along a text.
 
     Args:
-        cache: what is left of the prompt; it is used up.
-        reference: the full cache's logits of a text.
+        cache: the compressed cache; decoding extends it.
+        reference: the full cache's logits for a text; None for a needle.
 
     Returns:
         Fields of `exchange.Result`.
@@ -189,24 +190,24 @@ def measured(
         "answered": None,
         "kl": (),
         "decode_seconds": 0.0,
-        "full_bytes": held(full.layers),
+        "full_bytes": cache_bytes(full.layers),
     }
     if reference is not None:
-        logits = forced(model, cache, full.logits, len(prompt.ids), prompt.said)
+        logits = logits_along(model, cache, full.logits, len(prompt.ids), prompt.output_ids)
         return fields | {"kl": tuple(divergence(reference, logits)[1:].tolist())}
     stop = stop_tokens(model)
-    out = decode(model, cache, full.logits, len(prompt.ids), ANSWER, stop)
-    text = tokenizer.decode(out.said).lower()
+    out = decode(model, cache, full.logits, len(prompt.ids), ANSWER_TOKENS, stop)
+    text = tokenizer.decode(out.output_ids).lower()
     return fields | {"answered": prompt.answer.lower() in text, "decode_seconds": out.step}
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``KL(full || other)`` in nats of each row of two ``[steps, vocabulary]`` logits, float64."""
+    """Return ``KL(full || other)`` in nats ``[steps]`` of ``[steps, vocabulary]`` logits."""
     p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def stop_tokens(model: Any) -> set[int]:
-    """Tokens that end an answer."""
+    """Return the token ids that end an output."""
     ends = model.generation_config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())

@@ -1,11 +1,11 @@
-"""vLLM's own answer to the same wish, on the same prompts: an fp8 KV cache, and our engine's speed.
+"""Measure vLLM's fp8 KV cache and our engine's decode speed on the same prompts.
 
     PYTHONPATH=.:kernels python -m benchmarks.peers.engine --model DIR --run DIR
 
-An fp8 cache takes half of a 16-bit one, so it stands beside our methods at a budget of 0.5. vLLM's
-CPU build reads one where the processor has AVX-512 or AMX, with scales of 1 as no checkpoint brings
-others. Model and full cache are float32, as everywhere in this comparison. Times of a decode step
-are a lone request's after the longest text.
+An fp8 cache takes half the memory of a 16-bit cache, so it is compared with our methods at budget
+0.5. vLLM's CPU build reads fp8 caches on processors with AVX-512 or AMX; scales are 1, because the
+checkpoint has none. Model and full cache are float32, as in the rest of this comparison. Decode
+steps are timed for a single request with the longest text.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import torch
 from benchmarks.peers import exchange
 from benchmarks.peers.exchange import Prompt
 
-ANSWER, FORCED = 16, 32  # as in `decoding`, which this process does not import
+ANSWER_TOKENS, TEXT_TOKENS = 16, 32  # as in `decoding`, which this process does not import
 FP8, METHOD = "fp8", "cake-chunk"
 SPEED_TOKENS = 48
 
 
-def engine(model: Path, cache: str, settings: Mapping[str, Any] | None, tape: Any) -> Any:
-    """A float32 vLLM engine in this process; `tape` is filled with the logits of `record`."""
+def engine(model: Path, cache: str, settings: Mapping[str, Any] | None, recorded: Any) -> Any:
+    """Return a float32 vLLM engine in this process that records logits to `recorded`."""
     from vllm import LLM
 
     from benchmarks.peers.recorder import recorder
@@ -41,34 +41,34 @@ def engine(model: Path, cache: str, settings: Mapping[str, Any] | None, tape: An
         enforce_eager=True,
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
-        logits_processors=[recorder(tape)],
+        logits_processors=[recorder(recorded)],
         seed=0,
         **({"additional_config": {"kvcompress": dict(settings)}} if settings else {}),
     )
 
 
-def answer(llm: Any, prompts: Sequence[Prompt], tape: Any) -> dict[str, str]:
-    """All prompts at once: greedy answers of needles by name, texts forced along their tokens."""
+def generate(llm: Any, prompts: Sequence[Prompt], recorded: Any) -> dict[str, str]:
+    """Run all prompts together and return output texts by name; texts get forced tokens."""
     from vllm import SamplingParams
 
-    tape.clear()
+    recorded.clear()
     for prompt in prompts:
         text = prompt.kind == exchange.TEXT
-        extra = {"record": prompt.name, "force": list(prompt.said)} if text else None
-        tokens = FORCED if text else ANSWER
+        extra = {"record": prompt.name, "force": list(prompt.output_ids)} if text else None
+        tokens = TEXT_TOKENS if text else ANSWER_TOKENS
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=text, extra_args=extra)
         ids = {"prompt_token_ids": list(prompt.ids)}
         llm.llm_engine.add_request(prompt.name, ids, params)
-    said = {}
+    output_ids = {}
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
             if output.finished:
-                said[output.request_id] = output.outputs[0].text
-    return said
+                output_ids[output.request_id] = output.outputs[0].text
+    return output_ids
 
 
 def decode_step(llm: Any, ids: Sequence[int]) -> float:
-    """Median seconds of a lone request's decode step."""
+    """Return the median seconds of a single request's decode step."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=SPEED_TOKENS, ignore_eos=True)
@@ -76,28 +76,29 @@ def decode_step(llm: Any, ids: Sequence[int]) -> float:
     seconds: list[float] = []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     while llm.llm_engine.has_unfinished_requests():
-        waits = scheduler.waiting or any(r.is_prefill_chunk for r in scheduler.running)
+        prefilling = scheduler.waiting or any(r.is_prefill_chunk for r in scheduler.running)
         start = time.perf_counter()
         llm.llm_engine.step()
-        if not waits:
+        if not prefilling:
             seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[4:])  # the first may still compress or warm up
+    return statistics.median(seconds[4:])  # the first steps may compress or warm up
 
 
-def rows(tape: Any, name: str) -> torch.Tensor:
-    return torch.stack([tape[name, step] for step in range(FORCED)])
+def logits_of(recorded: Any, name: str) -> torch.Tensor:
+    """Return the recorded logits ``[TEXT_TOKENS, vocabulary]`` of a text."""
+    return torch.stack([recorded[name, step] for step in range(TEXT_TOKENS)])
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the full cache, fp8, and a decode step of ours at each budget, an engine each."""
-    from benchmarks.evidence.answers import divergence
+    """Measure the full cache, the fp8 cache and our method at each budget, one engine each."""
+    from benchmarks.evidence.outputs import divergence
 
     prompts = exchange.read(args.run / "prompts.jsonl", Prompt)
     texts = [prompt for prompt in prompts if prompt.kind == exchange.TEXT]
     longest = max(texts or prompts, key=lambda prompt: len(prompt.ids))
     results = args.run / "vllm.jsonl"
-    have = {(r.method, r.budget) for r in exchange.read(results, exchange.Result)}
-    tape: dict[tuple[str, int], torch.Tensor] = {}
+    measured = {(r.method, r.budget) for r in exchange.read(results, exchange.Result)}
+    recorded: dict[tuple[str, int], torch.Tensor] = {}
     cases: list[tuple[str, float, str, Mapping[str, Any] | None]] = [
         (exchange.FULL, 1.0, "auto", None),
         (FP8, 0.5, "fp8", None),
@@ -105,22 +106,26 @@ def run(args: argparse.Namespace) -> None:
     ours = {"compress": METHOD, "lookahead": 0, "min_prompt": 64}
     cases += [(METHOD, b, "auto", {**ours, "budget": b}) for b in args.budgets]
     full: dict[str, torch.Tensor] = {}
-    if all((name, budget) in have for name, budget, _, _ in cases):
+    if all((name, budget) in measured for name, budget, _, _ in cases):
         return
-    results.unlink(missing_ok=True)  # what one engine says is compared with the first one's
+    results.unlink(
+        missing_ok=True
+    )  # the first engine's logits are only in memory, so all engines run again
     for name, budget, cache, settings in cases:
-        llm = engine(args.model, cache, settings, tape)
-        said = answer(llm, prompts, tape)
+        llm = engine(args.model, cache, settings, recorded)
+        output_ids = generate(llm, prompts, recorded)
         if name == exchange.FULL:
-            full = {prompt.name: rows(tape, prompt.name) for prompt in texts}
+            full = {prompt.name: logits_of(recorded, prompt.name) for prompt in texts}
         kl = {
-            p.name: divergence(full[p.name].double(), rows(tape, p.name).double())[1:].tolist()
+            p.name: divergence(full[p.name].double(), logits_of(recorded, p.name).double())[
+                1:
+            ].tolist()
             for p in texts
         }
         step = decode_step(llm, longest.ids)
         for prompt in prompts:
             tokens = len(prompt.ids)
-            asked = prompt.kind == exchange.NEEDLE
+            is_needle = prompt.kind == exchange.NEEDLE
             line = exchange.Result(
                 side=exchange.VLLM,
                 method=name,
@@ -128,7 +133,9 @@ def run(args: argparse.Namespace) -> None:
                 prompt=prompt.name,
                 tokens=tokens,
                 kept=(tokens if settings is None else tokens * budget,),
-                answered=prompt.answer.lower() in said[prompt.name].lower() if asked else None,
+                answered=prompt.answer.lower() in output_ids[prompt.name].lower()
+                if is_needle
+                else None,
                 kl=tuple(kl.get(prompt.name, ())),
                 decode_seconds=step,
                 cache_bytes=round(tokens * budget),
@@ -144,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True, help="folder that both sides share")
+    parser.add_argument("--run", type=Path, required=True, help="folder that the processes share")
     parser.add_argument("--budgets", nargs="+", type=float, required=True)
     os.environ.update(
         HF_HUB_OFFLINE="1",

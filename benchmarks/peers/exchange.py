@@ -1,8 +1,7 @@
-"""What the two environments give each other: prompts, the full cache's tokens, and results.
+"""Files that the two environments exchange: prompts, the full cache's tokens, and results.
 
-kvpress needs an older transformers than vLLM, so it runs in a process of its own, from an
-environment of its own. Both sides write lines of JSON into the same folder. This file needs nothing
-but the standard library.
+kvpress needs an older transformers than vLLM, so it runs in its own process and environment. Both
+sides write JSON lines into the same folder. This file needs only the standard library.
 """
 
 import json
@@ -20,44 +19,44 @@ Record = TypeVar("Record", "Prompt", "Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt and what the full cache says to it.
+    """A prompt with the full cache's output.
 
     Args:
-        name: unique.
-        kind: NEEDLE, a question that `answer` answers, or TEXT, whose next tokens are compared.
-        ids: its tokens.
-        said: the full cache's greedy tokens after it.
-        answer: what an answer must contain; empty for a TEXT.
+        name: unique name.
+        kind: NEEDLE, a question with a known answer, or TEXT, whose next tokens are compared.
+        ids: token ids of the prompt.
+        said: the full cache's greedy output tokens.
+        answer: text that a right answer contains; empty for a TEXT.
     """
 
     name: str
     kind: str
     ids: tuple[int, ...]
-    said: tuple[int, ...]
+    output_ids: tuple[int, ...]
     answer: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in (NEEDLE, TEXT):
             raise ValueError(f"a prompt's kind must be {NEEDLE!r} or {TEXT!r}, got {self.kind!r}")
-        if not self.ids or not self.said:
-            raise ValueError(f"prompt {self.name!r} must have tokens and the full cache's answer")
+        if not self.ids or not self.output_ids:
+            raise ValueError(f"prompt {self.name!r} must have tokens and the full cache's output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One method's cache of one prompt, and what was decoded from it.
+    """One method's cache of one prompt, and the results of decoding from it.
 
     Args:
         side: KVPRESS, OURS or VLLM.
-        budget: share of the prompt's tokens that was to be kept.
-        tokens: of the prompt.
-        kept: entries of the cache, a layer's mean over its KV heads, one for each layer.
-        answered: whether a needle was; None for a text.
-        kl: nats of each token of a text after the first; empty for a needle.
-        decode_seconds: median of a decode step.
-        cache_bytes: what the cache holds after compression, whether or not it is still read.
-        full_bytes: of the same prompt's full cache.
-        note: what a reader must know of this line.
+        budget: share of the prompt's tokens to keep.
+        tokens: prompt length in tokens.
+        kept: per layer the kept entries, averaged over KV heads.
+        answered: True if a needle was answered; None for a text.
+        kl: nats for each token of a text after the first; empty for a needle.
+        decode_seconds: median duration of a decode step.
+        cache_bytes: bytes of the cache after compression, including masked entries.
+        full_bytes: bytes of the full cache.
+        note: a remark for the report.
     """
 
     side: str
@@ -79,7 +78,7 @@ class Result:
 
 
 def write(path: Path, records: Iterable[Prompt | Result]) -> None:
-    """Write records anew, a line each; the file is whole or is not there."""
+    """Write records to a new file, one line each. The file appears only when it is complete."""
     part = path.with_suffix(".part")
     part.write_text("".join(_line(record) for record in records))
     part.rename(path)
@@ -91,10 +90,10 @@ def append(path: Path, record: Prompt | Result) -> None:
 
 
 def read(path: Path, kind: type[Record]) -> list[Record]:
-    """The records of a file, none if it is not there.
+    """Return the records of a file; no file means no records.
 
     Raises:
-        ValueError: a line is not a record of this kind; its number is named.
+        ValueError: a line is not a record of this kind. The message has the line number.
     """
     return list(_read(path, kind)) if path.exists() else []
 

@@ -1,9 +1,9 @@
-"""Our side: the prompts, the full cache's tokens, and our methods on the same prompts.
+"""Our side: make the prompts and the full cache's outputs, and run our methods on them.
 
     python -m benchmarks.peers.ours --model DIR --run DIR
 
-The methods run through `vllm_kvcompress.offline`, the engine's pipeline on plain tensors, with
-pages of one token, so that a layer keeps exactly what it was given.
+The methods run through `vllm_kvcompress.offline`: the engine's pipeline on plain tensors. Pages
+have one token, so that each layer keeps exactly its number of tokens.
 """
 
 import argparse
@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import rotate_half
 
-from benchmarks.evidence.reader import encode
+from benchmarks.evidence.reference_model import encode
 from benchmarks.evidence.texts import text_items
 from benchmarks.peers import counts, exchange
 from benchmarks.peers.decoding import (
-    ANSWER,
-    FORCED,
+    ANSWER_TOKENS,
+    TEXT_TOKENS,
     Prefilled,
-    cached,
+    as_cache,
+    cache_bytes,
     decode,
-    forced,
-    held,
     load,
-    measured,
+    logits_along,
+    measure,
     prefill,
     stop_tokens,
 )
@@ -37,15 +37,15 @@ from vllm_kvcompress.compare.tasks import build_items
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
 
-SHORTEST, LONGEST = 1000, 2000  # tokens of a prompt
+SHORTEST, LONGEST = 1000, 2000  # prompt length in tokens
 TASK = "niah-multikey-1"
-ATTEMPTS = 6  # prompts to try for a needle until the full cache answers one
-# No press stands beside them, and on a CPU their column sums take longer than all the others.
-LEFT_OUT = ("h2o", "d2o")
+ATTEMPTS = 6  # prompts to try per needle until the full cache answers one
+# kvpress has no counterpart, and their column sums take longer on a CPU than all other methods.
+EXCLUDED = ("h2o", "d2o")
 
 
-def _averaged(allocator: str) -> dict[str, Any]:
-    """SnapKV's scores with the pooling that kvpress has, an average of 7."""
+def _average_pooled(allocator: str) -> dict[str, Any]:
+    """Return settings for SnapKV with kvpress's pooling, an average over 7 tokens."""
     return {
         "compress": "custom",
         "allocator": allocator,
@@ -56,9 +56,9 @@ def _averaged(allocator: str) -> dict[str, Any]:
 
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"compress": name, "lookahead": 0} for name in PRESETS if name not in LEFT_OUT},
-    "snapkv, pooled as kvpress": _averaged("uniform"),
-    "pyramidkv, pooled as kvpress": _averaged("pyramid"),
+    **{name: {"compress": name, "lookahead": 0} for name in PRESETS if name not in EXCLUDED},
+    "snapkv, pooled as kvpress": _average_pooled("uniform"),
+    "pyramidkv, pooled as kvpress": _average_pooled("pyramid"),
     "keydiff, no window": {
         "compress": "custom",
         "allocator": "uniform",
@@ -67,23 +67,23 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-TWINS: Mapping[str, str] = {
+SAME_SETTINGS: Mapping[str, str] = {
     "SnapKV": "snapkv, pooled as kvpress",
     "TOVA": "tova",
     "StreamingLLM": "streamingllm",
     "ChunkKV": "chunkkv",
     "KeyDiff": "keydiff, no window",
 }
-"""Presses that are set as one of our methods and must keep the same positions."""
+"""Presses with the same settings as one of our methods; both must keep the same positions."""
 
 
 def lengths(count: int) -> list[int]:
-    """`count` lengths from SHORTEST to LONGEST, evenly."""
+    """Return `count` evenly spaced lengths from SHORTEST to LONGEST."""
     return [SHORTEST + (LONGEST - SHORTEST) * i // max(count - 1, 1) for i in range(count)]
 
 
 def rotated_queries(model: Any, full: Prefilled) -> torch.Tensor:
-    """``[L, Hq, S, D]`` float32, as the attention had them."""
+    """Return all queries after RoPE ``[L, Hq, S, D]`` float32."""
     cosines, sines = (x[0] for x in full.embeddings)
     out = []
     for layer, hidden in zip(model.model.layers, full.hidden, strict=True):
@@ -94,18 +94,18 @@ def rotated_queries(model: Any, full: Prefilled) -> torch.Tensor:
 
 
 def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
-    """Write the prompts, needles that the full cache answers and texts, and the texts' logits.
+    """Write needle prompts that the full cache answers, text prompts, and the texts' logits.
 
     Raises:
-        RuntimeError: the full cache answers none of a needle's attempts.
+        RuntimeError: the full cache answers none of the attempts for a needle.
     """
-    ends, made, logits = stop_tokens(model), [], {}
+    ends, prompts, logits = stop_tokens(model), [], {}
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     for index, tokens in enumerate(lengths(args.needles)):
-        tries = build_items(
+        attempts = build_items(
             [TASK],
             count=ATTEMPTS,
             tokens=tokens,
@@ -114,21 +114,21 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
             count_tokens=count,
             questions_per_text=1,
         )
-        for asked in tries:
-            ids = encode(tokenizer, asked.messages)
+        for item in attempts:
+            ids = encode(tokenizer, item.messages)
             full = prefill(model, ids)
-            out = decode(model, cached(full.layers), full.logits, len(ids), ANSWER, ends)
-            if asked.answers[0] in tokenizer.decode(out.said):
+            out = decode(model, as_cache(full.layers), full.logits, len(ids), ANSWER_TOKENS, ends)
+            if item.answers[0] in tokenizer.decode(out.output_ids):
                 break
         else:
             raise RuntimeError(f"the full cache answers none of {ATTEMPTS} needles of {tokens}")
-        made.append(
+        prompts.append(
             exchange.Prompt(
                 name=f"needle{index}",
                 kind=exchange.NEEDLE,
                 ids=tuple(ids),
-                said=tuple(out.said),
-                answer=asked.answers[0],
+                output_ids=tuple(out.output_ids),
+                answer=item.answers[0],
             )
         )
         print(f"needle {index}: {len(ids)} tokens", flush=True)
@@ -138,38 +138,45 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
         )
         ids = encode(tokenizer, text.messages)
         full = prefill(model, ids)
-        out = decode(model, cached(full.layers), full.logits, len(ids), FORCED)
+        out = decode(model, as_cache(full.layers), full.logits, len(ids), TEXT_TOKENS)
         name = f"text{index}"
-        again = cached(full.layers)
-        logits[name] = forced(model, again, full.logits, len(ids), out.said)
-        made.append(
-            exchange.Prompt(name=name, kind=exchange.TEXT, ids=tuple(ids), said=tuple(out.said))
+        cache = as_cache(full.layers)
+        logits[name] = logits_along(model, cache, full.logits, len(ids), out.output_ids)
+        prompts.append(
+            exchange.Prompt(
+                name=name, kind=exchange.TEXT, ids=tuple(ids), output_ids=tuple(out.output_ids)
+            )
         )
         print(f"text {index}: {len(ids)} tokens", flush=True)
     save_file(logits, args.run / "full.safetensors")
-    exchange.write(args.run / "prompts.jsonl", made)
+    exchange.write(args.run / "prompts.jsonl", prompts)
 
 
 @torch.inference_mode()
 def agreements(
-    prompt: exchange.Prompt, theirs: Mapping[str, torch.Tensor], whole: Mapping[str, Any]
+    prompt: exchange.Prompt, theirs: Mapping[str, torch.Tensor], full_cache: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
-    """``press@budget`` to the counts of `Agreement`, over all layers, of one prompt."""
+    """Return the counts of `Agreement` for one prompt over all layers, by ``press@budget``.
+
+    Args:
+        theirs: ``[L, Hkv, n]`` kept positions by ``press@budget``.
+        full_cache: queries, keys and values for `compress`.
+    """
     out: dict[str, dict[str, int]] = {}
     for key, positions in theirs.items():
         press = key.rpartition("@")[0]
-        if press not in TWINS:
+        if press not in SAME_SETTINGS:
             continue
-        method = METHODS[TWINS[press]]
-        made = compress(**whole, policy=method, budget=positions.shape[-1])
+        method = METHODS[SAME_SETTINGS[press]]
+        compressed = compress(**full_cache, policy=method, budget=positions.shape[-1])
         found = counts.Agreement()
-        for layer, kept in enumerate(made.positions):
-            mine = kept, positions[layer], made.scores[layer]
+        for layer, kept in enumerate(compressed.positions):
+            arguments = kept, positions[layer], compressed.scores[layer]
             if press == "ChunkKV":
-                chunks, _ = counts.whole_chunks(len(prompt.ids), positions.shape[-1])
-                found += counts.compare_chunks(*mine, chunks)
+                chunks, _ = counts.complete_chunks(len(prompt.ids), positions.shape[-1])
+                found += counts.compare_chunks(*arguments, chunks)
             else:
-                found += counts.compare(*mine)
+                found += counts.compare(*arguments)
         out[key] = {
             "kept": found.kept,
             "equal": found.equal,
@@ -189,49 +196,53 @@ def run(args: argparse.Namespace) -> None:
         return
     reference = load_file(args.run / "full.safetensors")
     results = args.run / "ours.jsonl"
-    have = {result.key for result in exchange.read(results, exchange.Result)}
+    done = {result.key for result in exchange.read(results, exchange.Result)}
     wanted = [(exchange.FULL, args.budgets[0])]
     wanted += [(name, budget) for name in METHODS for budget in args.budgets]
     for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
-        pack_request = [(n, b) for n, b in wanted if (n, b, prompt.name) not in have]
-        compared = args.run / f"agreement-{prompt.name}.json"
-        theirs = args.run / f"positions-{prompt.name}.safetensors"
-        if not pack_request and compared.exists():
+        pending = [(n, b) for n, b in wanted if (n, b, prompt.name) not in done]
+        agreement_file = args.run / f"agreement-{prompt.name}.json"
+        positions_file = args.run / f"positions-{prompt.name}.safetensors"
+        if not pending and agreement_file.exists():
             continue
         full = prefill(model, prompt.ids)
         with torch.inference_mode():
-            whole: dict[str, Any] = {
+            full_cache: dict[str, Any] = {
                 "queries": rotated_queries(model, full),
                 "keys": torch.stack([k for k, _ in full.layers]),
                 "values": torch.stack([v for _, v in full.layers]),
             }
-        for name, budget in pack_request:
+        for name, budget in pending:
             layers: Any = full.layers
             if name != exchange.FULL:
                 kept = counts.kept_tokens(len(prompt.ids), budget)
-                made = compress(**whole, policy=METHODS[name], budget=kept)
-                layers = list(zip(made.keys, made.values, strict=True))
-                total = sum(made.budgets)
-                assert total == kept * len(layers), f"{name} kept {total}, not {kept} a layer"
-            target = reference.get(prompt.name)
+                compressed = compress(**full_cache, policy=METHODS[name], budget=kept)
+                layers = list(zip(compressed.keys, compressed.values, strict=True))
+                total = sum(compressed.budgets)
+                assert total == kept * len(layers), (
+                    f"{name} kept {total} tokens, expected {kept} per layer"
+                )
+            reference_logits = reference.get(prompt.name)
             line = exchange.Result(
                 side=exchange.OURS,
                 method=name,
                 budget=budget,
                 kept=tuple(float(keys.shape[1]) for keys, _ in layers),
-                cache_bytes=held(layers),
-                **measured(model, tokenizer, prompt, full, cached(layers), target),
+                cache_bytes=cache_bytes(layers),
+                **measure(model, tokenizer, prompt, full, as_cache(layers), reference_logits),
             )
             exchange.append(results, line)
-        if theirs.exists():
-            compared.write_text(json.dumps(agreements(prompt, load_file(theirs), whole)) + "\n")
+        if positions_file.exists():
+            agreement_file.write_text(
+                json.dumps(agreements(prompt, load_file(positions_file), full_cache)) + "\n"
+            )
         print(f"ours: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True, help="folder that both sides share")
+    parser.add_argument("--run", type=Path, required=True, help="folder that the processes share")
     parser.add_argument("--budgets", nargs="+", type=float, required=True)
     parser.add_argument("--needles", type=int, required=True)
     parser.add_argument("--texts", type=int, required=True)

@@ -1,10 +1,10 @@
-"""kvpress's side: its own presses, on prompts that our side made. Runs in kvpress's environment.
+"""kvpress's side: run its presses on the prompts of our side. Runs in kvpress's environment.
 
     .cache/peers/bin/python -m benchmarks.peers.presses --model DIR --run DIR
 
-A prompt is prefilled once. Each press then compresses the noted keys and values by its own
-`compress`, and the model decodes from what it left, by kvpress's own patched attention. KVzip
-replays the prompt and so has a prefill of its own.
+A prompt is prefilled once. Each press then compresses the recorded keys and values with its own
+`compress`, and the model decodes from that cache with kvpress's patched attention. KVzip replays
+the prompt, so it has its own prefill.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from transformers import AutoTokenizer, DynamicCache
 from benchmarks.peers import counts, exchange
 from benchmarks.peers.decoding import (
     Prefilled,
-    cached,
-    held,
+    as_cache,
+    cache_bytes,
     load,
-    measured,
+    measure,
     prefill,
 )
 
-# Presses that are not run here import these at their top: a data set and a command line.
+# Some presses that do not run here import these packages at module level, so stub them.
 for _name, _attribute in (("datasets", "load_dataset"), ("fire", "Fire")):
     sys.modules.setdefault(_name, ModuleType(_name)).__dict__.setdefault(_attribute, None)
 
@@ -40,17 +40,17 @@ WINDOW, KERNEL = counts.WINDOW, 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A press of kvpress and how it is held to a count.
+    """A press of kvpress.
 
     Args:
-        make: builds it at a compression ratio.
-        settings: what is set beside the ratio, for the table.
-        dropped: it leaves the cache whole and names what is not to be read (`masked_key_indices`).
+        make: creates the press at a compression ratio.
+        settings: other settings, for the report.
+        masks: True if the press keeps all entries and masks dropped ones (`masked_key_indices`).
     """
 
     make: Callable[[float], Any]
     settings: str
-    dropped: bool = False
+    masks: bool = False
 
 
 def _snapkv(ratio: float) -> Any:
@@ -83,10 +83,10 @@ PRESSES: Mapping[str, Peer] = {
             kvpress.ExpectedAttentionPress(compression_ratio=r, epsilon=1e-2)
         ),
         settings="epsilon 1e-2",
-        dropped=True,
+        masks=True,
     ),
     "AdaKV over SnapKV": Peer(
-        make=lambda r: kvpress.AdaKVPress(_snapkv(r)), settings="window 32, kernel 7", dropped=True
+        make=lambda r: kvpress.AdaKVPress(_snapkv(r)), settings="window 32, kernel 7", masks=True
     ),
     "CriticalKV over SnapKV": Peer(
         make=lambda r: kvpress.CriticalKVPress(_snapkv(r)), settings="window 32, kernel 7"
@@ -96,15 +96,15 @@ KVZIP = "KVzip"
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a press left.
+class PressedCache:
+    """A cache compressed by a press.
 
     Args:
-        cache: to decode from.
-        counts: ``[L, Hkv]`` entries that are still read.
-        nbytes: that the cache holds.
-        positions: ``[L, Hkv, n]``, where all layers and heads keep the same number.
-        note: what a reader must know.
+        cache: the cache to decode from.
+        counts: ``[L, Hkv]`` entries that attention still reads.
+        nbytes: bytes of the cache, including masked entries.
+        positions: ``[L, Hkv, n]`` kept positions if all layers and heads keep the same number.
+        note: a remark for the report.
     """
 
     cache: DynamicCache
@@ -118,58 +118,63 @@ def attentions(model: Any) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def fingerprints(rows: torch.Tensor) -> torch.Tensor:
-    """``[..., D]`` float32 to ``[...]`` int64, equal for rows of equal bits."""
+def fingerprints(vectors: torch.Tensor) -> torch.Tensor:
+    """Return hashes ``[...]`` int64 of ``[..., D]`` float32; equal bits give equal hashes."""
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (rows.shape[-1],), generator=generator) | 1
-    return (rows.contiguous().view(torch.int32).long() * factors).sum(-1)
+    factors = torch.randint(-(2**62), 2**62, (vectors.shape[-1],), generator=generator) | 1
+    return (vectors.contiguous().view(torch.int32).long() * factors).sum(-1)
 
 
-def positions_of(kept: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """``[Hkv, n]`` ascending places of `kept` rows among `whole` ones, ``[Hkv, S, D]``.
+def positions_of(kept: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return ascending positions ``[Hkv, n]`` of keys in the full cache's keys.
+
+    Args:
+        kept: ``[Hkv, n, D]`` kept keys.
+        full: ``[Hkv, S, D]`` keys of the full cache.
 
     Raises:
-        AssertionError: a row is not found, or two are alike.
+        AssertionError: a kept key is not in the full cache, or two keys are equal.
     """
-    sought, (found, order) = fingerprints(kept), fingerprints(whole).sort(-1)
+    sought, (found, order) = fingerprints(kept), fingerprints(full).sort(-1)
     assert bool((found[:, 1:] != found[:, :-1]).all()), "two tokens have the same key"
-    at = torch.searchsorted(found, sought).clamp(max=found.shape[1] - 1)
-    assert torch.equal(found.gather(1, at), sought), "a press changed a key"
-    return order.gather(1, at).sort(-1).values
+    index = torch.searchsorted(found, sought).clamp(max=found.shape[1] - 1)
+    assert torch.equal(found.gather(1, index), sought), "a press changed a key"
+    return order.gather(1, index).sort(-1).values
 
 
 def ratio_of(name: str, press: Any, model: Any, tokens: int, kept: int) -> tuple[float, int]:
-    """The ratio at which a press keeps `kept` tokens per layer, and how many it then keeps.
+    """Return the ratio at which a press keeps `kept` tokens per layer, and its actual number.
 
-    ChunkKV keeps whole chunks: as many as fit. PyramidKV rounds in each layer: the closest total.
+    ChunkKV keeps as many complete chunks as fit. PyramidKV rounds in each layer, so it gets the
+    ratio with the closest total.
     """
     if name == "ChunkKV":
-        chunks, held_tokens = counts.whole_chunks(tokens, kept)
-        return counts.chunk_ratio(tokens, chunks), held_tokens
+        chunks, chunk_tokens = counts.complete_chunks(tokens, kept)
+        return counts.chunk_ratio(tokens, chunks), chunk_tokens
     if name == "PyramidKV":
         modules = attentions(model)
 
-        def summed(ratio: float) -> int:
+        def kept_at(ratio: float) -> int:
             press.compression_ratio = ratio
             return sum(press.get_layer_budget(module, tokens) for module in modules)
 
-        return counts.closest_ratio(len(modules) * kept, tokens, summed), kept
+        return counts.closest_ratio(len(modules) * kept, tokens, kept_at), kept
     return counts.ratio_for(tokens, kept), kept
 
 
 @torch.inference_mode()
-def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> Kept:
+def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> PressedCache:
     """Apply a press to a prefilled prompt.
 
     Raises:
-        AssertionError: it did not keep the number of tokens that it was held to.
+        AssertionError: the press kept another number of tokens than expected.
     """
     tokens = full.hidden[0].shape[0]
     press = peer.make(0.5)
     press.post_init_from_model(model)
     ratio, expected = ratio_of(name, press, model, tokens, kept)
     press.compression_ratio = ratio
-    layers, dropped = [], []
+    layers, masked = [], []
     for module, hidden, (keys, values) in zip(
         attentions(model), full.hidden, full.layers, strict=True
     ):
@@ -177,49 +182,51 @@ def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> K
         with_positions = {"position_embeddings": full.embeddings, "hidden_states": hidden[None]}
         k, v = press.compress(module, hidden[None], keys[None], values[None], None, with_positions)
         layers.append((k[0], v[0]))
-        dropped.append(module.masked_key_indices)
-    made = Kept(cache=cached(layers), counts=torch.empty(0), nbytes=held(layers))
-    if peer.dropped:
-        made.counts = remaining(dropped, full.layers)
-        made.note = "frees no memory: each step masks the dropped tokens"
+        masked.append(module.masked_key_indices)
+    result = PressedCache(cache=as_cache(layers), counts=torch.empty(0), nbytes=cache_bytes(layers))
+    if peer.masks:
+        result.counts = remaining(masked, full.layers)
+        result.note = "frees no memory: each step masks the dropped tokens"
     else:
         heads = layers[0][0].shape[0]
-        made.counts = torch.tensor([[k.shape[1]] * heads for k, _ in layers])
-    if not peer.dropped and bool((made.counts == expected).all()):
+        result.counts = torch.tensor([[k.shape[1]] * heads for k, _ in layers])
+    if not peer.masks and bool((result.counts == expected).all()):
         pairs = zip(layers, full.layers, strict=True)
-        made.positions = torch.stack([positions_of(k, whole) for (k, _), (whole, _) in pairs])
+        result.positions = torch.stack(
+            [positions_of(k, full_keys) for (k, _), (full_keys, _) in pairs]
+        )
     if name == "PyramidKV":
-        flat = bool((made.counts == made.counts[0]).all())
-        made.note = "falls back to SnapKV: its smallest layer would be below the window" * flat
-        assert abs(float(made.counts.float().mean()) - expected) <= 1, "PyramidKV's count"
+        flat = bool((result.counts == result.counts[0]).all())
+        result.note = "falls back to SnapKV: its smallest layer would be below the window" * flat
+        assert abs(float(result.counts.float().mean()) - expected) <= 1, "PyramidKV's count"
     else:
-        means = made.counts.float().mean(1)
+        means = result.counts.float().mean(1)
         assert bool((means == expected).all()), f"{name} kept {means.tolist()}, not {expected}"
-    return made
+    return result
 
 
-def remaining(dropped: Sequence[Any], whole: Sequence[Any]) -> torch.Tensor:
-    """``[L, Hkv]`` entries that are left where a press names what it drops."""
+def remaining(masked: Sequence[Any], layers: Sequence[Any]) -> torch.Tensor:
+    """Return the unmasked entries ``[L, Hkv]`` of a press that masks."""
     out = []
-    for indices, (keys, _) in zip(dropped, whole, strict=True):
+    for indices, (keys, _) in zip(masked, layers, strict=True):
         heads, tokens, _ = keys.shape
-        gone = torch.bincount(indices[1], minlength=heads)
-        out.append(tokens - gone)
+        num_masked = torch.bincount(indices[1], minlength=heads)
+        out.append(tokens - num_masked)
     return torch.stack(out)
 
 
-class Zip(kvpress.KVzipPress):
-    """KVzip whose scores are taken once and then serve every budget."""
+class ReusedKVzip(kvpress.KVzipPress):
+    """KVzip that computes its scores once and reuses them for all budgets."""
 
-    noted: torch.Tensor | None = None
+    saved_scores: torch.Tensor | None = None
 
     def compress_post(self, model: Any) -> None:
-        self.noted = self.score_val.clone()
+        self.saved_scores = self.score_val.clone()
 
     def drop(self, model: Any, kept: int) -> list[Any]:
-        """Name what is dropped at `kept` tokens per layer, in the mean over all layers."""
-        assert self.noted is not None
-        self.score_val = self.noted.clone()
+        """Return the masked indices of each layer at an average of `kept` tokens per layer."""
+        assert self.saved_scores is not None
+        self.score_val = self.saved_scores.clone()
         layers, _, heads, tokens = self.score_val.shape
         self.compression_ratio = (layers * heads * (tokens - kept) + 0.5) / self.score_val.numel()
         super().compress_post(model)
@@ -227,64 +234,73 @@ class Zip(kvpress.KVzipPress):
 
 
 @torch.inference_mode()
-def zipped(
+def kvzip_caches(
     model: Any, ids: Sequence[int], budgets: Sequence[float]
-) -> Iterator[tuple[float, Kept]]:
-    """KVzip's caches of a chat prompt, a budget each; it replays the prompt once."""
-    press, cache = Zip(compression_ratio=0.5), DynamicCache()
+) -> Iterator[tuple[float, PressedCache]]:
+    """Yield KVzip's caches of a chat prompt, one per budget; the prompt is replayed once."""
+    press, cache = ReusedKVzip(compression_ratio=0.5), DynamicCache()
     with press(model):
         model.model(input_ids=torch.tensor([ids]), past_key_values=cache)
     layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
     for budget in budgets:
         kept = counts.kept_tokens(len(ids), budget)
-        left = remaining(press.drop(model, kept), layers)
-        assert abs(float(left.float().mean()) - kept) < 1e-3, f"KVzip kept {left.float().mean()}"
+        kept_counts = remaining(press.drop(model, kept), layers)
+        assert abs(float(kept_counts.float().mean()) - kept) < 1e-3, (
+            f"KVzip kept {kept_counts.float().mean()}"
+        )
         note = "frees no memory: each step masks the dropped tokens"
-        yield budget, Kept(cache=cached(layers), counts=left, nbytes=held(layers), note=note)
+        yield (
+            budget,
+            PressedCache(
+                cache=as_cache(layers), counts=kept_counts, nbytes=cache_bytes(layers), note=note
+            ),
+        )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure what is not measured yet, prompt by prompt."""
+    """Measure all missing results, prompt by prompt."""
     model, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model)
     reference = load_file(args.run / "full.safetensors")
     results = args.run / "kvpress.jsonl"
-    have = {result.key for result in exchange.read(results, exchange.Result)}
+    done = {result.key for result in exchange.read(results, exchange.Result)}
     for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
-        pairs = wanted(prompt, args)
-        stored = args.run / f"positions-{prompt.name}.safetensors"
-        pack_request = [(n, b) for n, b in pairs if (n, b, prompt.name) not in have]
-        if stored.exists() and not pack_request:
+        pairs = methods_for(prompt, args)
+        positions_file = args.run / f"positions-{prompt.name}.safetensors"
+        pending = [(n, b) for n, b in pairs if (n, b, prompt.name) not in done]
+        if positions_file.exists() and not pending:
             continue
         full = prefill(model, prompt.ids)
         positions: dict[str, torch.Tensor] = {}
-        # the positions of a prompt are written together: after an interruption, all of them again
-        again = [p for p in pairs if p in pack_request or (p[0] in PRESSES and not stored.exists())]
-        for name, budget, made in caches(model, prompt, full, again):
-            if made.positions is not None:
-                positions[f"{name}@{budget}"] = made.positions.to(torch.int32)
-            if (name, budget) not in pack_request:
+        # Positions of a prompt are saved together, so after an interruption all are computed again.
+        to_run = [
+            p for p in pairs if p in pending or (p[0] in PRESSES and not positions_file.exists())
+        ]
+        for name, budget, result in caches(model, prompt, full, to_run):
+            if result.positions is not None:
+                positions[f"{name}@{budget}"] = result.positions.to(torch.int32)
+            if (name, budget) not in pending:
                 continue
-            target = reference.get(prompt.name)
-            found = measured(model, tokenizer, prompt, full, made.cache, target)
+            reference_logits = reference.get(prompt.name)
+            measurements = measure(model, tokenizer, prompt, full, result.cache, reference_logits)
             line = exchange.Result(
                 side=exchange.KVPRESS,
                 method=name,
                 budget=budget,
-                kept=tuple(made.counts.float().mean(1).tolist()),
-                cache_bytes=made.nbytes,
-                note=made.note,
-                **found,
+                kept=tuple(result.counts.float().mean(1).tolist()),
+                cache_bytes=result.nbytes,
+                note=result.note,
+                **measurements,
             )
             exchange.append(results, line)
-        if not stored.exists():
-            save_file(positions, stored)
+        if not positions_file.exists():
+            save_file(positions, positions_file)
         print(f"kvpress: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
 
 
-def wanted(prompt: exchange.Prompt, args: argparse.Namespace) -> list[tuple[str, float]]:
-    """Presses and budgets for a prompt; the full cache stands under the first budget.
+def methods_for(prompt: exchange.Prompt, args: argparse.Namespace) -> list[tuple[str, float]]:
+    """Return presses and budgets for a prompt; the full cache uses the first budget as its key.
 
-    KVzip replays the prompt and takes it for a chat turn: it is run on the shorter needles alone.
+    KVzip replays the prompt as a chat turn, so it runs only on the shorter needles.
     """
     pairs = [(exchange.FULL, args.budgets[0])]
     pairs += [(name, budget) for name in PRESSES for budget in args.budgets]
@@ -294,21 +310,23 @@ def wanted(prompt: exchange.Prompt, args: argparse.Namespace) -> list[tuple[str,
 
 
 def caches(
-    model: Any, prompt: exchange.Prompt, full: Prefilled, pack_request: Sequence[tuple[str, float]]
-) -> Iterator[tuple[str, float, Kept]]:
-    """What each press leaves of a prompt; use one before you ask for the next."""
-    for name, budget in pack_request:
+    model: Any, prompt: exchange.Prompt, full: Prefilled, pending: Sequence[tuple[str, float]]
+) -> Iterator[tuple[str, float, PressedCache]]:
+    """Yield the compressed cache of each press. Use a cache before you advance the iterator."""
+    for name, budget in pending:
         if name == exchange.FULL:
-            whole = torch.tensor([[k.shape[1]] * k.shape[0] for k, _ in full.layers])
-            made = Kept(cache=cached(full.layers), counts=whole, nbytes=held(full.layers))
-            yield name, budget, made
+            full_counts = torch.tensor([[k.shape[1]] * k.shape[0] for k, _ in full.layers])
+            result = PressedCache(
+                cache=as_cache(full.layers), counts=full_counts, nbytes=cache_bytes(full.layers)
+            )
+            yield name, budget, result
         elif name != KVZIP:
             kept = counts.kept_tokens(len(prompt.ids), budget)
             yield name, budget, compress(name, PRESSES[name], model, full, kept)
-    zips = [budget for name, budget in pack_request if name == KVZIP]
-    if zips:
-        for budget, made in zipped(model, prompt.ids, zips):
-            yield KVZIP, budget, made
+    kvzip_budgets = [budget for name, budget in pending if name == KVZIP]
+    if kvzip_budgets:
+        for budget, result in kvzip_caches(model, prompt.ids, kvzip_budgets):
+            yield KVZIP, budget, result
     for module in attentions(model):
         module.masked_key_indices = None
 
@@ -316,9 +334,11 @@ def caches(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True, help="folder that both sides share")
+    parser.add_argument("--run", type=Path, required=True, help="folder that the processes share")
     parser.add_argument("--budgets", nargs="+", type=float, required=True)
-    parser.add_argument("--kvzip-tokens", type=int, required=True, help="longest prompt for KVzip")
+    parser.add_argument(
+        "--kvzip-tokens", type=int, required=True, help="maximum prompt length for KVzip"
+    )
     run(parser.parse_args())
 
 

@@ -1,19 +1,19 @@
-"""What an engine thinks at each step of an answer that is forced on it."""
+"""Record an engine's logits while forcing its output tokens."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Tape = dict[tuple[str, int], torch.Tensor]
-"""Logits ``[vocabulary]`` float32 of a job's step."""
+RecordedLogits = dict[tuple[str, int], torch.Tensor]
+"""Logits ``[vocabulary]`` float32 by record name and output step."""
 
 
-def recorder(tape: Tape) -> type[Any]:
-    """A vLLM logits processor that copies a request's logits to `tape` before it forces a token.
+def recorder(recorded: RecordedLogits) -> type[Any]:
+    """Return a vLLM logits processor class that copies logits to `recorded`, then forces a token.
 
-    A request is recorded under ``extra_args["record"]``; a step that is computed again, as in the
-    chunks of a prefill before the last, is overwritten.
+    It records requests with ``extra_args["record"]``, under that name, and forces the tokens in
+    ``extra_args["force"]``. A step that runs twice, as in a chunked prefill, is overwritten.
     """
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
@@ -29,7 +29,7 @@ def recorder(tape: Tape) -> type[Any]:
 
             def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
                 step = len(output_ids)
-                tape[name, step] = logits.to(torch.float32, copy=True)
+                recorded[name, step] = logits.to(torch.float32, copy=True)
                 if force is None:
                     return logits
                 forced = torch.full_like(logits, -torch.inf)

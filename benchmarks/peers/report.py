@@ -1,4 +1,4 @@
-"""The results of both sides as one table, and as one picture."""
+"""Report the results of both sides as a Markdown table and a picture."""
 
 import statistics
 from collections import defaultdict
@@ -25,34 +25,36 @@ def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def best_of_ours(results: Sequence[Result], group: Sequence[Result]) -> dict[str, Any]:
-    """Most needles that a method of ours answers, and its least KL, on a press's own prompts.
+    """Return our methods' maximum of answered needles and minimum KL on a press's prompts.
 
     Args:
-        group: of one press at one budget, which may have been run on fewer prompts than ours.
+        group: results of one press at one budget. It may cover fewer prompts than our results.
     """
-    asked, budget = {result.prompt for result in group}, group[0].budget
-    of: dict[str, list[Result]] = defaultdict(list)
+    prompts, budget = {result.prompt for result in group}, group[0].budget
+    by_method: dict[str, list[Result]] = defaultdict(list)
     for result in results:
-        if (result.side, result.budget) == (OURS, budget) and result.prompt in asked:
-            of[result.method].append(result)
-    made = [summary(each) for method, each in of.items() if method != FULL]
-    known = [each["kl"] for each in made if each["kl"] is not None]
+        if (result.side, result.budget) == (OURS, budget) and result.prompt in prompts:
+            by_method[result.method].append(result)
+    summaries_of_ours = [summary(found) for method, found in by_method.items() if method != FULL]
+    divergences = [each["kl"] for each in summaries_of_ours if each["kl"] is not None]
     return {
-        "needles_answered": max((each["needles_answered"] for each in made), default=0),
-        "kl": min(known, default=None),
+        "needles_answered": max(
+            (each["needles_answered"] for each in summaries_of_ours), default=0
+        ),
+        "kl": min(divergences, default=None),
     }
 
 
 def summary(group: Sequence[Result]) -> dict[str, Any]:
-    """Needles answered, mean KL of texts, what is kept and held, a decode step."""
-    asked = [result for result in group if result.answered is not None]
+    """Return answered needles, mean KL of texts, kept tokens, cache bytes and decode step time."""
+    needles = [result for result in group if result.answered is not None]
     texts = [statistics.fmean(result.kl) for result in group if result.kl]
     steps = [result.decode_seconds for result in group if result.decode_seconds]
     kept = [statistics.fmean(result.kept) / result.tokens for result in group]
     notes = sorted({result.note for result in group if result.note})
     return {
-        "needles_answered": sum(bool(result.answered) for result in asked),
-        "needles": len(asked),
+        "needles_answered": sum(bool(result.answered) for result in needles),
+        "needles": len(needles),
         "kl": statistics.fmean(texts) if texts else None,
         "texts": len(texts),
         "kept": round(statistics.fmean(kept), 4),
@@ -74,27 +76,27 @@ def paired(lines: Sequence[Mapping[str, Any]]) -> Pairs:
 
 
 def better(pairs: Pairs, key: tuple[str, str], budgets: Sequence[float]) -> str:
-    """Where a press is better than every method of ours on the same prompts: measure, budgets."""
-    said = []
+    """Return measures and budgets where a press beats all our methods on the same prompts."""
+    wins = []
     for name, sign in (("needles_answered", 1), ("kl", -1)):
-        won = []
+        budgets_won = []
         for budget in budgets:
             line = pairs[key].get(budget, {})
             theirs, ours = line.get(name), line.get("ours", {}).get(name)
             if theirs is not None and ours is not None and _exceeds(theirs, ours, sign):
-                won.append(f"{budget:g}")
-        if won:
-            said.append(f"{'needles' if name != 'kl' else 'KL'} at {', '.join(won)}")
-    return "; ".join(said)
+                budgets_won.append(f"{budget:g}")
+        if budgets_won:
+            wins.append(f"{'needles' if name != 'kl' else 'KL'} at {', '.join(budgets_won)}")
+    return "; ".join(wins)
 
 
 def _exceeds(theirs: float, ours: float, sign: int) -> bool:
-    """Whether a press is better by more than the rounding of two transformers."""
+    """Return True if a press is better by more than rounding between transformers versions."""
     return sign * (theirs - ours) > 1e-3 * abs(ours)
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The whole report: origin, quality, agreement, vLLM's own."""
+    """Return the report: origin, quality, agreement of positions, and vLLM's fp8 cache."""
     budgets: list[float] = results["budgets"]
     pairs = paired(results["pairs"])
     parts = [
@@ -124,42 +126,46 @@ def markdown(results: Mapping[str, Any]) -> str:
         _row(["---", *["---:"] * (2 * len(budgets) + 2), "---"]),
     ]
     for side, title in ((KVPRESS, "kvpress: "), (OURS, "ours: ")):
-        for (owner, method), made in pairs.items():
+        for (owner, method), by_budget in pairs.items():
             if owner != side:
                 continue
             if method == FULL:  # measured once
-                made = dict.fromkeys(budgets, next(iter(made.values())))
-            beside = side == KVPRESS and method != FULL
-            won = better(pairs, (owner, method), budgets) if beside else ""
-            parts.append(_row([f"{title}{method}", *_cells(made, budgets), won]))
+                by_budget = dict.fromkeys(budgets, next(iter(by_budget.values())))
+            is_press = side == KVPRESS and method != FULL
+            won = better(pairs, (owner, method), budgets) if is_press else ""
+            parts.append(_row([f"{title}{method}", *_cells(by_budget, budgets), won]))
     parts += ["", *_notes(pairs), "", *_agreement(results["agreement"])]
     parts += ["", *_vllm(pairs)]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _cells(made: Mapping[float, Mapping[str, Any]], budgets: Sequence[float]) -> list[str]:
-    lines = [made.get(budget) for budget in budgets]
+def _cells(by_budget: Mapping[float, Mapping[str, Any]], budgets: Sequence[float]) -> list[str]:
+    lines = [by_budget.get(budget) for budget in budgets]
     needles = [f"{x['needles_answered']}/{x['needles']}" if x else "-" for x in lines]
     kl = [f"{x['kl']:.3f}" if x and x["kl"] is not None else "-" for x in lines]
-    last = lines[-1]
-    held = f"{last['cache_of_full']:.2f}" if last else "-"
-    step = f"{last['decode_ms']:.0f}" if last and last["decode_ms"] else "-"
-    return [*needles, *kl, held, step]
+    smallest = lines[-1]
+    size = f"{smallest['cache_of_full']:.2f}" if smallest else "-"
+    step = f"{smallest['decode_ms']:.0f}" if smallest and smallest["decode_ms"] else "-"
+    return [*needles, *kl, size, step]
 
 
 def _notes(pairs: Pairs) -> list[str]:
     out = []
-    for (side, method), made in pairs.items():
+    for (side, method), by_budget in pairs.items():
         if side != KVPRESS:
             continue
-        for note in sorted({note for line in made.values() for note in line["notes"]}):
-            at = [f"{b:g}" for b, line in made.items() if note in line["notes"]]
-            out.append(f"* {method}, at {', '.join(at)}: {note}.")
+        for note in sorted({note for line in by_budget.values() for note in line["notes"]}):
+            budgets = [f"{b:g}" for b, line in by_budget.items() if note in line["notes"]]
+            out.append(f"* {method}, at {', '.join(budgets)}: {note}.")
     return out
 
 
 def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The table of positions; `agreement` is ``press@budget`` to the counts of all prompts."""
+    """Return the table of kept positions.
+
+    Args:
+        agreement: counts over all prompts by ``press@budget``.
+    """
     out = [
         "Kept positions of a press and of this plugin with the same settings, over all prompts,"
         " layers and KV heads. Named: they differ because kvpress keeps complete chunks, including"
@@ -179,7 +185,7 @@ def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _vllm(pairs: Pairs) -> list[str]:
-    lines = [(key[1], made) for key, made in pairs.items() if key[0] == VLLM]
+    lines = [(key[1], by_budget) for key, by_budget in pairs.items() if key[0] == VLLM]
     if not lines:
         return []
     out = [
@@ -189,8 +195,8 @@ def _vllm(pairs: Pairs) -> list[str]:
         _row(["", "memory", "needles", "KL", "step, ms"]),
         _row(["---", *["---:"] * 4]),
     ]
-    for method, made in lines:
-        for budget, line in made.items():
+    for method, by_budget in lines:
+        for budget, line in by_budget.items():
             kl = f"{line['kl']:.4f}" if line["kl"] is not None else "-"
             needles = f"{line['needles_answered']}/{line['needles']}"
             out.append(_row([method, f"{budget:g}", needles, kl, f"{line['decode_ms']:.1f}"]))
@@ -202,9 +208,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def picture(results: Mapping[str, Any], path: Path) -> None:
-    """A line for each method, kvpress's orange and ours blue: needles, and KL, at each budget.
+    """Save a plot of needles and KL per budget, one line per method: kvpress orange, ours blue.
 
-    Ordered by the KL at the smallest budget, the best on top.
+    Methods are sorted by KL at the smallest budget, the best on top.
     """
     import matplotlib
 
@@ -213,25 +219,25 @@ def picture(results: Mapping[str, Any], path: Path) -> None:
 
     budgets: list[float] = results["budgets"]
     pairs = paired(results["pairs"])
-    own = [key for key in pairs if key[0] in (KVPRESS, OURS) and key[1] != FULL]
-    own.sort(key=lambda key: _value(pairs[key], budgets[-1], "kl") or float("inf"), reverse=True)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.2 + 0.28 * len(own)), sharey=True)
+    keys = [key for key in pairs if key[0] in (KVPRESS, OURS) and key[1] != FULL]
+    keys.sort(key=lambda key: _value(pairs[key], budgets[-1], "kl") or float("inf"), reverse=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.2 + 0.28 * len(keys)), sharey=True)
     colours = {KVPRESS: "tab:orange", OURS: "tab:blue"}
     for axis, name in zip(axes, ("needles_answered", "kl"), strict=True):
         for size, budget in enumerate(budgets):
-            points = [(y, key[0], _value(pairs[key], budget, name)) for y, key in enumerate(own)]
+            points = [(y, key[0], _value(pairs[key], budget, name)) for y, key in enumerate(keys)]
             for side, colour in colours.items():
-                here = [(x, y) for y, owner, x in points if owner == side and x is not None]
+                side_points = [(x, y) for y, owner, x in points if owner == side and x is not None]
                 axis.scatter(
-                    [x for x, _ in here],
-                    [y for _, y in here],
+                    [x for x, _ in side_points],
+                    [y for _, y in side_points],
                     s=90 - 30 * size,
                     color=colour,
                     alpha=(0.25, 0.55, 1.0)[max(3 - len(budgets), 0) + min(size, 2)],
                     label=f"{side}, {budget:g} kept",
                 )
         axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(own)), [f"{side}: {method}" for side, method in own])
+    axes[0].set_yticks(range(len(keys)), [f"{side}: {method}" for side, method in keys])
     axes[0].set_xlabel("needles answered, %")
     axes[1].set_xlabel("KL from the full cache, nats per token")
     axes[1].set_xscale("log")
@@ -242,9 +248,9 @@ def picture(results: Mapping[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _value(made: Mapping[float, Mapping[str, Any]], budget: float, name: str) -> float | None:
-    """What is drawn: per cent of needles, or nats; None where it was not measured."""
-    line = made.get(budget)
+def _value(by_budget: Mapping[float, Mapping[str, Any]], budget: float, name: str) -> float | None:
+    """Return the plotted value: percent of needles or nats. None if it was not measured."""
+    line = by_budget.get(budget)
     if line is None:
         return None
     if name == "kl":

@@ -1,4 +1,4 @@
-"""The benchmark that reads a prompt once: it must say what transformers, offline and engine say."""
+"""The evidence benchmark must agree with transformers, `vllm_kvcompress.offline` and the engine."""
 
 import os
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.evidence.answers import compare, full_answer
-from benchmarks.evidence.kept import Kept, Scored, settings_of
-from benchmarks.evidence.obeyed import obeyed
-from benchmarks.evidence.reader import Reader, encode
+from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
+from benchmarks.evidence.outputs import compare_outputs, full_cache_output
+from benchmarks.evidence.reference_model import ReferenceModel, encode
+from benchmarks.evidence.rules_table import rules_table
 from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels.column_sums import column_sums
@@ -24,11 +24,11 @@ from vllm_kvcompress.offline import compress
 
 IDS = tokens(333, seed=8)
 NEW = 8
-NOTHING_ASKED = Item(name="x", task="x", messages=(), answers=(), max_tokens=NEW)
+PLAIN_TEXT = Item(name="x", task="x", messages=(), answers=(), max_tokens=NEW)
 
 
-class Numbers:
-    """A tokenizer of a model that has none."""
+class NumberTokenizer:
+    """A tokenizer for test models, which have none: it writes token ids as numbers."""
 
     def decode(self, ids, **_):
         return " ".join(map(str, ids))
@@ -40,23 +40,23 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reader(folder):
-    made = Reader(folder)
-    made.stops = set()
-    made.tokenizer = Numbers()
-    return made
+def model(folder):
+    model = ReferenceModel(folder)
+    model.stop_tokens = set()
+    model.tokenizer = NumberTokenizer()
+    return model
 
 
 @pytest.fixture(scope="module")
-def prompt(reader):
-    return reader.read(IDS, sums=True)
+def prompt(model):
+    return model.prefill(IDS, with_column_sums=True)
 
 
-def test_the_full_cache_is_transformers_own(reader, folder, prompt):
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def test_the_full_cache_and_output_match_transformers(model, folder, prompt):
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        out = own(torch.tensor([IDS]), use_cache=True)
-        said = own.generate(
+        out = reference(torch.tensor([IDS]), use_cache=True)
+        generated = reference.generate(
             torch.tensor([IDS]), max_new_tokens=NEW, do_sample=False, eos_token_id=-1
         )
     for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
@@ -64,225 +64,259 @@ def test_the_full_cache_is_transformers_own(reader, folder, prompt):
         torch.testing.assert_close(keys, theirs.keys[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(values, theirs.values[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(prompt.logits, out.logits[0, -1], rtol=1e-4, atol=1e-4)
-    assert full_answer(reader, NOTHING_ASKED, prompt).tokens == said[0, len(IDS) :].tolist()
+    assert full_cache_output(model, PLAIN_TEXT, prompt).tokens == generated[0, len(IDS) :].tolist()
 
 
 @pytest.mark.parametrize("start", [1, 60, 300, 332])
-def test_a_prompt_that_begins_like_another_is_the_same(reader, prompt, start):
-    again = reader.read(IDS, sums=True, earlier=reader.read(IDS[:start], sums=True))
+def test_a_prefill_after_a_shared_prefix_gives_the_same_cache(model, prompt, start):
+    again = model.prefill(
+        IDS, with_column_sums=True, prefix=model.prefill(IDS[:start], with_column_sums=True)
+    )
     torch.testing.assert_close(again.logits, prompt.logits, rtol=1e-4, atol=1e-4)
-    for part in ("keys", "values", "queries", "sums"):
-        for mine, whole in zip(getattr(again, part), getattr(prompt, part), strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-4)
+    for part in ("keys", "values", "queries", "column_sums"):
+        for actual, expected in zip(getattr(again, part), getattr(prompt, part), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def whole_queries(reader, prompt, monkeypatch):
-    """``[L, Hq, S, D]``: the queries of all tokens, where `prompt` keeps the last ones."""
-    monkeypatch.setattr("benchmarks.evidence.reader.LONGEST_WINDOW", len(IDS))
-    return torch.stack([q.transpose(0, 1) for q in reader.read(IDS, sums=False).queries])
+def all_queries(model, prompt, monkeypatch):
+    """Return the queries of all tokens ``[L, Hq, S, D]``; `prompt` records only the last ones."""
+    monkeypatch.setattr("benchmarks.evidence.reference_model.LONGEST_WINDOW", len(IDS))
+    return torch.stack(
+        [q.transpose(0, 1) for q in model.prefill(IDS, with_column_sums=False).queries]
+    )
 
 
-def test_what_is_kept_is_what_offline_keeps(reader, prompt, monkeypatch):
-    queries = whole_queries(reader, prompt, monkeypatch)
+def test_every_preset_keeps_the_same_cache_as_offline(model, prompt, monkeypatch):
+    queries = all_queries(model, prompt, monkeypatch)
     keys, values = torch.stack(prompt.keys), torch.stack(prompt.values)
     sums = column_sums(
         queries[1].transpose(0, 1), keys[1].mT[None], torch.zeros(1).long(), len(IDS),
         keys.shape[-1] ** -0.5,
     )  # fmt: skip
-    torch.testing.assert_close(prompt.sums[1], sums, rtol=1e-4, atol=1e-4)
-    scored = Scored(prompt, 16)
+    torch.testing.assert_close(prompt.column_sums[1], sums, rtol=1e-4, atol=1e-4)
+    compressor = PromptCompressor(prompt, 16)
     for preset in PRESETS:
-        made = scored.keep(settings_of(at_once(preset), 0.3))
-        want = compress(queries, keys, values, policy=preset, budget=0.3, page_size=16)
-        assert made.tokens == sum(want.budgets)
-        for mine, theirs in zip(
-            (*made.keys, *made.values), (*want.keys, *want.values), strict=True
+        cache = compressor.compress(settings_at(without_lookahead(preset), 0.3))
+        expected_cache = compress(queries, keys, values, policy=preset, budget=0.3, page_size=16)
+        assert cache.tokens == sum(expected_cache.budgets)
+        for actual, expected in zip(
+            (*cache.keys, *cache.values),
+            (*expected_cache.keys, *expected_cache.values),
+            strict=True,
         ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def at_once(preset):
-    """Its settings without a look-ahead, of its own or another."""
+def without_lookahead(preset):
+    """Return a preset's settings without a look-ahead, as JSON."""
     return json.dumps({"compress": preset, "lookahead": 0})
 
 
-def test_a_budget_that_keeps_all_keeps_nothing_apart(prompt):
-    assert Scored(prompt).keep(settings_of("cake", 1.0)) is None
+def test_a_budget_that_keeps_all_tokens_gives_no_compressed_cache(prompt):
+    assert PromptCompressor(prompt).compress(settings_at("cake", 1.0)) is None
 
 
 @pytest.mark.engine
-def test_rows_answer_as_the_engine_does(reader, folder, prompt):
-    """Every preset and budget in one batch, against requests that the engine compresses alone."""
-    asked = [(preset, budget) for preset in PRESETS for budget in (0.6, 0.3, 0.15)]
-    allowed = {"kvcompress": {"compress": "off", "allow_override": "all", "min_prompt": 128}}
-    allowed["kvcompress"] |= {"lookahead": 0, "protect": "system"}
-    guarded = ["cake", "snapkv"]
-    asks = [{"kv_compress": preset, "kv_budget": budget} for preset, budget in asked]
-    asks += [{"kv_compress": preset, "kv_budget": 0.2, "kv_protect": "5:40"} for preset in guarded]
-    with engine(folder, additional_config=allowed, enable_prefix_caching=False) as llm:
-        theirs = [llm.generate([IDS], NEW, extra_args=each)[0] for each in asks]
-        assert llm.compressor.compressed == len(asks)
-    full = full_answer(reader, NOTHING_ASKED, prompt)
-    scored = Scored(prompt, BLOCK, parts={"system": ((5, 40),)})
-    kept = [scored.keep(settings_of(at_once(preset), budget)) for preset, budget in asked]
-    for preset in guarded:
+def test_a_batch_of_caches_gives_the_engines_outputs(model, folder, prompt):
+    """Compare all presets and budgets in one batch with requests that the engine compresses."""
+    pairs = [(preset, budget) for preset in PRESETS for budget in (0.6, 0.3, 0.15)]
+    config = {"kvcompress": {"compress": "off", "allow_override": "all", "min_prompt": 128}}
+    config["kvcompress"] |= {"lookahead": 0, "protect": "system"}
+    protecting = ["cake", "snapkv"]
+    requests = [{"kv_compress": preset, "kv_budget": budget} for preset, budget in pairs]
+    requests += [
+        {"kv_compress": preset, "kv_budget": 0.2, "kv_protect": "5:40"} for preset in protecting
+    ]
+    with engine(folder, additional_config=config, enable_prefix_caching=False) as llm:
+        expected = [llm.generate([IDS], NEW, extra_args=request)[0] for request in requests]
+        assert llm.compressor.compressed == len(requests)
+    full = full_cache_output(model, PLAIN_TEXT, prompt)
+    compressor = PromptCompressor(prompt, BLOCK, protected={"system": ((5, 40),)})
+    caches = [
+        compressor.compress(settings_at(without_lookahead(preset), budget))
+        for preset, budget in pairs
+    ]
+    for preset in protecting:
         raw = json.dumps({"compress": preset, "lookahead": 0, "protect": "system"})
-        kept.append(scored.keep(settings_of(raw, 0.2)))
-    mine = compare(reader, NOTHING_ASKED, prompt, kept, full)
-    assert [each.tokens for each in mine] == theirs
-    assert len({tuple(each.tokens) for each in mine}) > 5  # or nothing was told apart
-    assert [each.same for each in mine] == [answer == full.tokens for answer in theirs]
+        caches.append(compressor.compress(settings_at(raw, 0.2)))
+    outputs = compare_outputs(model, PLAIN_TEXT, prompt, caches, full)
+    assert [output.tokens for output in outputs] == expected
+    # Equal outputs everywhere would make this comparison meaningless.
+    assert len({tuple(output.tokens) for output in outputs}) > 5
+    assert [output.same for output in outputs] == [tokens == full.tokens for tokens in expected]
 
 
-def test_the_full_cache_beside_itself_differs_in_nothing(reader, prompt):
-    full = full_answer(reader, NOTHING_ASKED, prompt)
-    whole = Kept(keys=prompt.keys, values=prompt.values, tokens=0)
-    half = Scored(prompt).keep(settings_of("random", 0.2))
-    one, other = compare(reader, NOTHING_ASKED, prompt, [whole, half], full)
-    assert one.same
-    assert one.top1 == 1.0
-    assert one.mean_kl == pytest.approx(0.0, abs=1e-5)
-    assert other.mean_kl > 0.01
+def test_the_full_cache_has_no_divergence_from_itself(model, prompt):
+    full = full_cache_output(model, PLAIN_TEXT, prompt)
+    full_cache = CompressedCache(keys=prompt.keys, values=prompt.values, tokens=0)
+    random_cache = PromptCompressor(prompt).compress(settings_at("random", 0.2))
+    uncompressed, compressed = compare_outputs(
+        model, PLAIN_TEXT, prompt, [full_cache, random_cache], full
+    )
+    assert uncompressed.same
+    assert uncompressed.top1 == 1.0
+    assert uncompressed.mean_kl == pytest.approx(0.0, abs=1e-5)
+    assert compressed.mean_kl > 0.01
 
 
-def test_an_answer_of_one_token_says_nothing_of_the_cache(reader, prompt):
-    item = replace(NOTHING_ASKED, max_tokens=1)
-    half = Scored(prompt).keep(settings_of("random", 0.2))
-    (made,) = compare(reader, item, prompt, [half], full_answer(reader, item, prompt))
-    assert (made.same, made.mean_kl, made.top1) == (True, None, None)
+def test_an_output_of_one_token_has_no_divergence(model, prompt):
+    item = replace(PLAIN_TEXT, max_tokens=1)
+    random_cache = PromptCompressor(prompt).compress(settings_at("random", 0.2))
+    (output,) = compare_outputs(
+        model, item, prompt, [random_cache], full_cache_output(model, item, prompt)
+    )
+    assert (output.same, output.mean_kl, output.top1) == (True, None, None)
 
 
-def ahead(preset, tokens):
-    return settings_of(json.dumps({"compress": preset, "lookahead": tokens}), 0.3)
+def with_lookahead(preset, tokens):
+    """Return a preset's settings at budget 0.3 with a look-ahead of `tokens` tokens."""
+    return settings_at(json.dumps({"compress": preset, "lookahead": tokens}), 0.3)
 
 
-LONG = replace(NOTHING_ASKED, max_tokens=24)
+LONG_OUTPUT = replace(PLAIN_TEXT, max_tokens=24)
 
 
-def test_a_look_ahead_is_a_longer_prompt_that_the_answer_judges(reader, prompt):
-    """The cache behind the answer's tokens, and what is kept of it, are those of one prefill."""
-    full = full_answer(reader, LONG, prompt)
-    begun = full.after(10)
-    again = reader.read(IDS + full.tokens[:10], sums=False)
-    assert begun.ids == again.ids
-    torch.testing.assert_close(begun.logits, again.logits, rtol=1e-4, atol=1e-4)
+def test_a_look_ahead_compresses_the_prompt_with_its_first_output_tokens(model, prompt):
+    """The cache after the first output tokens equals a prefill of prompt and output together."""
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
+    extended = full.prompt_with_output(10)
+    again = model.prefill(IDS + full.tokens[:10], with_column_sums=False)
+    assert extended.ids == again.ids
+    torch.testing.assert_close(extended.logits, again.logits, rtol=1e-4, atol=1e-4)
     for part in ("keys", "values"):
-        for mine, whole in zip(getattr(begun, part), getattr(again, part), strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-3)
-    for mine, whole in zip(begun.queries, again.queries, strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-3)
-    settings = ahead("cake", 10)
-    scored = Scored(begun, 16, answered=10)
-    plan = scored.plan(settings)
+        for actual, expected in zip(getattr(extended, part), getattr(again, part), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+    for actual, expected in zip(extended.queries, again.queries, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+    settings = with_lookahead("cake", 10)
+    compressor = PromptCompressor(extended, 16, output_tokens=10)
+    plan = compressor.plan(settings)
     assert (plan.window, plan.tokens) == (10, len(IDS) + 10)
-    assert plan.budget == settings_of("cake", 0.3).prompt(reader.layers, len(IDS)).budget + 10
-    mine, other = scored.keep(settings), Scored(prompt, 16).keep(settings_of("cake", 0.3))
-    assert abs(mine.tokens - other.tokens - 10 * reader.layers) < 16 * reader.layers
+    assert (
+        plan.budget == settings_at("cake", 0.3).budget_spec(model.num_layers, len(IDS)).budget + 10
+    )
+    cache, without = (
+        compressor.compress(settings),
+        PromptCompressor(prompt, 16).compress(settings_at("cake", 0.3)),
+    )
+    assert abs(cache.tokens - without.tokens - 10 * model.num_layers) < 16 * model.num_layers
     with pytest.raises(AssertionError):
-        scored.keep(ahead("cake", 11))
+        compressor.compress(with_lookahead("cake", 11))
 
 
-def test_what_looks_ahead_is_the_full_caches_until_then(reader, prompt):
-    """And so are tokens that an answer was begun with, which no cache chooses."""
-    full = full_answer(reader, LONG, prompt)
-    given = [token + 1 for token in full.tokens[:14]]
-    late = full_answer(reader, LONG, prompt, given)
-    assert late.tokens[:14] == given
+def test_outputs_match_the_full_cache_until_the_look_ahead_ends(model, prompt):
+    """Forced output tokens match, too: no cache chooses them."""
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
+    forced = [token + 1 for token in full.tokens[:14]]
+    late = full_cache_output(model, LONG_OUTPUT, prompt, forced)
+    assert late.tokens[:14] == forced
     assert late.tokens != full.tokens
-    half = Scored(late.after(10), answered=10).keep(ahead("cake", 10))
-    (made,) = compare(reader, LONG, late.after(10), [half], late)
-    assert made.tokens[:14] == given
-    assert made.agreed[:13] == [True] * 13
-    assert max(made.kl[10:13]) > 1e-4
-    kept = Scored(full.after(10), answered=10).keep(ahead("cake-chunk", 10))
-    (made,) = compare(reader, LONG, full.after(10), [kept], full)
-    assert made.tokens[:11] == full.tokens[:11]
-    assert made.kl[:10] == [0.0] * 10
-    assert made.agreed[:10] == [True] * 10
-    assert len(made.kl) == len(made.agreed) == len(full.tokens) - 1
-    assert max(made.kl[10:]) > 1e-3
-    assert full.after(22) is not None
-    assert full.after(23) is None  # its last token is read from no cache
+    random_cache = PromptCompressor(late.prompt_with_output(10), output_tokens=10).compress(
+        with_lookahead("cake", 10)
+    )
+    (output,) = compare_outputs(
+        model, LONG_OUTPUT, late.prompt_with_output(10), [random_cache], late
+    )
+    assert output.tokens[:14] == forced
+    assert output.agreed[:13] == [True] * 13
+    assert max(output.kl[10:13]) > 1e-4
+    cache = PromptCompressor(full.prompt_with_output(10), output_tokens=10).compress(
+        with_lookahead("cake-chunk", 10)
+    )
+    (output,) = compare_outputs(model, LONG_OUTPUT, full.prompt_with_output(10), [cache], full)
+    assert output.tokens[:11] == full.tokens[:11]
+    assert output.kl[:10] == [0.0] * 10
+    assert output.agreed[:10] == [True] * 10
+    assert len(output.kl) == len(output.agreed) == len(full.tokens) - 1
+    assert max(output.kl[10:]) > 1e-3
+    assert full.prompt_with_output(22) is not None
+    assert full.prompt_with_output(23) is None  # no token follows the last one
 
 
-def test_an_answer_that_is_not_decoded_on_ends_where_it_differs(reader, prompt):
-    full = full_answer(reader, LONG, prompt)
-    half = Scored(prompt).keep(settings_of("random", 0.1))
-    (on,) = compare(reader, LONG, prompt, [half], full)
-    (cut,) = compare(reader, LONG, prompt, [half], full, own_answers=False)
-    assert (cut.kl, cut.agreed, cut.same) == (on.kl, on.agreed, False)
-    assert len(cut.tokens) < len(on.tokens) == 24
-    assert on.tokens[: len(cut.tokens)] == cut.tokens
+def test_an_output_that_is_not_decoded_fully_ends_at_its_first_difference(model, prompt):
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
+    random_cache = PromptCompressor(prompt).compress(settings_at("random", 0.1))
+    (complete,) = compare_outputs(model, LONG_OUTPUT, prompt, [random_cache], full)
+    (partial,) = compare_outputs(
+        model, LONG_OUTPUT, prompt, [random_cache], full, decode_fully=False
+    )
+    assert (partial.kl, partial.agreed, partial.same) == (complete.kl, complete.agreed, False)
+    assert len(partial.tokens) < len(complete.tokens) == 24
+    assert complete.tokens[: len(partial.tokens)] == partial.tokens
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("preset", ["cake", "cake-chunk", "snapkv"])
-def test_look_aheads_answer_as_the_engine_does(reader, folder, prompt, preset):
-    asked = {"compress": preset, "budget": 0.2, "lookahead": 10, "min_prompt": 128}
+def test_caches_with_a_look_ahead_give_the_engines_outputs(model, folder, prompt, preset):
+    config = {"compress": preset, "budget": 0.2, "lookahead": 10, "min_prompt": 128}
     with engine(
-        folder, additional_config={"kvcompress": asked}, enable_prefix_caching=False
+        folder, additional_config={"kvcompress": config}, enable_prefix_caching=False
     ) as llm:
-        (theirs,) = llm.generate([IDS], LONG.max_tokens)
+        (expected,) = llm.generate([IDS], LONG_OUTPUT.max_tokens)
         assert llm.compressor.compressed == 1
-    full = full_answer(reader, LONG, prompt)
-    kept = Scored(full.after(10), BLOCK, answered=10).keep(
-        settings_of(json.dumps({"compress": preset, "lookahead": 10}), 0.2)
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
+    cache = PromptCompressor(full.prompt_with_output(10), BLOCK, output_tokens=10).compress(
+        settings_at(json.dumps({"compress": preset, "lookahead": 10}), 0.2)
     )
-    (mine,) = compare(reader, LONG, full.after(10), [kept], full)
-    assert mine.tokens == theirs
-    assert mine.tokens != full.tokens  # or nothing was told apart
+    (output,) = compare_outputs(model, LONG_OUTPUT, full.prompt_with_output(10), [cache], full)
+    assert output.tokens == expected
+    assert output.tokens != full.tokens  # otherwise the comparison shows nothing
 
 
-def test_a_hybrid_reads_and_answers_as_transformers_and_keeps_its_windows(tmp_path):
+def test_a_hybrid_model_matches_transformers_and_keeps_its_sliding_windows(tmp_path):
     folder = make("gemma3", tmp_path)
-    reader = Reader(folder)
-    reader.stops, reader.tokenizer = set(), Numbers()
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = ReferenceModel(folder)
+    model.stop_tokens, model.tokenizer = set(), NumberTokenizer()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        said = own.generate(
+        generated = reference.generate(
             torch.tensor([IDS]), max_new_tokens=24, do_sample=False, eos_token_id=-1
         )
-        logits = own(said).logits[0, len(IDS) - 1 : -1]
-    prompt = reader.read(IDS, sums=False, earlier=reader.read(IDS[:200], sums=False))
+        logits = reference(generated).logits[0, len(IDS) - 1 : -1]
+    prompt = model.prefill(
+        IDS, with_column_sums=False, prefix=model.prefill(IDS[:200], with_column_sums=False)
+    )
     torch.testing.assert_close(prompt.logits, logits[0], rtol=1e-4, atol=1e-4)
-    full = full_answer(reader, LONG, prompt)
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
     torch.testing.assert_close(full.logits, logits[1:], rtol=1e-4, atol=1e-4)
-    windows = [layer for layer, span in enumerate(reader.spans) if span is not None]
-    assert 0 < len(windows) < reader.layers
-    begun = full.after(10)
-    kept = Scored(begun, answered=10).keep(ahead("cake", 10))
-    assert kept.tokens < 0.5 * len(IDS) * len(prompt.full_layers)
-    for layer in windows:
-        span = reader.spans[layer]
-        torch.testing.assert_close(kept.keys[layer], begun.keys[layer][:, -span:])
-    # Windows alone lose nothing.
+    window_layers = [
+        layer for layer, window in enumerate(model.sliding_windows) if window is not None
+    ]
+    assert 0 < len(window_layers) < model.num_layers
+    extended = full.prompt_with_output(10)
+    cache = PromptCompressor(extended, output_tokens=10).compress(with_lookahead("cake", 10))
+    assert cache.tokens < 0.5 * len(IDS) * len(prompt.full_layers)
+    for layer in window_layers:
+        window = model.sliding_windows[layer]
+        torch.testing.assert_close(cache.keys[layer], extended.keys[layer][:, -window:])
+    # With full caches in the other layers, the sliding windows alone must lose nothing.
     for layer in prompt.full_layers:
-        kept.keys[layer], kept.values[layer] = begun.keys[layer], begun.values[layer]
-    (made,) = compare(reader, LONG, begun, [kept], full)
-    assert made.same
-    assert made.mean_kl == pytest.approx(0.0, abs=1e-5)
+        cache.keys[layer], cache.values[layer] = extended.keys[layer], extended.values[layer]
+    (output,) = compare_outputs(model, LONG_OUTPUT, extended, [cache], full)
+    assert output.same
+    assert output.mean_kl == pytest.approx(0.0, abs=1e-5)
 
 
-def test_a_chat_with_a_model_that_has_no_template_is_refused():
-    class Base(Numbers):
+def test_a_chat_without_a_chat_template_is_an_error():
+    class BaseModelTokenizer(NumberTokenizer):
         chat_template = None
 
         def encode(self, text):
             return [len(text)]
 
-    assert encode(Base(), [{"role": "assistant", "content": "gone on with"}]) == [12]
+    assert encode(BaseModelTokenizer(), [{"role": "assistant", "content": "continue this"}]) == [13]
     with pytest.raises(SystemExit, match="needs a model with a chat template"):
-        encode(Base(), [{"role": "user", "content": "asked"}])
+        encode(BaseModelTokenizer(), [{"role": "user", "content": "a question"}])
 
 
-def test_the_rules_table_is_of_what_the_full_cache_obeys():
+def test_the_rules_table_counts_only_rules_that_the_full_cache_obeys():
     def line(item, method, **rules):
         return {
             "task": "t", "item": item, "group": None, "seed": 0, "method": method, "budget": 0.2,
             "rules": rules,
         }  # fmt: skip
 
-    table = obeyed(
+    table = rules_table(
         [
             line("1", "a", x=[True, True], y=[False, True]),
             line("2", "a", x=[False, True], y=[True, False]),
@@ -296,4 +330,4 @@ def test_the_rules_table_is_of_what_the_full_cache_obeys():
     assert [row[:2] for row in rows[2:]] == [["t", "2, 1"], ["t: x", "2, 1"], ["t: y", "1"]]
     shares = [[cell.split(" ")[0] for cell in row[2:]] for row in rows[2:]]
     assert shares == [["33%", "100%"], ["50%", "100%"], ["0%", "100%"]]
-    assert obeyed([]) == ""
+    assert rules_table([]) == ""

@@ -1,4 +1,4 @@
-"""The gate: the recommended preset on a real model against its floors, and what is refused."""
+"""The quality gate passes the recommended preset on a real model and fails worse methods."""
 
 import json
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.evidence import gate
-from benchmarks.evidence.cells import PLACES, cells
-from benchmarks.evidence.reader import Reader
+from benchmarks.evidence.cells import POSITION_RANGES, cells
+from benchmarks.evidence.reference_model import ReferenceModel
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @pytest.fixture(scope="module")
 def short(demo_model):
-    return gate.measured(Reader(demo_model), "demo", gate.SIZES["short"])
+    return gate.measure_cells(ReferenceModel(demo_model), "demo", gate.SIZES["short"])
 
 
 BUDGETS = gate.SIZES["short"].budgets
@@ -25,34 +25,36 @@ def floors():
 
 
 def test_the_recommended_preset_stays_above_its_floors(short, floors):
-    assert gate.judge(short, floors["short"]) == []
+    assert gate.check(short, floors["short"]) == []
 
 
-@pytest.mark.parametrize("name", list(gate.PARTS))
-def test_something_worse_in_its_place_is_refused(short, floors, name):
-    part = gate.PARTS[name]
-    swapped = {(part.ours, budget): short[name][part.worse, budget] for budget in BUDGETS}
-    faults = gate.judge({**short, name: {**short[name], **swapped}}, floors["short"])
-    assert all(fault.startswith(f"{name}: {part.ours}") for fault in faults)
+@pytest.mark.parametrize("name", list(gate.GROUPS))
+def test_a_worse_method_fails_the_gate(short, floors, name):
+    group = gate.GROUPS[name]
+    swapped = {(group.method, budget): short[name][group.baseline, budget] for budget in BUDGETS}
+    faults = gate.check({**short, name: {**short[name], **swapped}}, floors["short"])
+    assert all(fault.startswith(f"{name}: {group.method}") for fault in faults)
     if name == gate.NEEDLES:
-        assert sum("must answer at least" in fault for fault in faults) == len(BUDGETS)
+        assert sum("must reach a share of at least" in fault for fault in faults) == len(BUDGETS)
     assert sum("nats per token" in fault for fault in faults) == len(BUDGETS)
 
 
-def test_floors_that_let_something_worse_through_are_refused(short):
+def test_floors_that_a_worse_method_passes_fail_the_gate(short):
     low = {str(budget): {"share": 0.0, "kl": 99.0} for budget in BUDGETS}
-    faults = gate.judge(short, dict.fromkeys(gate.PARTS, low))
-    assert len(faults) == len(BUDGETS) * len(gate.PARTS)
-    assert "would let random through" in faults[0]
+    faults = gate.check(short, dict.fromkeys(gate.GROUPS, low))
+    assert len(faults) == len(BUDGETS) * len(gate.GROUPS)
+    assert "would let random pass" in faults[0]
 
 
-def test_requests_are_judged_where_all_of_their_answer_is_behind_the_look_ahead():
-    ahead = CompressionConfig.parse({"compress": gate.PARTS[gate.REQUESTS].ours}).resolved_lookahead
-    assert PLACES[gate.PLACE].start == ahead
+def test_ordinary_requests_are_checked_after_the_look_ahead():
+    lookahead = CompressionConfig.parse(
+        {"compress": gate.GROUPS[gate.REQUESTS].method}
+    ).resolved_lookahead
+    assert POSITION_RANGES[gate.POSITIONS].start == lookahead
 
 
-def test_the_full_gates_floors_are_of_its_budgets(floors):
-    assert floors["full"].keys() == gate.PARTS.keys()
+def test_the_full_gate_has_floors_for_all_its_budgets(floors):
+    assert floors["full"].keys() == gate.GROUPS.keys()
     for part in floors["full"].values():
         assert set(part) == {str(budget) for budget in gate.SIZES["full"].budgets}
         for floor in part.values():
@@ -69,7 +71,7 @@ def line(**changes):
     return made | changes
 
 
-def test_cells_weigh_a_prompt_by_what_the_full_cache_answers():
+def test_cells_weight_prompts_by_the_full_caches_score():
     found = {
         cell.task: cell
         for cell in cells(
@@ -89,24 +91,24 @@ def test_cells_weigh_a_prompt_by_what_the_full_cache_answers():
     assert found["all tasks"].same.mean == pytest.approx(1 / 3)
 
 
-def test_each_seed_has_texts_of_its_own():
+def test_prompts_with_different_seeds_are_independent():
     (cell, _) = cells([line(seed=1), line(seed=1, item="a/0/1"), line(seed=2)])
     assert (cell.score.prompts, cell.score.independent) == (3, 2)
 
 
-def test_a_text_that_nothing_is_asked_of_has_no_score_and_joins_no_other_task():
-    made = cells([line(task="texts", group=None, full=0.0, score=0.0)])
-    assert [(cell.task, cell.score) for cell in made] == [("texts", None)]
-    assert made[0].kl.mean == pytest.approx(0.2)
+def test_plain_texts_have_no_score_and_no_combined_cell():
+    found = cells([line(task="texts", group=None, full=0.0, score=0.0)])
+    assert [(cell.task, cell.score) for cell in found] == [("texts", None)]
+    assert found[0].kl.mean == pytest.approx(0.2)
 
 
-def test_judging_takes_the_mean_and_not_the_luck_of_an_interval(short, floors):
-    ours, budget = gate.PARTS[gate.NEEDLES].ours, BUDGETS[0]
-    cell = short[gate.NEEDLES][ours, budget]
+def test_the_gate_compares_the_mean_with_the_floor(short, floors):
+    method, budget = gate.GROUPS[gate.NEEDLES].method, BUDGETS[0]
+    cell = short[gate.NEEDLES][method, budget]
     floor = floors["short"][gate.NEEDLES][str(budget)]["share"]
-    worse = replace(cell, score=replace(cell.score, mean=floor - 0.01))
-    swapped = {**short[gate.NEEDLES], (ours, budget): worse}
-    assert len(gate.judge({**short, gate.NEEDLES: swapped}, floors["short"])) == 1
+    below = replace(cell, score=replace(cell.score, mean=floor - 0.01))
+    swapped = {**short[gate.NEEDLES], (method, budget): below}
+    assert len(gate.check({**short, gate.NEEDLES: swapped}, floors["short"])) == 1
 
 
 def ordinary(**changes):
@@ -119,7 +121,7 @@ def ordinary(**changes):
     return line(**(made | changes))
 
 
-def test_what_is_lost_along_an_answer_is_told_by_its_places():
+def test_cells_have_divergence_by_position_in_the_output():
     short = ordinary(
         group="points/0", item="points/0/0", task="points", kl_at=[0.6] * 33, agreed_at="0" * 33,
         full_length=34, packed=False, kept=1.0, similarity=1.0, length=34, loops=False,

@@ -1,4 +1,4 @@
-"""The GPU benchmark's run: stages with limits, interrupted and gone on with, in a dry run."""
+"""The GPU benchmark command: time limits, interruption and continuation, in dry runs."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import again
+import pytest_process
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import ops, stages
 from benchmarks.gpu.engine_process import EngineProcess
@@ -18,17 +18,17 @@ from benchmarks.gpu.engine_process import EngineProcess
 DRY = ["--dry-run", "--seed", "3", "--commit", "abc", "--stages", "correctness", "kernels"]
 
 
-def written(folder, name):
+def read_json(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def until(true, seconds=300):
-    """Wait, however slow the machine is."""
+def wait_until(condition, seconds=300):
+    """Wait for a condition; the limit is long because machines may be slow."""
     for _ in range(10 * seconds):
-        if true():
+        if condition():
             return
         time.sleep(0.1)
-    pytest.fail(f"not so within {seconds} s")
+    pytest.fail(f"condition not met within {seconds} s")
 
 
 def alive(pid):
@@ -37,28 +37,28 @@ def alive(pid):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_what_it_lacks(tmp_path, capfd):
-    """The kernels run in Triton's interpreter; what they give is judged, times are not."""
-    path = os.pathsep.join([str(again.ROOT), str(again.ROOT / "kernels")])
+def test_an_interrupted_run_continues_with_its_unfinished_stages(tmp_path, capfd):
+    """Kernels run in Triton's interpreter; outputs are checked, times are not."""
+    path = os.pathsep.join([str(pytest_process.ROOT), str(pytest_process.ROOT / "kernels")])
     run = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), *DRY],
-        cwd=again.ROOT,
+        cwd=pytest_process.ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     kernels = tmp_path / "kernels.json"
-    until(lambda: kernels.exists() and len(written(tmp_path, "kernels")["checks"]) > 0)
+    wait_until(lambda: kernels.exists() and len(read_json(tmp_path, "kernels")["checks"]) > 0)
     run.send_signal(signal.SIGTERM)
     assert run.wait() == 1
-    told = capfd.readouterr().out
-    assert "FAIL   kernels: did not finish" in told
-    assert "the run was interrupted" in told
-    first = written(tmp_path, "summary")
+    output = capfd.readouterr().out
+    assert "FAIL   kernels: did not finish" in output
+    assert "the run was interrupted" in output
+    first = read_json(tmp_path, "summary")
     assert [stage["finished"] for stage in first["stages"]] == [True, False]
     assert "**Did not finish.**" in (tmp_path / "summary.md").read_text()
 
     assert command.main(["--out", str(tmp_path), *DRY]) == 0
-    assert "correctness: complete already" in capfd.readouterr().out
-    correctness, kernels = written(tmp_path, "summary")["stages"]
+    assert "correctness: already complete" in capfd.readouterr().out
+    correctness, kernels = read_json(tmp_path, "summary")["stages"]
     assert correctness == first["stages"][0]
     for stage in (correctness, kernels):
         assert stage["finished"]
@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on_with_what_it_lacks(tmp_path, capfd):
     assert "no figure below is a measurement" in (tmp_path / "summary.md").read_text()
 
 
-# -- runs of stages that do nothing but end ----------------------------------------------------
+# -- runs of stages that end at once -----------------------------------------------------------
 
 STAGE = """
 import json, sys
@@ -89,12 +89,12 @@ with (Path(names["--out"]) / "ran").open("a") as ran:
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """Run the command with such stages; the stages that were run."""
+    """Return a function that runs the command with `STAGE` and returns the stages that ran."""
 
-    def line(order, stage):
-        return [sys.executable, "-c", STAGE, *order.arguments(stage)]
+    def stage_command(options, stage):
+        return [sys.executable, "-c", STAGE, *options.arguments(stage)]
 
-    monkeypatch.setattr(stages, "command", line)
+    monkeypatch.setattr(stages, "command", stage_command)
 
     def run(*args):
         (tmp_path / "ran").write_text("")
@@ -104,7 +104,7 @@ def ran(tmp_path, monkeypatch):
     return run
 
 
-def test_a_complete_stage_is_run_again_for_another_commit_alone(ran, tmp_path):
+def test_a_complete_stage_runs_again_only_for_another_commit(ran, tmp_path):
     names = list(stages.LIMITS)
     assert ran("--commit", "a") == [f"{name} a" for name in names]
     assert ran("--commit", "a") == []
@@ -113,26 +113,26 @@ def test_a_complete_stage_is_run_again_for_another_commit_alone(ran, tmp_path):
     assert ran("--commit", "b") == ["correctness b", "tokens b"]
 
 
-def test_a_stage_that_was_cut_off_is_run_again(ran, tmp_path):
+def test_an_unfinished_stage_runs_again(ran, tmp_path):
     ran("--commit", "a")
-    cut = written(tmp_path, "kernels") | {"finished": False}
-    (tmp_path / "kernels.json").write_text(json.dumps(cut))
+    unfinished = read_json(tmp_path, "kernels") | {"finished": False}
+    (tmp_path / "kernels.json").write_text(json.dumps(unfinished))
     assert ran("--commit", "a") == ["kernels a"]
 
 
-def test_no_stage_starts_without_time(ran, capsys):
+def test_no_stage_starts_without_time_left(ran, capsys):
     assert ran("--commit", "a", "--seconds", "1") == []
     assert "FAIL   serving: no time was left for it" in capsys.readouterr().out
 
 
-def test_a_folder_is_summed_up_without_a_run(ran, tmp_path):
+def test_summary_summarises_a_folder_without_running_stages(ran, tmp_path):
     ran("--commit", "a")
     (tmp_path / "summary.md").unlink()
     assert ran("--commit", "b", "--summary") == []
     assert "## serving" in (tmp_path / "summary.md").read_text()
 
 
-def test_a_stage_is_stopped_with_all_that_it_started(tmp_path, monkeypatch):
+def test_a_stopped_stage_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
@@ -143,40 +143,40 @@ def test_a_stage_is_stopped_with_all_that_it_started(tmp_path, monkeypatch):
     wait = subprocess.Popen.wait
 
     def waiting(process, timeout=None):
-        """As if the time was up as soon as the stage has a child, however slow the machine is."""
+        """Time out as soon as the stage has a child process, however slow the machine is."""
         if timeout is None:
             return wait(process)
-        until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+        wait_until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
         raise subprocess.TimeoutExpired(process.args, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", waiting)
-    order = stages.Order(tmp_path, stages.Origin("abc", False), 0)
+    options = stages.RunOptions(tmp_path, stages.Origin("abc", False), 0)
     with (tmp_path / "log.txt").open("w") as log:
-        assert stages.run_stage(order, "kernels", 5, log) == "stopped after 5 s"
+        assert stages.run_stage(options, "kernels", 5, log) == "stopped after 5 s"
     child = int((tmp_path / "child").read_text())
-    until(lambda: not alive(child))
+    wait_until(lambda: not alive(child))
 
 
-def test_an_engine_that_does_not_end_is_killed(monkeypatch, tmp_path):
+def test_an_engine_that_does_not_shut_down_is_killed(monkeypatch, tmp_path):
     from benchmarks.gpu import engine_process
 
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
     popen = subprocess.Popen
 
-    def start(line, **how):
-        return popen([sys.executable, "-c", stubborn], **how)
+    def start(arguments, **options):
+        return popen([sys.executable, "-c", stubborn], **options)
 
     monkeypatch.setattr(engine_process.subprocess, "Popen", start)
-    monkeypatch.setattr(engine_process, "PATIENCE", 0.1)
+    monkeypatch.setattr(engine_process, "SHUTDOWN_SECONDS", 0.1)
     engine = EngineProcess("model", None)
     engine.close()
     assert engine.process.returncode == -signal.SIGKILL
     engine.close()
-    with pytest.raises(RuntimeError, match="ended with -9; see the log"):
+    with pytest.raises(RuntimeError, match="ended with status -9; see the log"):
         engine.ready()
 
 
-def test_the_log_keeps_its_end(tmp_path):
-    (tmp_path / "log.txt").write_text("long ago" + "lately")
+def test_a_long_log_keeps_only_its_end(tmp_path):
+    (tmp_path / "log.txt").write_text("older " + "newest")
     command.keep_end(tmp_path / "log.txt", 6)
-    assert (tmp_path / "log.txt").read_text() == "lately"
+    assert (tmp_path / "log.txt").read_text() == "newest"

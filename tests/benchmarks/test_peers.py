@@ -1,4 +1,4 @@
-"""The parts of `make peers` that need no kvpress: counts, agreement, the files, the report."""
+"""The parts of `make peers` that run without kvpress: counts, agreement, files and report."""
 
 import dataclasses
 import json
@@ -13,7 +13,9 @@ from benchmarks.peers import __main__ as command
 from benchmarks.peers import counts, decoding, exchange
 from benchmarks.peers.report import better, markdown, paired, picture, summaries
 
-PROMPT = exchange.Prompt(name="needle0", kind=exchange.NEEDLE, ids=(1, 2), said=(3,), answer="7")
+PROMPT = exchange.Prompt(
+    name="needle0", kind=exchange.NEEDLE, ids=(1, 2), output_ids=(3,), answer="7"
+)
 
 
 def result(**fields: object) -> exchange.Result:
@@ -36,42 +38,42 @@ def result(**fields: object) -> exchange.Result:
 # -- counts -----------------------------------------------------------------------------------
 
 
-def test_a_budget_is_exact_as_it_is_written():
+def test_kept_tokens_avoid_float_rounding():
     assert int(0.7 * 90) == 62
     assert counts.kept_tokens(90, 0.7) == 63
 
 
 @given(tokens=st.integers(2, 40_000), data=st.data())
-def test_a_press_keeps_what_its_ratio_says(tokens, data):
+def test_the_ratio_gives_kvpress_the_requested_count(tokens, data):
     kept = data.draw(st.integers(1, tokens - 1))
-    # kvpress's count: truncated, in floating point
+    # kvpress truncates in floating point.
     assert int(tokens * (1 - counts.ratio_for(tokens, kept))) == kept
 
 
 def test_a_press_cannot_keep_everything():
-    with pytest.raises(ValueError, match="at least 1 of 5 tokens and drops one, got 5"):
+    with pytest.raises(ValueError, match="at least 1 of 5 tokens and drop at least 1, got 5 kept"):
         counts.ratio_for(5, 5)
 
 
 @given(tokens=st.integers(64, 5000), data=st.data())
-def test_whole_chunks_fill_the_budget_but_for_less_than_a_chunk(tokens, data):
+def test_complete_chunks_leave_less_than_one_chunk_of_the_budget(tokens, data):
     kept = data.draw(st.integers(40, tokens - 1))
-    chunks, held = counts.whole_chunks(tokens, kept)
+    chunks, chunk_tokens = counts.complete_chunks(tokens, kept)
     total = -(-tokens // counts.CHUNK)
-    assert 0 <= kept - held < counts.CHUNK
+    assert 0 <= kept - chunk_tokens < counts.CHUNK
     # kvpress's count of chunks
     assert int(total * (1 - counts.chunk_ratio(tokens, chunks))) == chunks
 
 
 @given(tokens=st.integers(50, 5000), layers=st.integers(1, 40), data=st.data())
-def test_the_closest_ratio_misses_by_less_than_a_token_of_each_layer(tokens, layers, data):
+def test_the_closest_ratio_misses_by_at_most_a_token_per_layer(tokens, layers, data):
     kept = data.draw(st.integers(2, tokens - 2))
 
-    def summed(ratio: float) -> int:
+    def kept_at(ratio: float) -> int:
         return layers * round(tokens * (1 - ratio))
 
-    ratio = counts.closest_ratio(layers * kept, tokens, summed)
-    assert abs(summed(ratio) - layers * kept) <= layers
+    ratio = counts.closest_ratio(layers * kept, tokens, kept_at)
+    assert abs(kept_at(ratio) - layers * kept) <= layers
 
 
 # -- agreement --------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_equal_selections_agree():
     assert (found.kept, found.equal, found.rounding, found.unexplained) == (60, 60, 0, 0)
 
 
-def test_a_tie_is_rounding_and_another_position_is_not():
+def test_only_near_ties_count_as_rounding():
     scores = torch.tensor([[5.0, 3.0, 3.001, 1.0, torch.inf]])
     ours = torch.tensor([[0, 2, 4]])
     tie = counts.compare(ours, torch.tensor([[0, 1, 4]]), scores)
@@ -98,25 +100,26 @@ def test_a_tie_is_rounding_and_another_position_is_not():
 
 
 def kvpress_chunks(scores: torch.Tensor, chunks: int, window: int, size: int) -> torch.Tensor:
-    """kvpress's ChunkKV by loops: chunks of the whole prompt, the window above every score."""
+    """kvpress's ChunkKV in plain Python: chunks over the complete prompt, window scored highest."""
     total = scores.sum(0).tolist()
     total[-window:] = [max(total) + 1e6] * window
     tokens = len(total)
-    runs = [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+    runs = [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
     order = sorted(runs, key=lambda run: -sum(total[j] for j in run) / len(run))
     return torch.tensor(sorted(j for run in order[:chunks] for j in run))
 
 
 @pytest.mark.parametrize("tokens", [100, 97, 42, 41])
-def test_chunks_differ_from_kvpress_by_nothing_but_what_is_named(tokens):
+def test_all_chunk_differences_to_kvpress_are_explained(tokens):
     window, size = 16, 10
     scores = torch.rand(2, tokens, generator=torch.Generator().manual_seed(tokens))
-    chunks, kept = counts.whole_chunks(tokens, tokens // 2 + 8, size)
+    chunks, kept = counts.complete_chunks(tokens, tokens // 2 + 8, size)
     theirs = kvpress_chunks(scores, chunks, window, size)
     assert theirs.numel() == kept
     past = tokens - window
-    # ours, by loops: runs of the past, the last of them short, the one that does not fit cut
-    runs = [range(at, min(at + size, past)) for at in range(0, past, size)]
+    # Our selector in plain Python: chunks of the past, the last one short; the chunk that does
+    # not fit is cut.
+    runs = [range(start, min(start + size, past)) for start in range(0, past, size)]
     total = scores.sum(0).tolist()
     order = sorted(runs, key=lambda run: -sum(total[j] for j in run) / len(run))
     ours = [j for run in order for j in run][: kept - window] + list(range(past, tokens))
@@ -157,32 +160,34 @@ def model():
     return LlamaForCausalLM(config).eval()
 
 
-def test_forced_tokens_are_decode_steps_whether_layers_are_even_or_not(model):
+def test_logits_along_an_output_match_decode_steps(model):
     ids = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     full = decoding.prefill(model, ids)
-    even = [(k[:, 5:], v[:, 5:]) for k, v in full.layers]
-    uneven = [even[0], full.layers[1]]
-    for layers in (even, uneven):
-        steps = decoding.decode(model, decoding.cached(layers), full.logits, len(ids), 6)
-        along = decoding.forced(model, decoding.cached(layers), full.logits, len(ids), steps.said)
+    same_length = [(k[:, 5:], v[:, 5:]) for k, v in full.layers]
+    uneven = [same_length[0], full.layers[1]]
+    for layers in (same_length, uneven):
+        steps = decoding.decode(model, decoding.as_cache(layers), full.logits, len(ids), 6)
+        along = decoding.logits_along(
+            model, decoding.as_cache(layers), full.logits, len(ids), steps.output_ids
+        )
         torch.testing.assert_close(along, torch.stack(steps.logits), rtol=1e-4, atol=1e-5)
-    assert decoding.held(uneven) == 2 * 2 * 8 * 4 * (35 + 40)
+    assert decoding.cache_bytes(uneven) == 2 * 2 * 8 * 4 * (35 + 40)
 
 
-def test_the_whole_cache_goes_on_as_the_text_does(model):
+def test_the_full_cache_matches_one_pass_over_the_text(model):
     ids = torch.randint(3, 64, (30,), generator=torch.Generator().manual_seed(2)).tolist()
     full = decoding.prefill(model, ids[:20])
-    along = decoding.forced(model, decoding.cached(full.layers), full.logits, 20, ids[20:])
+    along = decoding.logits_along(model, decoding.as_cache(full.layers), full.logits, 20, ids[20:])
     with torch.inference_mode():
-        whole = model(torch.tensor([ids])).logits[0, 19:29]
-    torch.testing.assert_close(along, whole, rtol=1e-4, atol=1e-5)
-    assert float(decoding.divergence(whole, along).max()) < 1e-6
+        one_pass = model(torch.tensor([ids])).logits[0, 19:29]
+    torch.testing.assert_close(along, one_pass, rtol=1e-4, atol=1e-5)
+    assert float(decoding.divergence(one_pass, along).max()) < 1e-6
 
 
 # -- files and report -------------------------------------------------------------------------
 
 
-def test_records_come_back_as_they_were(tmp_path):
+def test_records_survive_a_round_trip(tmp_path):
     path = tmp_path / "results.jsonl"
     assert exchange.read(path, exchange.Result) == []
     lines = [result(), result(kl=(0.1, 0.2), answered=None, prompt="text0")]
@@ -194,7 +199,7 @@ def test_records_come_back_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"name": "a"}', '{"other": 1}', "{", '{"kind": "x"}'])
-def test_a_line_that_is_no_record_is_named(tmp_path, line):
+def test_an_invalid_line_is_reported_with_its_number(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     exchange.write(path, [PROMPT])
     path.write_text(path.read_text() + line + "\n")
@@ -202,13 +207,13 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
         exchange.read(path, exchange.Prompt)
 
 
-def test_another_runs_folder_is_refused(tmp_path):
+def test_a_folder_with_other_settings_is_refused(tmp_path):
     args = command.parse_args(["--run", str(tmp_path), "--needles", "2"])
-    command.claim(args)
-    command.claim(args)
+    command.claim_folder(args)
+    command.claim_folder(args)
     args.needles = 3
-    with pytest.raises(SystemExit, match=r"'needles': 3.*give another folder with --run"):
-        command.claim(args)
+    with pytest.raises(SystemExit, match=r"'needles': 3.*pass another folder with --run"):
+        command.claim_folder(args)
 
 
 def pairs() -> list[dict[str, object]]:
@@ -222,14 +227,14 @@ def pairs() -> list[dict[str, object]]:
     return summaries(lines)
 
 
-def test_a_press_that_is_better_is_said_to_be():
+def test_the_report_says_where_a_press_is_better():
     found = paired(pairs())
     assert found["ours", "snapkv"][0.1]["kl"] == pytest.approx(0.3)
     assert better(found, ("kvpress", "SnapKV"), [0.1]) == "KL at 0.1"
     assert better(found, ("ours", "snapkv"), [0.1]) == ""
 
 
-def test_a_press_is_compared_on_its_own_prompts_and_beyond_rounding():
+def test_a_press_is_compared_on_its_own_prompts_ignoring_rounding():
     replayed = {"side": exchange.KVPRESS, "method": "KVzip"}
     lines = [
         result(prompt="a"),
@@ -241,8 +246,8 @@ def test_a_press_is_compared_on_its_own_prompts_and_beyond_rounding():
     assert better(paired(summaries(lines)), ("kvpress", "KVzip"), [0.1]) == "needles at 0.1"
 
 
-def test_the_report_has_every_method_its_notes_and_its_origin(tmp_path):
-    agreed = dataclasses.asdict(counts.Agreement(kept=10, equal=9, rounding=1))
+def test_the_report_has_all_methods_notes_and_the_origin(tmp_path):
+    agreement = dataclasses.asdict(counts.Agreement(kept=10, equal=9, rounding=1))
     results = {
         "machine": "a processor",
         "command": "python -m benchmarks.peers",
@@ -253,7 +258,7 @@ def test_the_report_has_every_method_its_notes_and_its_origin(tmp_path):
         "prompts": "1 needles and 1 texts of 100 to 100 tokens",
         "budgets": [0.1],
         "pairs": pairs(),
-        "agreement": {"SnapKV@0.1": {**agreed, "unexplained": 0}},
+        "agreement": {"SnapKV@0.1": {**agreement, "unexplained": 0}},
     }
     text = markdown(json.loads(json.dumps(results)))
     assert "| kvpress: SnapKV | 0/1 | 0.100 | 0.10 | 20 | KL at 0.1 |" in text

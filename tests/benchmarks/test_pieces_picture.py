@@ -1,4 +1,4 @@
-"""The picture of prompts in pieces: what is drawn does not depend on the order of files."""
+"""The plot of prompts in pieces does not depend on the order of the files."""
 
 import json
 from pathlib import Path
@@ -15,17 +15,19 @@ def result(tokens, seconds):
     return {"shapes": {"tokens": tokens}, "rows": rows}
 
 
-def test_each_length_is_in_one_file():
-    one, other = result(8000, 110.0), result(16000, 350.0)
-    want = {"off": {8000: 110.0, 16000: 350.0}}
-    assert lines_of([one, other], "first_token_s") == want
-    assert lines_of([other, one], "first_token_s") == want
-    with pytest.raises(ValueError, match="got off twice with 8000 tokens; name one of the files"):
-        lines_of([one, other, result(8000, 90.0)], "first_token_s")
+def test_two_files_with_one_length_are_an_error():
+    first, second = result(8000, 110.0), result(16000, 350.0)
+    expected = {"off": {8000: 110.0, 16000: 350.0}}
+    assert lines_of([first, second], "first_token_s") == expected
+    assert lines_of([second, first], "first_token_s") == expected
+    with pytest.raises(
+        ValueError, match="got off twice with 8000 tokens: pass only one of the files"
+    ):
+        lines_of([first, second, result(8000, 90.0)], "first_token_s")
 
 
-def test_what_the_documentation_names_can_be_drawn():
-    """The command that docs/measurements-appendix.md gives for the committed picture."""
+def test_the_documented_plot_command_finds_its_lines():
+    """docs/measurements-appendix.md has the command for the committed picture."""
     page = (RESULTS.parents[1] / "docs" / "measurements-appendix.md").read_text()
     command = page.split("python -m benchmarks.pieces_picture ")[1].split("`")[0]
     files = [RESULTS / name for name in command.split(" --out")[0].split() if name != "\\"]

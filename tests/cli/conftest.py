@@ -1,4 +1,4 @@
-"""The command as it is typed."""
+"""Fixtures that run ``kvcompress`` as a process or in this process."""
 
 import functools
 import json
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from broken_sites import write_site
 from checkpoints import make
-from engines import spare_repetitions
+from engines import keep_heap_frozen
+from site_patches import write_site
 from vllm_kvcompress.cli import main
 from vllm_kvcompress.doctor import child
 from vllm_kvcompress.doctor.checks import Check, Report
@@ -26,46 +26,51 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def kvcompress(
     folder: Path, *arguments: object, site: str = "", environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder; `site` is Python that runs first in each of its processes."""
-    more = {"COLUMNS": "100", **(environment or {})}
+    """Run ``kvcompress`` in a folder.
+
+    Args:
+        site: Python code that runs at the start of each of its processes.
+        environment: additional environment variables.
+    """
+    variables = {"COLUMNS": "100", **(environment or {})}
     if site:
         (folder / "site").mkdir(exist_ok=True)
         write_site(folder / "site", site)
-        more["PYTHONPATH"] = str(folder / "site")
-    done = subprocess.run(
+        variables["PYTHONPATH"] = str(folder / "site")
+    result = subprocess.run(
         [COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=1800,
         check=False,
         cwd=folder,
-        env={**os.environ, **more},
+        env={**os.environ, **variables},
     )
-    assert "Traceback" not in done.stdout, done.stdout
-    return done
+    assert "Traceback" not in result.stdout, result.stdout
+    return result
 
 
 @pytest.fixture(scope="session")
 def run_in() -> Run:
-    """Run ``kvcompress`` in a folder."""
+    """Return a function that runs ``kvcompress`` in a folder."""
     return kvcompress
 
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    """Run ``kvcompress`` in an empty folder."""
+    """Return a function that runs ``kvcompress`` in an empty folder."""
     return functools.partial(kvcompress, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """A checkpoint of 4 layers without a tokenizer."""
+    """Return a checkpoint with 4 layers and without a tokenizer."""
     return make("llama-gqa", tmp_path_factory.mktemp("checkpoints"))
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
-    """What the command did in this process."""
+class CommandResult:
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -73,41 +78,41 @@ class Typed:
 
 
 @pytest.fixture
-def typed(monkeypatch, capfd) -> Callable[..., Typed]:
-    """Type ``kvcompress`` in this process: no new Python has to start."""
+def run_in_process(monkeypatch, capfd) -> Callable[..., CommandResult]:
+    """Return a function that runs ``kvcompress`` in this process, without starting Python."""
 
-    def typing(*arguments: object) -> Typed:
+    def command(*arguments: object) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["kvcompress", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
         captured = capfd.readouterr()
-        return Typed(int(ended.value.code or 0), captured.out, captured.err)
+        return CommandResult(int(exit_info.value.code or 0), captured.out, captured.err)
 
-    return typing
+    return command
 
 
 @pytest.fixture
-def examined(typed, monkeypatch) -> Callable[..., Typed]:
-    """Type ``kvcompress doctor`` with its child's checks made in this process as well.
+def run_doctor_in_process(run_in_process, monkeypatch) -> Callable[..., CommandResult]:
+    """Return a function that runs ``kvcompress doctor`` with its child's checks in this process.
 
-    What is broken in here is broken for them, and vLLM is imported once. That the child is a
-    process, and what becomes of one that ends badly, is shown by the tests that `run` the command.
+    Monkeypatches apply to the checks, and vLLM is imported once. Tests that use `run` cover the
+    real child process and its failures.
     """
     from vllm_kvcompress.engine.diagnosis import doctor
 
-    def examine(spec, *, tell, timeout_s, verbose=False) -> Report:
+    def examine(spec, *, on_check, timeout_s, verbose=False) -> Report:
         checks: list[Check] = []
         kept = doctor.examine(
-            json.loads(json.dumps(spec)), lambda check: (checks.append(check), tell(check))
+            json.loads(json.dumps(spec)), lambda check: (checks.append(check), on_check(check))
         )
         return Report(checks=checks, kept=kept)
 
-    spare_repetitions()
-    # A child's log is not the command's output: that of an engine in here goes elsewhere too.
+    keep_heap_frozen()
+    # Keep vLLM's log out of the captured output, as with a child process.
     for handler in logging.getLogger("vllm").handlers:
-        if type(handler) is logging.StreamHandler:  # vLLM's, and not pytest's own
+        if type(handler) is logging.StreamHandler:  # vLLM's handler, not a subclass of pytest's
             monkeypatch.setattr(handler, "stream", sys.__stderr__)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     monkeypatch.setattr(child, "examine", examine)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    return typed
+    return run_in_process

@@ -1,21 +1,22 @@
-"""Servers that answer as a test wants, on loopback over real HTTP."""
+"""HTTP servers on loopback whose responses a test controls."""
 
 import http.server
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-Answer = Callable[[str, bytes], tuple[int, str]]
+Respond = Callable[[str, bytes], tuple[int, str]]
+"""Returns status and text for a path and a body."""
 
 
 @contextmanager
-def server(answer: Answer) -> Iterator[str]:
-    """A real HTTP server on loopback; `answer` takes a path and a body."""
+def server(respond: Respond) -> Iterator[str]:
+    """Run an HTTP server on a free loopback port and yield its URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
-            status, text = answer(self.path, self.rfile.read(length))
+            status, text = respond(self.path, self.rfile.read(length))
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -23,7 +24,7 @@ def server(answer: Answer) -> Iterator[str]:
         do_POST = do_GET
 
         def log_message(self, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
@@ -35,28 +36,34 @@ def server(answer: Answer) -> Iterator[str]:
 
 def exported(
     planned: Mapping[str, int],
-    done: Mapping[str, int],
+    compressed: Mapping[str, int],
     *,
     freed: int = 0,
     running: int = 0,
     usage: float = 0.0,
 ) -> str:
-    """A metrics page of engines that planned and did so much; nothing of ours when both are
-    empty."""
+    """Return a metrics page, without the plugin's metrics if `planned` and `compressed` are empty.
+
+    Args:
+        planned, compressed: planned and compressed prompts of each engine.
+        freed: freed blocks.
+        running: running requests.
+        usage: used share of the KV cache.
+    """
     lines = [
         "# HELP vllm:num_requests_running Number of requests.",
         f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}.0',
         f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {usage}',
         'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1001"} 1.0',
     ]
-    if planned or done:
+    if planned or compressed:
         lines += [
             'vllm:kv_compress_info{budget="0.2",engine="0",method="cake",min_prompt="1024",'
             'model_name="a \\"b\\" } c",window="32"} 1.0',
             f'vllm:kv_compress_freed_blocks_total{{engine="0"}} {freed}.0',
         ]
         lines += [f'vllm:kv_compress_layer_tokens_total{{layer="{n}"}} 0.0' for n in range(4)]
-    for name, counts in (("planned_requests", planned), ("requests", done)):
+    for name, counts in (("planned_requests", planned), ("requests", compressed)):
         for engine, count in counts.items():
             for method, part in (("cake", count), ("snapkv", 0)):
                 labels = f'engine="{engine}",method="{method}"'

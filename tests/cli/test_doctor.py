@@ -1,4 +1,4 @@
-"""``kvcompress doctor`` on engines of its own: well ones, and ones that silently do nothing."""
+"""``kvcompress doctor`` on working engines, and on engines that silently do not compress."""
 
 import json
 import struct
@@ -9,8 +9,8 @@ from importlib.metadata import version
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from broken_sites import WITHOUT_VLLM, broken, without
 from first_layers import LAYERS, first_layers
+from site_patches import WITHOUT_VLLM, patch_on_import, without_packages
 from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
@@ -39,11 +39,21 @@ TINY = [
     "--num-gpu-blocks-override",
     "129",
 ]
-WELL = ["versions", "plugin", "hooks", "model", "engine", "classes", "worker", "blocks", "pool"]
+CHECK_NAMES = [
+    "versions",
+    "plugin",
+    "hooks",
+    "model",
+    "engine",
+    "classes",
+    "worker",
+    "blocks",
+    "pool",
+]
 
 
 def checks(done) -> dict[str, dict]:
-    """By name, of a command that was run or typed, when all that it says holds together."""
+    """Return a finished command's checks by name, after checking that its report is consistent."""
     ran = isinstance(done, subprocess.CompletedProcess)
     out, status = (done.stdout, done.returncode) if ran else (done.out, done.status)
     found = json.loads(out)
@@ -56,9 +66,6 @@ def checks(done) -> dict[str, dict]:
     assert found["ok"] is all(check["ok"] for check in found["checks"])
     assert status == (0 if found["ok"] else 1)
     return {check["name"]: check for check in found["checks"]}
-
-
-# -- well ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -78,28 +85,28 @@ def explained(two_layers, tmp_path_factory, run_in):
     return done, folder
 
 
-def test_a_real_model_is_well(explained):
+def test_all_checks_pass_on_a_real_model(explained):
     done, _ = explained
     found = checks(done)
-    assert list(found) == WELL
+    assert list(found) == CHECK_NAMES
     assert "vLLM 0.3" in found["versions"]["detail"]
     assert "CompressingCPUWorker" in found["classes"]["detail"]
     assert "CPU_ATTN" in found["classes"]["detail"]
     plan = plan_of(2000, 0.2)
     assert f"into {plan.pages} pages" in found["worker"]["detail"]
-    held = plan.blocks + 1  # and the tail's
+    held = plan.blocks + 1  # plus the tail's block
     assert found["blocks"]["detail"].startswith(f"{held} held while decoding, as planned, instead")
 
 
 def plan_of(tokens: int, budget: float):
     settings = CompressionConfig.parse({"compress": RECOMMENDED, "budget": budget})
-    plan = page_plan(settings.prompt(LAYERS, tokens), 128)
+    plan = page_plan(settings.budget_spec(LAYERS, tokens), 128)
     assert plan is not None
     return plan
 
 
-def test_of_a_chat_it_tells_by_role(two_layers, tmp_path, run_in):
-    """What is protected stays, in every layer and head, and in the plan that it is held to."""
+def test_kept_shares_of_a_chat_are_reported_by_role(two_layers, tmp_path, run_in):
+    """Every layer and head keeps the protected tokens, and the page plan includes them."""
     body = {
         "messages": [
             {"role": "system", "content": "Never say the word orange. " * 30},
@@ -126,7 +133,7 @@ def test_of_a_chat_it_tells_by_role(two_layers, tmp_path, run_in):
     assert f"system 100% of {kept.parts['system'][0]:,}, user" in kept.by_part
 
 
-def test_what_it_explains_is_exactly_what_was_planned(explained):
+def test_kept_map_matches_the_page_plan(explained):
     kept = json.loads(explained[0].stdout)["kept"]
     plan = plan_of(2000, 0.2)
     assert sum(kept["kept_tokens"]) == plan.pages * 128 + LAYERS * plan.tail
@@ -135,26 +142,25 @@ def test_what_it_explains_is_exactly_what_was_planned(explained):
     assert len(kept["share"]) == LAYERS
     for tokens, share in zip(kept["kept_tokens"], kept["share"], strict=True):
         edges = [-(-bucket * 2000 // len(share)) for bucket in range(len(share) + 1)]
-        held = sum(
+        kept_tokens = sum(
             part * (stop - start)
             for part, start, stop in zip(share, edges, edges[1:], strict=False)
         )
-        assert held == pytest.approx(tokens)
+        assert kept_tokens == pytest.approx(tokens)
         assert share[-1] == 1  # the window and the tail
         assert all(0 <= part <= 1 for part in share)
 
 
-def test_the_picture_has_a_row_per_layer(explained):
+def test_picture_has_a_row_per_layer(explained):
     done, folder = explained
     assert json.loads(done.stdout)["picture"] == "kept.png"
     rows = decoded(folder / "kept.png")
-    # a column of the heat map's last tokens, which every layer keeps, is one dark run; the bars
-    # right of it are one run per layer
+    # This column crosses the bars, right of the heat map: each layer's bar is one run of blue.
     assert bars(rows, column=round(len(rows[0]) * 0.7475)) == LAYERS
 
 
 def decoded(path) -> list[list[tuple[int, int, int]]]:
-    """The pixels of a PNG of 8 bits and four channels, by the format's own rules."""
+    """Return the pixels of an 8-bit PNG with four channels, after checking its header."""
     from matplotlib.image import imread
 
     data = path.read_bytes()
@@ -165,12 +171,12 @@ def decoded(path) -> list[list[tuple[int, int, int]]]:
 
 
 def bars(rows: list[list[tuple[int, int, int]]], column: int) -> int:
-    """Runs of the bars' blue in one column of pixels."""
+    """Count the runs of the bars' blue in one column of pixels."""
     blue = [row[column] == (0x21, 0x71, 0xB5) for row in rows]
-    return sum(now and not before for before, now in zip([False, *blue], blue, strict=False))
+    return sum(this and not above for above, this in zip([False, *blue], blue, strict=False))
 
 
-def test_the_text_has_a_line_per_layer_with_the_same_tokens(explained):
+def test_text_has_a_line_per_layer_with_the_same_tokens(explained):
     import io
 
     from rich.console import Console
@@ -189,114 +195,113 @@ def test_the_text_has_a_line_per_layer_with_the_same_tokens(explained):
     assert all(line.rstrip()[-1] in "▁▂▃▄▅▆▇█" for line in lines)
 
 
-def test_only_what_asks_is_compressed_and_the_probe_asks(examined, tiny):
-    everything = '{"compress": "off", "allow_override": "all"}'
-    done = examined("doctor", tiny, "--json", "--kv-compress-config", everything, *TINY)
+def test_doctor_requests_compression_if_it_is_opt_in(run_doctor_in_process, tiny):
+    config = '{"compress": "off", "allow_override": "all"}'
+    done = run_doctor_in_process("doctor", tiny, "--json", "--kv-compress-config", config, *TINY)
     found = checks(done)
     assert found["worker"]["ok"], done.err
-    assert list(found) == WELL
+    assert list(found) == CHECK_NAMES
 
 
 @pytest.mark.parametrize("lookahead", [0, 32])
-def test_a_prompt_longer_than_the_pool_is_examined(lookahead, examined, tiny):
-    """What it keeps after its last piece, as positions of the whole prompt."""
+def test_prompt_longer_than_the_pool_passes(lookahead, run_doctor_in_process, tiny):
+    """The kept map shows the tokens kept after the last piece, as positions in the prompt."""
     small = ["--kv-max-whole", "768", "--kv-piece", "256", "--num-gpu-blocks-override", "33"]
     small += ["--kv-lookahead", str(lookahead)]
-    done = examined("doctor", tiny, "--json", "--explain", "--tokens", "1500", *TINY, *small)
+    done = run_doctor_in_process(
+        "doctor", tiny, "--json", "--explain", "--tokens", "1500", *TINY, *small
+    )
     found = checks(done)
-    assert list(found) == WELL
+    assert list(found) == CHECK_NAMES
     assert all(check["ok"] for check in found.values()), done.err
     kept = json.loads(done.out)["kept"]
     assert kept["prompt_tokens"] == 1500
     assert sum(kept["kept_tokens"]) < 0.25 * 1500 * len(kept["kept_tokens"])
-    if not lookahead:  # the window and the tail, which are the answer's where that judges
+    if not lookahead:  # with a look-ahead, the window and the tail are output tokens
         assert all(share[-1] == 1 for share in kept["share"])
     assert all(sum(share) < len(share) / 2 for share in kept["share"])
 
 
 @pytest.mark.parametrize("method", ["cake", "d2o"])
-def test_an_answer_that_is_bounded_is_examined(method, examined, tiny, monkeypatch):
-    """It is packed again once, however large the budget; a worker that does not is found."""
+def test_decode_budget_is_checked(method, run_doctor_in_process, tiny, monkeypatch):
+    """The doctor lowers a large budget so the output is packed, and detects if it is not."""
     bounded = ["--kv-compress", method, "--kv-decode-budget", "4096"]
     flags = [*TINY, *bounded, "--kv-decode-interval", "32"]
-    found = checks(examined("doctor", tiny, "--json", *flags))
-    assert list(found) == [*WELL[:-2], "answer", *WELL[-2:]]
+    found = checks(run_doctor_in_process("doctor", tiny, "--json", *flags))
+    assert list(found) == [*CHECK_NAMES[:-2], "answer", *CHECK_NAMES[-2:]]
     assert all(check["ok"] for check in found.values()), found
-    assert "1 of 1 ranks packed the answer again" in found["answer"]["detail"]
+    assert "1 of 1 ranks packed the output as it grew" in found["answer"]["detail"]
     if method == "cake":
         run = Packer.run
-        of_prompts = lambda jobs: [job for job in jobs if job.pack_request.prefill]  # noqa: E731
-        monkeypatch.setattr(Packer, "run", lambda self, jobs: run(self, of_prompts(jobs)))
-        found = checks(examined("doctor", tiny, "--json", *flags))
-        assert "does not bound it" in found["answer"]["detail"]
+        prompt_jobs = lambda jobs: [job for job in jobs if job.pack_request.prefill]  # noqa: E731
+        monkeypatch.setattr(Packer, "run", lambda self, jobs: run(self, prompt_jobs(jobs)))
+        found = checks(run_doctor_in_process("doctor", tiny, "--json", *flags))
+        assert "does not limit the output's tokens" in found["answer"]["detail"]
         assert [name for name, check in found.items() if not check["ok"]] == ["answer"]
 
 
-def test_without_a_model_it_checks_the_installation(examined):
-    done = examined("doctor", "--json")
-    assert list(checks(done)) == WELL[:3]
+def test_doctor_without_a_model_checks_the_installation(run_doctor_in_process):
+    done = run_doctor_in_process("doctor", "--json")
+    assert list(checks(done)) == CHECK_NAMES[:3]
     assert done.status == 0
 
 
-# -- not well -----------------------------------------------------------------------------------
-
-
-def test_a_worker_that_packs_nothing_is_found(examined, tiny, monkeypatch):
-    """Blocks are freed, nothing was packed and the plan is acknowledged: no error anywhere."""
+def test_worker_that_packs_nothing_is_detected(run_doctor_in_process, tiny, monkeypatch):
+    """The worker acknowledges the plan without packing, so blocks are freed without an error."""
     end = lambda self: (self._step.plan and self._step.plan.number, self.abort_step())[0]  # noqa: E731
     monkeypatch.setattr(PromptCompressor, "end_step", end)
-    found = checks(examined("doctor", tiny, "--json", *TINY))
+    found = checks(run_doctor_in_process("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
-    assert "compression is on and does not run" in found["worker"]["detail"]
+    assert "compression is on but does not run" in found["worker"]["detail"]
 
 
-def test_a_scheduler_that_plans_nothing_is_found(examined, tiny, monkeypatch):
-    monkeypatch.setattr(Planner, "_prefill", lambda self, request: None)
-    found = checks(examined("doctor", tiny, "--json", *TINY))
+def test_scheduler_that_plans_nothing_is_detected(run_doctor_in_process, tiny, monkeypatch):
+    monkeypatch.setattr(Planner, "_prefill_schedule", lambda self, request: None)
+    found = checks(run_doctor_in_process("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
     assert not found["blocks"]["ok"]
-    assert "blocks did not come back" in found["blocks"]["detail"]
+    assert "blocks were not freed" in found["blocks"]["detail"]
 
 
-def test_a_plugin_that_vllm_leaves_out_is_found(run):
+def test_plugin_that_vllm_does_not_load_is_detected(run):
     done = run("doctor", "--json", environment={"VLLM_PLUGINS": "another"})
     found = checks(done)
     assert not found["plugin"]["ok"]
-    assert "VLLM_PLUGINS='another' leaves it out" in found["plugin"]["detail"]
+    assert "VLLM_PLUGINS='another' does not list it" in found["plugin"]["detail"]
 
 
-def test_a_vllm_without_a_seam_is_found(examined, monkeypatch):
+def test_vllm_without_a_hook_is_detected(run_doctor_in_process, monkeypatch):
     monkeypatch.delattr(BlockPool, "evict_blocks")
-    found = checks(examined("doctor", "--json"))
+    found = checks(run_doctor_in_process("doctor", "--json"))
     assert not found["hooks"]["ok"]
     assert "no vllm.v1.core.block_pool:BlockPool.evict_blocks" in found["hooks"]["detail"]
 
 
 @pytest.mark.parametrize(
-    ("package", "check", "cure"),
+    ("package", "check", "fix"),
     [
-        # imported when vLLM is asked for its flags
+        # imported when vLLM lists its flags
         (
-            "partial_json_parser",  # pip thinks that it is there
+            "partial_json_parser",  # pip still lists it as installed
             "plugin",
             "run `pip install --force-reinstall --no-deps"
             f" 'partial-json-parser=={version('partial-json-parser')}'`",
         ),
-        # imported with vLLM itself; its distribution has another name
-        ("openai_harmony", "versions", "run `pip check`, and install what it names"),
+        # imported with vLLM itself; its distribution has a different name
+        ("openai_harmony", "versions", "run `pip check`, and install what it reports"),
     ],
 )
-def test_a_package_that_vllm_needs_is_named_once(run, package, check, cure):
-    found = checks(run("doctor", "--json", site=without(package)))
+def test_missing_package_of_vllm_is_named_once(run, package, check, fix):
+    found = checks(run("doctor", "--json", site=without_packages(package)))
     detail = found[check]["detail"]
     assert not found[check]["ok"]
     assert detail.count(f"needs the Python package {package}, which is not installed") == 1
-    assert detail.endswith(cure)
+    assert detail.endswith(fix)
     assert "has no" not in detail
 
 
-def test_a_process_that_crashes_leaves_a_report(run):
-    site = broken(
+def test_crashed_child_process_leaves_a_report(run):
+    site = patch_on_import(
         "vllm_kvcompress.engine.startup.vllm_hook",
         "module.VllmHook.check = lambda self, version: __import__('os').abort()",
     )
@@ -304,12 +309,12 @@ def test_a_process_that_crashes_leaves_a_report(run):
     assert checks(done)["engine"] == {
         "name": "engine",
         "ok": False,
-        "detail": "its process was ended by signal 6; see its log with --verbose",
+        "detail": "its process was killed by signal 6; see its log with --verbose",
     }
     assert "The end of vLLM's log:" in done.stderr
 
 
-def test_vllm_is_not_installed(run):
+def test_missing_vllm_is_reported(run):
     done = run("doctor", site=WITHOUT_VLLM)
     assert done.returncode == 1
     assert "vLLM is not installed for this Python" in done.stdout
@@ -320,19 +325,19 @@ def test_vllm_is_not_installed(run):
     ("flags", "sentence"),
     [
         (["nowhere/a/model"], "there is no folder nowhere/a/model"),
-        (["TINY", "--url", "http://127.0.0.1:9"], "a MODEL to start or the --url"),
-        (["--explain"], "give it a MODEL"),
-        (["TINY", "--picture", "x.png"], "drawn by --explain"),
-        (["--kv-compress", "cake"], "give a MODEL or --url"),
+        (["TINY", "--url", "http://127.0.0.1:9"], "give either MODEL to start an engine or --url"),
+        (["--explain"], "--explain starts its own engine and needs MODEL"),
+        (["TINY", "--picture", "x.png"], "--picture needs --explain"),
+        (["--kv-compress", "cake"], "these flags need MODEL or --url"),
         (["TINY", "--kv-compress", "caek"], "did you mean 'cake'"),
         (["TINY", "--expect", "maybe"], "--expect must be on or off"),
-        (["TINY", "--prompt-file", "none.txt"], "--prompt-file none.txt is not readable"),
-        (["--url", "http://127.0.0.1:9", "--kv-window", "8"], "['window'] are the server's own"),
+        (["TINY", "--prompt-file", "none.txt"], "--prompt-file none.txt cannot be read"),
+        (["--url", "http://127.0.0.1:9", "--kv-window", "8"], "the server sets ['window']"),
         (["--url", "127.0.0.1:9"], "--url must be a server's address"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_status_2(typed, tiny, flags, sentence):
-    done = typed("doctor", *[tiny if flag == "TINY" else flag for flag in flags], "--json")
+def test_wrong_usage_prints_one_sentence_and_exits_with_2(run_in_process, tiny, flags, sentence):
+    done = run_in_process("doctor", *[tiny if flag == "TINY" else flag for flag in flags], "--json")
     assert done.status == 2
     assert done.out == ""
     (line,) = done.err.splitlines()
@@ -340,21 +345,21 @@ def test_wrong_usage_is_one_sentence_and_status_2(typed, tiny, flags, sentence):
     assert sentence in line
 
 
-def test_so_is_a_flag_that_only_vllm_knows_to_be_wrong(typed, tiny):
-    """In the child's process: its status and its last words become the command's."""
-    done = typed("doctor", tiny, "--json", "--", "--no-such-flag")
+def test_flag_that_vllm_rejects_exits_with_2(run_in_process, tiny):
+    """The command takes its exit status and its message from the child process."""
+    done = run_in_process("doctor", tiny, "--json", "--", "--no-such-flag")
     assert (done.status, done.out) == (2, "")
     assert "unrecognized arguments: --no-such-flag" in done.err.splitlines()[-1]
 
 
-def test_so_is_a_prompt_that_would_be_left_whole(examined, tiny):
-    done = examined("doctor", tiny, "--json", "--tokens", "20", *TINY)
+def test_prompt_that_stays_uncompressed_exits_with_2(run_doctor_in_process, tiny):
+    done = run_doctor_in_process("doctor", tiny, "--json", "--tokens", "20", *TINY)
     assert (done.status, done.out) == (2, "")
-    assert "a prompt of 20 tokens is left whole" in done.err.splitlines()[-1]
+    assert "these settings do not compress a prompt of 20 tokens" in done.err.splitlines()[-1]
 
 
-def test_a_model_that_is_refused_is_a_finding(examined, tiny):
+def test_unsupported_model_fails_the_model_check(run_doctor_in_process, tiny):
     three = ["--pipeline-parallel-size", "3"]
-    found = checks(examined("doctor", tiny, "--json", *TINY, *three))
+    found = checks(run_doctor_in_process("doctor", tiny, "--json", *TINY, *three))
     assert not found["model"]["ok"]
-    assert "every pipeline stage must hold as many layers" in found["model"]["detail"]
+    assert "every pipeline stage must have the same number of layers" in found["model"]["detail"]

@@ -1,4 +1,4 @@
-"""``kvcompress doctor --explain`` of a chat that shows a picture: what stays of its tokens."""
+"""``kvcompress doctor --explain`` on a chat that contains an image."""
 
 import json
 
@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures(without_videos.__name_
 prepare_model_runner()
 
 
-SHOWN = 12 * 10
-FIRST = len(["<|im_start|>", *"user\n", "<|vision_start|>"])  # the picture's first token
+IMAGE_TOKENS = 12 * 10
+IMAGE_START = len(["<|im_start|>", *"user\n", "<|vision_start|>"])
 FLAGS = (
     "--enforce-eager",
     "--block-size",
@@ -29,22 +29,24 @@ FLAGS = (
 
 
 @pytest.fixture
-def explained(examined, tmp_path):
-    """Ask what stays of a chat that shows a picture of `SHOWN` tokens."""
-    shown = {"type": "image_url", "image_url": {"url": data_url(picture(12, 10, seed=1))}}
-    asked = {"type": "text", "text": "The lamp is blue. " * 20}
-    chat = {"messages": [{"role": "user", "content": [shown, asked]}]}
+def explained(run_doctor_in_process, tmp_path):
+    """Return a function that runs ``--explain`` on a chat with an image of `IMAGE_TOKENS`."""
+    image = {"type": "image_url", "image_url": {"url": data_url(picture(12, 10, seed=1))}}
+    text = {"type": "text", "text": "The lamp is blue. " * 20}
+    chat = {"messages": [{"role": "user", "content": [image, text]}]}
     (tmp_path / "chat.json").write_text(json.dumps(chat))
     common = ("--kv-budget", "0.3", "--kv-min-prompt", "128", "--explain", "--json")
 
-    def explaining(*flags):
+    def explain(*flags):
         file = ("--prompt-file", str(tmp_path / "chat.json"))
-        return examined("doctor", make("qwen3-vl", tmp_path), *common, *file, "--", *FLAGS, *flags)
+        return run_doctor_in_process(
+            "doctor", make("qwen3-vl", tmp_path), *common, *file, "--", *FLAGS, *flags
+        )
 
-    return explaining
+    return explain
 
 
-def test_it_tells_what_stays_of_a_picture(explained):
+def test_kept_share_of_an_image_is_reported(explained):
     from vllm_kvcompress.doctor.kept import KeptMap
 
     done = explained()
@@ -52,27 +54,33 @@ def test_it_tells_what_stays_of_a_picture(explained):
     kept = KeptMap.from_json(json.loads(done.out)["kept"])
     assert list(kept.parts) == ["image", "other"]
     tokens, share = kept.parts["image"]
-    assert tokens == SHOWN
+    assert tokens == IMAGE_TOKENS
     assert sum(tokens for tokens, _ in kept.parts.values()) == kept.prompt_tokens
     assert kept.mean == pytest.approx(sum(n * share for n, share in kept.parts.values()))
     assert f"image {share:.0%} of 120, other" in kept.by_part
-    # counted again out of the map: buckets that lie within the picture, and those that touch it
+    # The kept tokens in buckets inside the image are a lower bound on the image's kept tokens, and
+    # those in buckets that overlap it are an upper bound.
     buckets = len(kept.share[0])
-    of_bucket = [[] for _ in range(buckets)]
-    for at in range(kept.prompt_tokens):
-        of_bucket[at * buckets // kept.prompt_tokens].append(FIRST <= at < FIRST + SHOWN)
-    stays = [len(held) * sum(row[b] for row in kept.share) for b, held in enumerate(of_bucket)]
-    within, touching = (
-        sum(n for n, held in zip(stays, of_bucket, strict=True) if which(held)) / kept.layers
-        for which in (all, any)
+    in_image = [[] for _ in range(buckets)]
+    for position in range(kept.prompt_tokens):
+        bucket = position * buckets // kept.prompt_tokens
+        in_image[bucket].append(IMAGE_START <= position < IMAGE_START + IMAGE_TOKENS)
+    kept_in_bucket = [
+        len(flags) * sum(layer[b] for layer in kept.share) for b, flags in enumerate(in_image)
+    ]
+    inside, overlapping = (
+        sum(n for n, flags in zip(kept_in_bucket, in_image, strict=True) if matches(flags))
+        / kept.layers
+        for matches in (all, any)
     )
-    assert 0 < within <= share * SHOWN + 1e-6 <= touching + 2e-6 < SHOWN
+    kept_of_image = share * IMAGE_TOKENS
+    assert 0 < inside <= kept_of_image + 1e-6 <= overlapping + 2e-6 < IMAGE_TOKENS
 
 
-def test_a_picture_that_the_settings_refuse_is_told_before_it_runs(explained):
+def test_unsupported_image_is_rejected_before_the_engine_runs(explained):
     done = explained("--kv-max-whole", "400", "--kv-piece", "128")
     assert done.status == 2, done.out
-    told = " ".join(done.err.replace("│", " ").split())
-    assert "a prompt with images must stand whole until its end" in told
-    assert "--kv-max-whole is 400; send a shorter prompt" in told
+    message = " ".join(done.err.replace("│", " ").split())
+    assert "a prompt with images must be compressed after its prefill" in message
+    assert "--kv-max-whole is 400; send a shorter prompt" in message
     assert "worker" not in done.out

@@ -1,4 +1,4 @@
-"""``kvcompress plan --gpu-memory``: the KV cache is estimated from weights and marked so."""
+"""``kvcompress plan --gpu-memory``: the size of the weights and the estimated KV pool."""
 
 import json
 from pathlib import Path
@@ -7,52 +7,33 @@ import pytest
 from safetensors.torch import load_file
 
 from checkpoints import make
-from engines import BLOCK
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
-from vllm_kvcompress.commands.plan import ask
-from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.commands.weights import Weights, weights_of
 
-HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
 
-
-def planned(model: str, length: int, output: int, given: dict, **more):
-    options = dict(memory_gib=None, dtype="float32", ranks=1, longest=None, requests=256)
-    options |= {"block_size": BLOCK, "device": "cpu", **more}
-    found = ask(
-        PlanOptions(
-            model=model, everything=json.dumps(given), length=length, output=output, **options
-        )
-    )
-    return found.found
-
-
-# -- an estimate of the KV cache -------------------------------------------------------------------
-
-
-def test_weights_are_read_from_headers_else_the_index_else_the_config(tiny, tmp_path):
-    """Stored in float32, loaded in bfloat16: half of the file."""
+def test_weights_are_sized_from_headers_then_the_index_then_the_config(tiny, tmp_path):
+    """The file stores float32, which is loaded as bfloat16: half the bytes."""
     config = read_config(tiny)
     shape = shape_of(config)
     stored = sum(tensor.nbytes for tensor in load_file(Path(tiny, "model.safetensors")).values())
-    read = weights_of(Path(tiny), config, shape)
-    assert read == Weights(stored // 2, "safetensors headers")
+    from_headers = weights_of(Path(tiny), config, shape)
+    assert from_headers == Weights(stored // 2, "safetensors headers")
     index = {"metadata": {"total_size": 12345}, "weight_map": {"a": "one.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert weights_of(tmp_path, config, shape).total_bytes == 12345
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "broken.safetensors").write_bytes(b"no header")
-    counted = weights_of(tmp_path, config, shape)
-    assert counted.source == "config.json"
-    assert counted.total_bytes == pytest.approx(read.total_bytes, rel=0.01)
+    from_config = weights_of(tmp_path, config, shape)
+    assert from_config.source == "config.json"
+    assert from_config.total_bytes == pytest.approx(from_headers.total_bytes, rel=0.01)
     four_bits = {**config, "quantization_config": {"quant_method": "awq", "bits": 4}}
-    ends = 2 * config["vocab_size"] * config["hidden_size"] * 2
-    layers = counted.total_bytes - ends
-    assert weights_of(tmp_path, four_bits, shape).total_bytes == ends + layers // 4
+    embeddings = 2 * config["vocab_size"] * config["hidden_size"] * 2
+    layers = from_config.total_bytes - embeddings
+    assert weights_of(tmp_path, four_bits, shape).total_bytes == embeddings + layers // 4
 
 
-def test_a_second_copy_of_the_weights_is_not_counted(tiny, tmp_path):
-    """Mistral's repositories have consolidated.safetensors beside the files that vLLM loads."""
+def test_consolidated_weights_are_not_counted_twice(tiny, tmp_path):
+    """Mistral's repositories also have consolidated.safetensors, which vLLM does not load."""
     config = read_config(tiny)
     shape = shape_of(config)
     once = weights_of(Path(tiny), config, shape)
@@ -86,55 +67,58 @@ def test_a_second_copy_of_the_weights_is_not_counted(tiny, tmp_path):
         (dict(quant_method="modelopt"), 8),
     ],
 )  # fmt: skip
-def test_modelopts_bits_are_those_of_its_algorithm(tiny, tmp_path, quantization, bits):
+def test_bits_of_modelopt_checkpoints_depend_on_the_algorithm(tiny, tmp_path, quantization, bits):
     config = read_config(tiny)
     shape = shape_of(config)
-    ends = 2 * config["vocab_size"] * config["hidden_size"] * 2
-    plain = weights_of(tmp_path, config, shape).total_bytes - ends
-    found = weights_of(tmp_path, {**config, "quantization_config": quantization}, shape)
-    assert found.total_bytes == pytest.approx(ends + plain * bits / 16, abs=1)
+    embeddings = 2 * config["vocab_size"] * config["hidden_size"] * 2
+    plain = weights_of(tmp_path, config, shape).total_bytes - embeddings
+    forecast = weights_of(tmp_path, {**config, "quantization_config": quantization}, shape)
+    assert forecast.total_bytes == pytest.approx(embeddings + plain * bits / 16, abs=1)
 
 
-def test_the_pool_is_estimated_from_the_gpu_and_marked(typed, tiny):
+def test_the_pool_is_estimated_from_gpu_memory_and_marked(run_in_process, tiny):
     flags = ["--len", 2000, "--gpu-memory", 80, "--tp", 2, "--gpu-memory-utilization", 0.5]
-    found = json.loads(typed("plan", tiny, *flags, "--json").out)
-    told = found["kv_cache_estimate"]
-    assert told["estimated"] is True
-    assert told["gpu_bytes"] == 80 * 2**30
-    left = 40 * 2**30 - told["weights_bytes"] - told["working_bytes"]
-    assert told["kv_cache_bytes"] == left == found["pool_off"]["pool_bytes"]
-    assert found["pool_on"]["pool_bytes"] == left - found["extra_bytes"]
-    assert found["pool_on"]["most"] == 1024  # vLLM's, from 70 GiB
-    said = " ".join(typed("plan", tiny, *flags).out.split())
-    assert "memory of the pool (estimated)" in said
-    assert "The pool is an estimate: 0.5 of 80.00 GiB, less" in said
-    assert "--max-num-seqs 1024, as vLLM takes it on GPUs of 80 GiB" in said
-    given = json.loads(typed("plan", tiny, *flags, "--kv-memory", 1, "--json").out)
+    forecast = json.loads(run_in_process("plan", tiny, *flags, "--json").out)
+    estimate = forecast["kv_cache_estimate"]
+    assert estimate["estimated"] is True
+    assert estimate["gpu_bytes"] == 80 * 2**30
+    left = 40 * 2**30 - estimate["weights_bytes"] - estimate["working_bytes"]
+    assert estimate["kv_cache_bytes"] == left == forecast["pool_off"]["pool_bytes"]
+    assert forecast["pool_on"]["pool_bytes"] == left - forecast["extra_bytes"]
+    assert forecast["pool_on"]["most"] == 1024  # vLLM's default from 70 GiB
+    output = " ".join(run_in_process("plan", tiny, *flags).out.split())
+    assert "KV pool (estimated)" in output
+    assert "The pool size is an estimate: 0.5 of 80.00 GiB, minus" in output
+    assert "--max-num-seqs defaults to 1024, as in vLLM on GPUs with 80 GiB" in output
+    given = json.loads(run_in_process("plan", tiny, *flags, "--kv-memory", 1, "--json").out)
     assert given["kv_cache_estimate"] is None
     assert given["pool_off"]["pool_bytes"] == 2**30
 
 
-def test_stages_share_the_layers_and_hold_one_end_each(typed, tiny, tmp_path):
-    """Of two stages, the first one embeds and the last one has the head."""
+def test_pipeline_stages_share_layers_and_hold_one_embedding_each(run_in_process, tiny, tmp_path):
+    """Of two stages, the first holds the embedding and the last the LM head."""
     flags = ["--len", 2000, "--gpu-memory", 80, "--json"]
-    one = json.loads(typed("plan", tiny, *flags).out)
-    two = json.loads(typed("plan", tiny, *flags, "--pp", 2, "--tp", 2).out)
+    one = json.loads(run_in_process("plan", tiny, *flags).out)
+    two = json.loads(run_in_process("plan", tiny, *flags, "--pp", 2, "--tp", 2).out)
     shape = read_config(tiny)
-    end = shape["vocab_size"] * shape["hidden_size"] * 2
-    whole = one["kv_cache_estimate"]["weights_bytes"]
+    embedding = shape["vocab_size"] * shape["hidden_size"] * 2
+    all_weights = one["kv_cache_estimate"]["weights_bytes"]
     assert not shape.get("tie_word_embeddings")
-    assert two["kv_cache_estimate"]["weights_bytes"] == ((whole - 2 * end) // 2 + end) // 2
+    assert (
+        two["kv_cache_estimate"]["weights_bytes"]
+        == ((all_weights - 2 * embedding) // 2 + embedding) // 2
+    )
     assert (one["pipeline_parallel_size"], two["pipeline_parallel_size"]) == (1, 2)
     assert 4 * two["block_bytes"] == one["block_bytes"]
-    said = " ".join(typed("plan", tiny, *flags[:-1], "--pp", 2, "--tp", 2).out.split())
-    assert "bfloat16, 4 GPUs)" in said
-    assert "in all layers of a stage, of which there are 2," in said
+    output = " ".join(run_in_process("plan", tiny, *flags[:-1], "--pp", 2, "--tp", 2).out.split())
+    assert "bfloat16, 4 GPUs)" in output
+    assert "of all layers of one of the 2 pipeline stages:" in output
 
 
-def test_stages_of_windows_are_refused_as_the_engine_refuses_them(typed, tmp_path):
-    done = typed("plan", make("gpt-oss", tmp_path), "--len", 2000, "--pp", 2)
-    assert done.status == 2
+def test_pipeline_stages_of_windowed_models_are_refused(run_in_process, tmp_path):
+    result = run_in_process("plan", make("gpt-oss", tmp_path), "--len", 2000, "--pp", 2)
+    assert result.status == 2
     assert (
-        "pipeline stages of models with sliding windows or states are refused; set --pp 1"
-        in done.err
+        "pipeline parallelism is not supported for models with sliding windows or states; set --pp"
+        in result.err
     )

@@ -1,4 +1,4 @@
-"""``kvcompress plan`` of prompts in pieces: what they hold, when, and what would hold more."""
+"""``kvcompress plan`` for prompts that are compressed in pieces."""
 
 import pytest
 
@@ -27,40 +27,42 @@ FLAGS = (
 
 
 @pytest.fixture
-def said(typed, tiny):
-    """What it says of such a prompt, as one line."""
+def plan_text(run_in_process, tiny):
+    """Return a function that returns the output of ``kvcompress plan`` as one line."""
 
     def plan(*flags):
-        found = typed("plan", tiny, *FLAGS, *flags)
-        assert found.status == 0, found
-        return " ".join(found.out.split())
+        result = run_in_process("plan", tiny, *FLAGS, *flags)
+        assert result.status == 0, result
+        return " ".join(result.out.split())
 
     return plan
 
 
-def test_what_it_holds_and_what_would_hold_more(said):
-    scarce, roomy = (said("--kv-max-whole", whole) for whole in (700, 1088))
-    assert "holds 400 tokens until its end, and then keeps 400" in scarce
-    assert "--kv-max-whole 1088 would hold twice the budget" in scarce
-    assert "holds 800 tokens until its end, and then keeps 400." in roomy
-    assert "twice" not in roomy
+def test_a_max_whole_that_holds_twice_the_budget_is_suggested(plan_text):
+    small, large = (plan_text("--kv-max-whole", max_whole) for max_whole in (700, 1088))
+    assert "holds 416 tokens between pieces and keeps 400 after prefill." in small
+    assert "--kv-max-whole 1088 would hold twice the budget" in small
+    assert "holds 800 tokens between pieces and keeps 400 after prefill." in large
+    assert "twice" not in large
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--kv-budget", 0.5),  # 2,288 would let it stand whole
-        ("--kv-memory", 0.0018),  # 1,088 are more than the pool has
+        ("--kv-budget", 0.5),  # with --kv-max-whole 2288, the prompt would not be in pieces
+        ("--kv-memory", 0.0018),  # the pool has fewer than 1,088 tokens
     ],
 )
-def test_nothing_is_named_that_cannot_help(said, flags):
-    text = said("--kv-max-whole", 700, *flags)
-    assert "a smaller --kv-piece holds more." in text
+def test_a_max_whole_that_cannot_help_is_not_suggested(plan_text, flags):
+    text = plan_text("--kv-max-whole", 700, *flags)
+    assert "A smaller --kv-piece holds more tokens between pieces." in text
     assert "would hold twice the budget" not in text
 
 
-def test_what_a_look_ahead_holds_is_not_what_its_pieces_took(said):
-    """It begins with what the last piece left, and 40 tokens behind that."""
-    text = said("--kv-max-whole", 1088, "--kv-lookahead", 40)
+def test_blocks_of_a_lookahead_start_from_the_last_piece(plan_text):
+    """A request holds what the last piece left, the rest of the prompt and 40 output tokens."""
+    text = plan_text("--kv-max-whole", 1088, "--kv-lookahead", 40)
     held = -(-800 // BLOCK) + -(-(2000 - 1792 + 40) // BLOCK)
-    assert f"For 40 of 70 tokens of its answer a request holds {held} blocks" in text
+    assert (
+        f"During the look-ahead, the first 40 of 70 output tokens, a request holds {held} blocks"
+    ) in text

@@ -1,4 +1,4 @@
-"""``kvcompress plan`` of models whose layers keep a state, with vLLM's flags for that."""
+"""``kvcompress plan`` for models with recurrent states, with vLLM's flags for them."""
 
 import json
 
@@ -8,7 +8,7 @@ from test_state_blocks import REAL
 
 
 @pytest.mark.parametrize(
-    ("flags", "block", "states"),
+    ("flags", "block", "state_blocks"),
     [
         ([], 544, 6),
         (["--mamba-ssm-cache-dtype", "float32"], 1056, 6),
@@ -16,28 +16,32 @@ from test_state_blocks import REAL
         (["--enable-prefix-caching", "--mamba-ssm-cache-dtype", "auto"], 544, 6),
     ],
 )
-def test_they_are_typed_as_for_the_server(flags, block, states, typed, tmp_path):
+def test_block_size_and_state_blocks_follow_vllms_flags(
+    flags, block, state_blocks, run_in_process, tmp_path
+):
     config = {**REAL["Qwen3-Next-80B"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = typed("plan", tmp_path, "--len", 16000, "--kv-budget", "0.2", *flags, "--json")
-    assert done.status == 0, done.err
-    found = json.loads(done.out)
-    assert found["block_size"] == block
-    assert found["request_off"]["end_blocks"] == -(-(16000 + 255) // block) + states
+    result = run_in_process(
+        "plan", tmp_path, "--len", 16000, "--kv-budget", "0.2", *flags, "--json"
+    )
+    assert result.status == 0, result.err
+    forecast = json.loads(result.out)
+    assert forecast["block_size"] == block
+    assert forecast["request_off"]["end_blocks"] == -(-(16000 + 255) // block) + state_blocks
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--kv-max-whole", 4096], "set --kv-probe 0, got 32"),
         (["--enable-prefix-caching"], "add --no-enable-prefix-caching"),
     ],
 )
-def test_what_the_engine_refuses_is_not_planned(flags, said, typed, tmp_path):
+def test_settings_that_the_engine_refuses_are_refused(flags, message, run_in_process, tmp_path):
     config = {**REAL["Granite-4-H-small"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    line = ["plan", tmp_path, "--len", 16000, "--kv-budget", "0.2"]
-    done = typed(*line, *flags)
-    assert done.status == 2
-    assert said in " ".join(done.err.split())
-    assert typed(*line).status == 0
+    arguments = ["plan", tmp_path, "--len", 16000, "--kv-budget", "0.2"]
+    result = run_in_process(*arguments, *flags)
+    assert result.status == 2
+    assert message in " ".join(result.err.split())
+    assert run_in_process(*arguments).status == 0

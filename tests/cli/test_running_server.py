@@ -1,4 +1,4 @@
-"""``doctor --url`` and ``health`` on servers: real ones, and pages of ones that do nothing."""
+"""``kvcompress doctor --url`` and ``health`` on real servers and on fake metrics pages."""
 
 import json
 
@@ -15,7 +15,7 @@ FLAGS = [
     "--num-gpu-blocks-override",
     "65",
     "--dtype",
-    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "float32",  # faster on CPUs without bfloat16 instructions
 ]
 COMPRESSED = [
     *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake", "--kv-budget", "0.2",
@@ -23,8 +23,8 @@ COMPRESSED = [
 ]  # fmt: skip
 
 
-def found(done) -> dict[str, dict]:
-    return {check["name"]: check for check in json.loads(done.out)["checks"]}
+def checks_of(result) -> dict[str, dict]:
+    return {check["name"]: check for check in json.loads(result.out)["checks"]}
 
 
 @pytest.fixture(scope="module")
@@ -43,70 +43,70 @@ def off(tiny, tmp_path_factory):
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_compressed_server_is_well(compressed, typed):
-    before = typed("health", "--url", compressed.url, "--expect-compression")
+def test_a_compressing_server_passes_all_checks(compressed, run_in_process):
+    before = run_in_process("health", "--url", compressed.url, "--expect-compression")
     assert (before.status, before.out) == (
         0,
-        "The server answers; cake compressed 0 of 0 planned prompts.\n",
+        "The server responds; cake compressed 0 of 0 planned prompts.\n",
     )
-    done = typed("doctor", "--url", compressed.url, "--expect", "on", "--json")
-    checks = found(done)
-    assert done.status == 0, done.out
+    result = run_in_process("doctor", "--url", compressed.url, "--expect", "on", "--json")
+    checks = checks_of(result)
+    assert result.status == 0, result.out
     assert list(checks) == ["server", "compression", "worker", "blocks", "usage"]
     assert "method cake, budget 0.2" in checks["compression"]["detail"]
     assert checks["worker"]["detail"] == "1 of 1 planned prompts compressed (cake)"
     assert "blocks in use while decoding" in checks["usage"]["detail"]
     assert "0 afterwards" in checks["usage"]["detail"]
-    after = typed("health", "--url", compressed.url)
+    after = run_in_process("health", "--url", compressed.url)
     assert "cake compressed 1 of 1 planned" in after.out
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_prompt_asks_for_a_method_of_its_own(compressed, typed):
-    ask = ["doctor", "--url", compressed.url, "--kv-compress"]
-    done = typed(*ask, "snapkv", "--kv-budget", "0.5", "--json")
-    assert done.status == 0, done.out
-    assert "(snapkv)" in found(done)["worker"]["detail"]
-    refused = typed(*ask, "h2o", "--json")
+def test_the_request_may_choose_a_method(compressed, run_in_process):
+    arguments = ["doctor", "--url", compressed.url, "--kv-compress"]
+    result = run_in_process(*arguments, "snapkv", "--kv-budget", "0.5", "--json")
+    assert result.status == 0, result.out
+    assert "(snapkv)" in checks_of(result)["worker"]["detail"]
+    refused = run_in_process(*arguments, "h2o", "--json")
     assert refused.status == 1
-    assert "answered 400" in found(refused)["request"]["detail"]
-    assert "kv_compress must be one of" in found(refused)["request"]["detail"]
+    assert "answered 400" in checks_of(refused)["request"]["detail"]
+    assert "kv_compress must be one of" in checks_of(refused)["request"]["detail"]
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_prompt_that_would_be_left_whole_proves_nothing(compressed, typed):
-    done = typed("doctor", "--url", compressed.url, "--tokens", "100", "--json")
-    assert done.status == 1
-    assert "is left whole by this server; pass --tokens" in found(done)["request"]["detail"]
+def test_a_prompt_that_the_server_does_not_compress_is_a_failed_check(compressed, run_in_process):
+    result = run_in_process("doctor", "--url", compressed.url, "--tokens", "100", "--json")
+    assert result.status == 1
+    assert "this server does not compress a prompt of" in checks_of(result)["request"]["detail"]
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_server_without_compression(off, typed, compressed):
-    done = typed("doctor", "--url", off.url, "--json")
-    assert done.status == 0
-    assert list(found(done)) == ["server", "compression"]
-    done = typed("doctor", "--url", off.url, "--expect", "on", "--json")
-    assert done.status == 1
-    assert "it is expected on; start it with --kv-compress" in found(done)["compression"]["detail"]
-    assert typed("health", "--url", off.url).status == 0
-    assert typed("health", "--url", off.url, "--expect-compression").status == 1
-    on = typed("doctor", "--url", compressed.url, "--expect", "off", "--json")
+def test_expect_checks_whether_compression_is_on(off, run_in_process, compressed):
+    result = run_in_process("doctor", "--url", off.url, "--json")
+    assert result.status == 0
+    assert list(checks_of(result)) == ["server", "compression"]
+    result = run_in_process("doctor", "--url", off.url, "--expect", "on", "--json")
+    assert result.status == 1
+    assert "expected on; start it with --kv-compress" in checks_of(result)["compression"]["detail"]
+    assert run_in_process("health", "--url", off.url).status == 0
+    assert run_in_process("health", "--url", off.url, "--expect-compression").status == 1
+    on = run_in_process("doctor", "--url", compressed.url, "--expect", "off", "--json")
     assert on.status == 1
-    assert "it is expected off" in found(on)["compression"]["detail"]
+    assert ", expected off" in checks_of(on)["compression"]["detail"]
 
 
-# -- servers that only say what a test wants: doing nothing, and answering wrongly --------------
+# -- fake servers, which compress nothing or fail --------------------------------------------------
 
 
-class Pages:
-    """A server's pages: metrics before, while and after it answered a completion."""
+class FakePages:
+    """A server whose metrics page changes during and after a completion."""
 
     def __init__(self, before: str, during: str, after: str, completion=(200, None)) -> None:
         self.before, self.during, self.after = before, during, after
-        self.completion, self.asked, self.reads = completion, False, 0
+        self.completion, self.completion_requested, self.num_reads = completion, False, 0
 
     def __call__(self, path: str, body: bytes) -> tuple[int, str]:
         if path == "/v1/models":
@@ -114,7 +114,7 @@ class Pages:
         if path == "/tokenize":
             return 200, json.dumps({"tokens": list(range(5000))})
         if path == "/v1/completions":
-            self.asked = True
+            self.completion_requested = True
             status, text = self.completion
             count = json.loads(body)["max_tokens"]
             return status, text or "data: {}\n\n" * count + "data: [DONE]\n"
@@ -123,77 +123,83 @@ class Pages:
         return 200, ""
 
     def _metrics(self) -> str:
-        if not self.asked:
+        if not self.completion_requested:
             return self.before
-        self.reads += 1
-        return self.during if self.reads <= 7 else self.after
+        self.num_reads += 1
+        return self.during if self.num_reads <= 7 else self.after
 
 
-def on(planned: int, done: int, **more) -> str:
-    return exported({"0": planned}, {"0": done}, **more)
+def on(planned: int, compressed: int, **figures) -> str:
+    """Return the metrics page of a server with one engine and compression on."""
+    return exported({"0": planned}, {"0": compressed}, **figures)
 
 
 @pytest.mark.parametrize(
-    ("pages", "status", "wrong", "detail"),
+    ("respond", "status", "failed_check", "detail"),
     [
-        (Pages(on(3, 3), on(4, 4, freed=60, running=1, usage=0.015), on(4, 4, freed=60)),
+        (FakePages(on(3, 3), on(4, 4, freed=60, running=1, usage=0.015), on(4, 4, freed=60)),
          0, None, "15 blocks in use"),
-        (Pages(on(3, 3), on(4, 3, running=1), on(4, 3)),
-         1, "worker", "planned to be compressed and none was"),
-        (Pages(on(3, 3), on(3, 3, running=1), on(3, 3)), 1, "worker", "was left whole"),
-        (Pages(on(3, 3), on(4, 4, running=1), on(4, 4)), 1, "blocks", "nothing was won"),
-        (Pages(on(3, 3), on(4, 4, freed=60, running=1, usage=0.07), on(4, 4, freed=60)),
+        (FakePages(on(3, 3), on(4, 3, running=1), on(4, 3)),
+         1, "worker", "0 of 1 planned prompts were compressed"),
+        (FakePages(on(3, 3), on(3, 3, running=1), on(3, 3)), 1, "worker", "stayed uncompressed"),
+        (FakePages(on(3, 3), on(4, 4, running=1), on(4, 4)), 1, "blocks", "no memory was saved"),
+        (FakePages(on(3, 3), on(4, 4, freed=60, running=1, usage=0.07), on(4, 4, freed=60)),
          1, "usage", "70 blocks in use while decoding"),
-        (Pages(on(3, 3), on(4, 4, freed=60, running=1), on(4, 4, freed=60, usage=0.01)),
+        (FakePages(on(3, 3), on(4, 4, freed=60, running=1), on(4, 4, freed=60, usage=0.01)),
          1, "usage", "10 afterwards"),
-        (Pages(on(3, 3), on(9, 9, freed=60, running=5, usage=0.9), on(9, 9, freed=60)),
-         0, None, "not judged: the server is at work for others"),
-        (Pages(on(3, 3), "", "", (500, '{"error": {"message": "no luck"}}')),
+        (FakePages(on(3, 3), on(9, 9, freed=60, running=5, usage=0.9), on(9, 9, freed=60)),
+         0, None, "not checked: the server is serving other requests"),
+        (FakePages(on(3, 3), "", "", (500, '{"error": {"message": "no luck"}}')),
          1, "request", "/v1/completions answered 500: no luck"),
-        (Pages(on(3, 3), "", "", (200, 'data: {"error": {"message": "died"}}\n')),
+        (FakePages(on(3, 3), "", "", (200, 'data: {"error": {"message": "died"}}\n')),
          1, "request", "/v1/completions failed: died"),
     ],
-    ids=["well", "no-op", "whole", "not freed", "too many", "leaked", "busy", "refused", "died"],
+    ids=[
+        "ok", "no-op", "uncompressed", "not freed", "too many", "leaked", "busy", "refused", "died",
+    ],
 )  # fmt: skip
-def test_what_the_metrics_tell(typed, monkeypatch, pages, status, wrong, detail):
-    monkeypatch.setattr("vllm_kvcompress.doctor.server_probe._PATIENCE_S", 0.5)
-    with server(pages) as url:
-        done = typed("doctor", "--url", url, "--json")
-    checks = found(done)
-    assert done.status == status, checks
-    assert detail in done.out
-    assert [name for name, check in checks.items() if not check["ok"]][:1] == [wrong][: bool(wrong)]
+def test_metrics_decide_the_checks(
+    run_in_process, monkeypatch, respond, status, failed_check, detail
+):
+    monkeypatch.setattr("vllm_kvcompress.doctor.server_probe._SETTLE_TIMEOUT_S", 0.5)
+    with server(respond) as url:
+        result = run_in_process("doctor", "--url", url, "--json")
+    checks = checks_of(result)
+    assert result.status == status, checks
+    assert detail in result.out
+    failed = [name for name, check in checks.items() if not check["ok"]]
+    assert failed[:1] == ([failed_check] if failed_check else [])
 
 
-def test_a_server_that_compresses_under_aliases_alone_is_asked_under_one(typed):
+def test_a_server_that_compresses_under_aliases_only_is_checked_with_one(run_in_process):
     names = json.dumps(json.dumps({"m@full": "off", "m@kv": "cake:0.2"}))
 
-    def page(*args, **more) -> str:
-        return on(*args, **more).replace('method="cake",min', f'method="off",alias={names},min')
+    def page(*args, **figures) -> str:
+        return on(*args, **figures).replace('method="cake",min', f'method="off",alias={names},min')
 
-    pages = Pages(page(3, 3), page(4, 4, freed=60, running=1), page(4, 4, freed=60))
-    asked = []
+    pages = FakePages(page(3, 3), page(4, 4, freed=60, running=1), page(4, 4, freed=60))
+    bodies = []
 
-    def answer(path, body):
+    def respond(path, body):
         if path == "/v1/completions":
-            asked.append(json.loads(body))
+            bodies.append(json.loads(body))
         return pages(path, body)
 
-    with server(answer) as url:
-        done = typed("doctor", "--url", url, "--json")
-    assert done.status == 0, done.out
-    assert "1 of 1 planned prompts compressed (cake)" in done.out
-    assert [(body["model"], body.get("vllm_xargs")) for body in asked] == [("m@kv", None)]
+    with server(respond) as url:
+        result = run_in_process("doctor", "--url", url, "--json")
+    assert result.status == 0, result.out
+    assert "1 of 1 planned prompts compressed (cake)" in result.out
+    assert [(body["model"], body.get("vllm_xargs")) for body in bodies] == [("m@kv", None)]
 
 
-def test_a_page_that_is_not_vllms(typed):
+def test_a_server_that_is_not_vllm_is_a_failed_check(run_in_process):
     with server(lambda path, body: (404, "not here")) as url:
-        done = typed("doctor", "--url", url)
-    assert done.status == 1
-    assert "/v1/models answered 404: not here" in done.out
+        result = run_in_process("doctor", "--url", url)
+    assert result.status == 1
+    assert "/v1/models answered 404: not here" in result.out
 
 
-def test_nobody_answers(typed):
-    done = typed("doctor", "--url", "http://127.0.0.1:9", "--json")
-    assert done.status == 1
-    assert "does not answer" in found(done)["server"]["detail"]
+def test_an_unreachable_server_is_a_failed_check(run_in_process):
+    result = run_in_process("doctor", "--url", "http://127.0.0.1:9", "--json")
+    assert result.status == 1
+    assert "does not answer" in checks_of(result)["server"]["detail"]

@@ -1,4 +1,4 @@
-"""``kvcompress compare`` as it is typed, and a server to ask that needs no vLLM."""
+"""Fixtures that run ``kvcompress compare`` in this process, and a fake vLLM server."""
 
 import sys
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from vllm_kvcompress.compare import client
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
-    """What the command did in this process."""
+class CommandResult:
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -22,27 +22,30 @@ class Typed:
 
 
 @pytest.fixture
-def compare(monkeypatch, capsys, tmp_path) -> Callable[..., Typed]:
-    """Type the command; it writes to ``out`` in an empty folder and repeats requests at once."""
+def compare(monkeypatch, capsys, tmp_path) -> Callable[..., CommandResult]:
+    """Return a function that runs ``kvcompress compare`` with ``--out out`` in an empty folder.
+
+    Failed requests are retried without a delay.
+    """
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(client, "_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(client, "_RETRY_DELAYS_S", (0.0, 0.0, 0.0))
     monkeypatch.chdir(tmp_path)
 
-    def typing(*arguments: object) -> Typed:
+    def run(*arguments: object) -> CommandResult:
         monkeypatch.setattr(
             sys, "argv", ["kvcompress", "compare", "--out", "out", *map(str, arguments)]
         )
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
         captured = capsys.readouterr()
-        return Typed(int(ended.value.code or 0), captured.out, captured.err)
+        return CommandResult(int(exit_info.value.code or 0), captured.out, captured.err)
 
-    return typing
+    return run
 
 
 @pytest.fixture
 def fake():
-    """A server whose full cache is right and whose methods forget; it can be told to misbehave."""
+    """Yield a running fake server, whose attributes change its behaviour."""
     vllm = FakeVllm()
     with server(vllm) as url:
         vllm.url = url

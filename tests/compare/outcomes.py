@@ -1,13 +1,16 @@
-"""Outcomes as a test wants them."""
+"""Factory of outcomes for tests."""
 
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.outcome import Outcome
 
 
 def outcome(key: str = "k", cell: Cell | None = None, **figures) -> Outcome:
-    """One prompt of 100 tokens in ``snapkv`` at 0.2, all as with the full cache unless said."""
+    """Return an outcome of a 100-token prompt that equals the full cache's, except for `figures`.
+
+    The default cell is ``snapkv`` at 0.2.
+    """
     cell = cell or Cell(method="snapkv", budget=0.2)
-    usual = dict(
+    defaults = dict(
         task="prompts", group=None, prompt_tokens=100, kept_tokens=20.0, by_role={}, exact=True,
         shared=8,
         similarity=1.0, length=8, full_length=8, loops=False, full_loops=False,
@@ -20,5 +23,5 @@ def outcome(key: str = "k", cell: Cell | None = None, **figures) -> Outcome:
         budget=cell.budget,
         protect=cell.protect,
         lookahead=cell.lookahead,
-        **{**usual, **figures},
+        **{**defaults, **figures},
     )

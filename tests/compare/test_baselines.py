@@ -1,4 +1,4 @@
-"""What stands beside the methods: ``streamingllm`` and ``random``, which they have to beat."""
+"""The baselines ``streamingllm`` and ``random``, which a method should beat."""
 
 import json
 
@@ -6,15 +6,15 @@ import pytest
 
 from fake_vllm import write_prompts
 
-BESIDE = ["streamingllm", "random"]
+BASELINES = ["streamingllm", "random"]
 
 
 @pytest.fixture
-def asked(compare, fake, tmp_path):
-    """Compare ten prompts at a server that takes any method; further flags may follow."""
-    fake.allowed += BESIDE
+def run_compare(compare, fake, tmp_path):
+    """Return a function that compares ten prompts on a server that accepts the baselines."""
+    fake.allowed_methods += BASELINES
 
-    def asking(*more):
+    def run(*flags):
         write_prompts(tmp_path / "mine.jsonl", range(10))
         return compare(
             "--url",
@@ -25,104 +25,104 @@ def asked(compare, fake, tmp_path):
             "snapkv",
             "--max-drop",
             "0.3",
-            *more,
+            *flags,
         )
 
-    return asking
+    return run
 
 
-def report(tmp_path):
+def read_report(tmp_path):
     return json.loads((tmp_path / "out" / "report.json").read_text())
 
 
-def rows(found):
-    return [(c["method"], c["budget"], c["baseline"], c["asked"]) for c in found["cells"]]
+def rows(report):
+    return [(c["method"], c["budget"], c["baseline"], c["asked"]) for c in report["cells"]]
 
 
-def beside(*budgets, asked=10):
-    return [(method, budget, True, asked) for method in BESIDE for budget in budgets]
+def baseline_rows(*budgets, prompts=10):
+    return [(method, budget, True, prompts) for method in BASELINES for budget in budgets]
 
 
-def test_they_are_asked_at_each_budget_and_stand_last(asked, fake, tmp_path):
-    done = asked("--budgets", "0.5,0.2")
-    assert rows(report(tmp_path)) == [
+def test_baselines_run_at_each_budget_and_come_last(run_compare, fake, tmp_path):
+    result = run_compare("--budgets", "0.5,0.2")
+    assert rows(read_report(tmp_path)) == [
         ("snapkv", 0.5, False, 10),
         ("snapkv", 0.2, False, 10),
-        *beside(0.5, 0.2),
+        *baseline_rows(0.5, 0.2),
     ]
-    methods = [b["vllm_xargs"]["kv_compress"] for b in fake.prompts]
+    methods = [b["vllm_xargs"]["kv_compress"] for b in fake.prompt_requests]
     assert {m: methods.count(m) for m in methods} == {
         **{"off": 10, "snapkv": 20},
-        **dict.fromkeys(BESIDE, 20),
+        **dict.fromkeys(BASELINES, 20),
     }
-    lines = [line.split() for line in done.out.splitlines() if "10 of 10" in line]
-    assert [line[0] for line in lines] == ["snapkv"] * 2 + [m for m in BESIDE for _ in "12"]
+    lines = [line.split() for line in result.out.splitlines() if "10 of 10" in line]
+    assert [line[0] for line in lines] == ["snapkv"] * 2 + [m for m in BASELINES for _ in "12"]
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "| *random* | 0.2 | 10 of 10 |" in markdown
     assert "| snapkv | 0.2 | 10 of 10 |" in markdown
-    assert "Methods in italics stand beside the others" in markdown
+    assert "Methods in italics are baselines." in markdown
 
 
-def test_they_are_never_recommended(asked, tmp_path):
-    """Here they answer everything, and the method every second prompt."""
-    done = asked("--budgets", "0.2")
-    assert done.status == 1
-    assert "No recommendation: no method at any budget keeps the loss" in done.out
-    assert "The nearest is snapkv 0.2" in " ".join(done.out.split())
+def test_baselines_are_never_recommended(run_compare, tmp_path):
+    """On the fake server, baselines keep every output, and snapkv at 0.2 only every second."""
+    result = run_compare("--budgets", "0.2")
+    assert result.status == 1
+    assert "No recommendation: no method at any budget keeps the loss" in result.out
+    assert "The nearest is snapkv 0.2" in " ".join(result.out.split())
 
 
-def test_a_method_that_does_not_beat_them_is_said_to(asked, tmp_path):
-    done = asked("--budgets", "0.5")
-    assert done.status == 0
-    assert report(tmp_path)["recommendation"]["cell"]["method"] == "snapkv"
-    said = [n for n in report(tmp_path)["notes"] if "loses no more than snapkv 0.5" in n]
-    assert said == [
-        "streamingllm 0.5 loses no more than snapkv 0.5: on these prompts the choice of tokens"
-        " decides little, and on others it may."
+def test_a_note_names_a_baseline_that_loses_no_more_than_the_recommendation(run_compare, tmp_path):
+    result = run_compare("--budgets", "0.5")
+    assert result.status == 0
+    assert read_report(tmp_path)["recommendation"]["cell"]["method"] == "snapkv"
+    notes = [n for n in read_report(tmp_path)["notes"] if "loses no more than snapkv 0.5" in n]
+    assert notes == [
+        "streamingllm 0.5 loses no more than snapkv 0.5: on these prompts it matters little which"
+        " tokens are kept. On other prompts it may."
     ]
 
 
-def test_whoever_is_named_is_a_method_as_any_other(asked, tmp_path):
-    done = asked("--methods", "random,snapkv", "--budgets", "0.2")
-    assert done.status == 0
-    assert report(tmp_path)["recommendation"]["cell"] == {
+def test_a_baseline_named_in_methods_is_an_ordinary_method(run_compare, tmp_path):
+    result = run_compare("--methods", "random,snapkv", "--budgets", "0.2")
+    assert result.status == 0
+    assert read_report(tmp_path)["recommendation"]["cell"] == {
         "method": "random",
         "budget": 0.2,
         "protect": "",
         "lookahead": None,
     }
-    assert [row[:3] for row in rows(report(tmp_path))] == [
+    assert [row[:3] for row in rows(read_report(tmp_path))] == [
         ("random", 0.2, False),
         ("snapkv", 0.2, False),
         ("streamingllm", 0.2, True),
     ]
 
 
-def test_a_server_that_does_not_allow_them(asked, fake, tmp_path):
-    fake.allowed.remove("random")
-    asked("--budgets", "0.2")
-    assert [row[0] for row in rows(report(tmp_path))] == ["snapkv", "streamingllm"]
-    (said,) = [note for note in report(tmp_path)["notes"] if "random" in note]
-    assert said.startswith("What a method has to beat is not all there, since the server refuses")
-    assert "random (kv_compress must be one of" in said
-    done = asked("--methods", "snapkv,random", "--budgets", "0.2", "--out", "other")
-    assert done.status == 2
-    assert "the server refuses random 0.2: kv_compress must be one of" in done.err
+def test_a_baseline_that_the_server_refuses_is_left_out_with_a_note(run_compare, fake, tmp_path):
+    fake.allowed_methods.remove("random")
+    run_compare("--budgets", "0.2")
+    assert [row[0] for row in rows(read_report(tmp_path))] == ["snapkv", "streamingllm"]
+    (note,) = [note for note in read_report(tmp_path)["notes"] if "random" in note]
+    assert note.startswith("Some baselines are missing because the server refuses")
+    assert "random (kv_compress must be one of" in note
+    result = run_compare("--methods", "snapkv,random", "--budgets", "0.2", "--out", "other")
+    assert result.status == 2
+    assert "the server refuses random 0.2: kv_compress must be one of" in result.err
 
 
-def test_they_come_and_go_while_a_run_goes_on(asked, fake, tmp_path):
-    asked("--budgets", "0.2", "--no-baselines")
-    without = report(tmp_path)
+def test_a_resumed_run_may_add_and_drop_baselines(run_compare, fake, tmp_path):
+    run_compare("--budgets", "0.2", "--no-baselines")
+    without = read_report(tmp_path)
     assert rows(without) == [("snapkv", 0.2, False, 10)]
-    assert {b["vllm_xargs"]["kv_compress"] for b in fake.asked} <= {"off", "snapkv"}
-    done = asked("--budgets", "0.2")
-    assert "10 of 30 are there already." in done.err
-    assert rows(report(tmp_path)) == [("snapkv", 0.2, False, 10), *beside(0.2)]
-    asked_before = len(fake.prompts)
-    done = asked("--budgets", "0.2", "--no-baselines")
-    assert "10 of 10 are there already." in done.err
-    assert report(tmp_path)["cells"] == without["cells"]
-    fake.allowed.remove("random")
-    done = asked("--budgets", "0.2")
-    assert "20 of 20 are there already." in done.err
-    assert len(fake.prompts) == asked_before
+    assert {b["vllm_xargs"]["kv_compress"] for b in fake.requests} <= {"off", "snapkv"}
+    result = run_compare("--budgets", "0.2")
+    assert "Resuming: 10 of 30 results were saved earlier." in result.err
+    assert rows(read_report(tmp_path)) == [("snapkv", 0.2, False, 10), *baseline_rows(0.2)]
+    num_requests = len(fake.prompt_requests)
+    result = run_compare("--budgets", "0.2", "--no-baselines")
+    assert "Resuming: 10 of 10 results were saved earlier." in result.err
+    assert read_report(tmp_path)["cells"] == without["cells"]
+    fake.allowed_methods.remove("random")
+    result = run_compare("--budgets", "0.2")
+    assert "Resuming: 20 of 20 results were saved earlier." in result.err
+    assert len(fake.prompt_requests) == num_requests

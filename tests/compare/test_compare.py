@@ -1,4 +1,4 @@
-"""``kvcompress compare`` on a server that only says what a test wants: what it finds."""
+"""Results of ``kvcompress compare`` on a fake server."""
 
 import json
 import sys
@@ -12,42 +12,42 @@ CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
 
 
 @pytest.fixture
-def asked(compare, fake, tmp_path):
-    """Compare ten prompts; further flags may follow."""
+def run_compare(compare, fake, tmp_path):
+    """Return a function that compares ten prompts on the fake server."""
 
-    def asking(*more, numbers=range(10)):
+    def run(*flags, numbers=range(10)):
         if numbers is not None:
             write_prompts(tmp_path / "mine.jsonl", numbers)
-        return compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS, *more)
+        return compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS, *flags)
 
-    return asking
+    return run
 
 
-def report(tmp_path):
+def read_report(tmp_path):
     return json.loads((tmp_path / "out" / "report.json").read_text())
 
 
-def cells(found):
-    return {(c["method"], c["budget"]): c for c in found["cells"]}
+def cells(report):
+    return {(c["method"], c["budget"]): c for c in report["cells"]}
 
 
-def test_it_finds_what_each_method_forgets(asked, tmp_path):
-    done = asked("--max-drop", "0.3", "--json")
-    found = json.loads(done.out)
-    assert done.status == 0, done.err
-    assert found == report(tmp_path)
-    assert found["complete"]
-    bad, good = cells(found)["snapkv", 0.2], cells(found)["cake", 0.2]
+def test_compare_measures_what_each_method_loses(run_compare, tmp_path):
+    result = run_compare("--max-drop", "0.3", "--json")
+    report = json.loads(result.out)
+    assert result.status == 0, result.err
+    assert report == read_report(tmp_path)
+    assert report["complete"]
+    bad, good = cells(report)["snapkv", 0.2], cells(report)["cake", 0.2]
     assert (bad["compressed"], bad["asked"]) == (10, 10)
     assert bad["kept"] == pytest.approx(0.2)
     assert (bad["exact"]["mean"], bad["diverged"]) == (0.5, 2)
     assert bad["similarity"]["mean"] == pytest.approx((1 + 2 / 8) / 2)
     assert (bad["drop"]["mean"], bad["full_score"]["mean"]) == (0.5, 1.0)
-    # five answers share two tokens and part at the third; the first is never counted
+    # Five outputs share two tokens and differ at the third. The first token is never counted.
     assert bad["places"] == 5 * 7 + 5 * 2
     assert bad["same_first"]["mean"] == pytest.approx(40 / 45)
     assert (good["exact"]["mean"], good["drop"]["mean"], good["kl"]["mean"]) == (1, 0, 0)
-    assert found["recommendation"]["cell"] == {
+    assert report["recommendation"]["cell"] == {
         "method": "cake",
         "budget": 0.2,
         "protect": "",
@@ -59,9 +59,9 @@ def test_it_finds_what_each_method_forgets(asked, tmp_path):
     assert "| snapkv | 0.2 | 10 of 10 | 20.0% | 0.500 (<= " in markdown
 
 
-def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake, tmp_path):
+def test_each_method_runs_with_every_lookahead_and_protection(compare, fake, tmp_path):
     write_prompts(tmp_path / "mine.jsonl", range(2))
-    done = compare(
+    result = compare(
         "--url",
         fake.url,
         "--prompts",
@@ -77,11 +77,11 @@ def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake
         "--no-baselines",
         "--keep-text",
     )
-    assert "snapkv ahead 32" in done.out
-    # names take the lines that they need, and no figure is cut off
-    assert "…" not in done.out
-    assert "+ system, tools" in " ".join(done.out.split())
-    asked = [b["vllm_xargs"] for b in fake.prompts]
+    assert "snapkv ahead 32" in result.out
+    # Names wrap, and no figure is cut.
+    assert "…" not in result.out
+    assert "+ system, tools" in " ".join(result.out.split())
+    requested = [b["vllm_xargs"] for b in fake.prompt_requests]
     each = {"kv_compress": "snapkv", "kv_budget": 0.2, "kv_by_role": True}
     full = {"kv_compress": "off", "kv_by_role": True}
     ways = [
@@ -89,12 +89,12 @@ def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake
         for tokens in (0, 32)
         for parts in ("none", "system,tools")
     ]
-    asked = [dict(sorted(xargs.items())) for xargs in asked]
+    requested = [dict(sorted(xargs.items())) for xargs in requested]
     ways, full = [dict(sorted(way.items())) for way in ways], dict(sorted(full.items()))
-    assert sorted(map(str, asked)) == sorted(map(str, [full, *ways] * 2))
+    assert sorted(map(str, requested)) == sorted(map(str, [full, *ways] * 2))
     assert [
         (c["lookahead"], c["protect"], c["asked"], c["compressed"])
-        for c in report(tmp_path)["cells"]
+        for c in read_report(tmp_path)["cells"]
     ] == [(way["kv_lookahead"], way["kv_protect"], 2, 2) for way in ways]
     texts = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
     assert {json.loads(line)["cell"] for line in texts} == {
@@ -107,40 +107,40 @@ def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake
 
 
 @pytest.mark.parametrize("typed", ["-1", "1.5", "0,many", "³", ","])
-def test_look_aheads_are_whole_numbers(asked, fake, typed):
-    done = asked("--lookaheads", typed)
-    assert done.status == 2
-    assert "--lookaheads must" in done.err
-    assert not fake.asked
+def test_lookaheads_must_be_whole_numbers(run_compare, fake, typed):
+    result = run_compare("--lookaheads", typed)
+    assert result.status == 2
+    assert "--lookaheads must" in result.err
+    assert not fake.requests
 
 
-def test_none_within_is_status_1(asked):
-    done = asked("--methods", "snapkv", "--budgets", "0.2", "--max-drop", "0.3")
-    assert done.status == 1
-    assert "No recommendation: no method at any budget keeps the loss by score" in done.out
-    assert "0.500" in done.out
+def test_status_is_1_without_a_recommendation(run_compare):
+    result = run_compare("--methods", "snapkv", "--budgets", "0.2", "--max-drop", "0.3")
+    assert result.status == 1
+    assert "No recommendation: no method at any budget keeps the loss by score" in result.out
+    assert "0.500" in result.out
 
 
-def test_every_request_is_greedy_and_computed_in_full(asked, fake):
-    asked()
-    assert len(fake.prompts) == 10 * 5
-    assert {b["temperature"] for b in fake.prompts} == {0}
-    assert len({b["cache_salt"] for b in fake.prompts}) == 50
-    offs = [b for b in fake.prompts if b["vllm_xargs"]["kv_compress"] == "off"]
-    assert len(offs) == 10
+def test_every_request_is_greedy_and_misses_the_prefix_cache(run_compare, fake):
+    run_compare()
+    assert len(fake.prompt_requests) == 10 * 5
+    assert {b["temperature"] for b in fake.prompt_requests} == {0}
+    assert len({b["cache_salt"] for b in fake.prompt_requests}) == 50
+    full = [b for b in fake.prompt_requests if b["vllm_xargs"]["kv_compress"] == "off"]
+    assert len(full) == 10
 
 
-def test_nothing_of_prompts_or_answers_is_kept_or_printed(asked, tmp_path):
-    done = asked()
-    kept = [p.read_bytes() for p in (tmp_path / "out").iterdir()]
-    assert kept
-    # the whole answer: five ones alone are found now and then in a time or in a picture's point
-    assert not any(b"secret" in text or b"11111111" in text for text in kept)
-    assert "secret" not in done.out + done.err
+def test_prompts_and_outputs_are_neither_saved_nor_printed(run_compare, tmp_path):
+    result = run_compare()
+    files = [p.read_bytes() for p in (tmp_path / "out").iterdir()]
+    assert files
+    # All eight digits of the output: shorter runs of ones occur in timings and in the chart.
+    assert not any(b"secret" in content or b"11111111" in content for content in files)
+    assert "secret" not in result.out + result.err
 
 
-def test_texts_are_kept_where_that_is_asked_for(asked, tmp_path):
-    asked("--keep-text")
+def test_keep_text_saves_prompts_and_outputs_for_the_owner_only(run_compare, tmp_path):
+    run_compare("--keep-text")
     texts = tmp_path / "out" / "texts.jsonl"
     lines = [json.loads(line) for line in texts.read_text().splitlines()]
     assert texts.stat().st_mode & 0o077 == 0
@@ -149,127 +149,127 @@ def test_texts_are_kept_where_that_is_asked_for(asked, tmp_path):
     assert {line["text"] for line in lines if line["cell"] == "off"} >= {"11111111"}
 
 
-def test_it_tells_what_was_kept_of_each_role(asked, fake, tmp_path):
-    """Both sides are asked, so that neither has more to do before its first token."""
-    done = asked("--methods", "snapkv", "--budgets", "0.5,0.2", "--no-baselines")
-    assert {body["vllm_xargs"]["kv_by_role"] for body in fake.prompts} == {True}
+def test_report_has_the_kept_share_of_each_role(run_compare, fake, tmp_path):
+    """Both sides request it, so that both do the same work before their first token."""
+    result = run_compare("--methods", "snapkv", "--budgets", "0.5,0.2", "--no-baselines")
+    assert {body["vllm_xargs"]["kv_by_role"] for body in fake.prompt_requests} == {True}
     cells = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
     tokens = cells[0]["asked"] * 11
-    told = [cell["roles"]["user"] for cell in cells]
-    assert told == [[tokens, pytest.approx(budget)] for budget in (0.5, 0.2)]
-    assert any(line.split() == ["snapkv", "0.2", "20%"] for line in done.out.splitlines())
+    shares = [cell["roles"]["user"] for cell in cells]
+    assert shares == [[tokens, pytest.approx(budget)] for budget in (0.5, 0.2)]
+    assert any(line.split() == ["snapkv", "0.2", "20%"] for line in result.out.splitlines())
     assert f"| snapkv | 0.2 | 20% of {tokens} |" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_without_kv_usage_nothing_is_guessed(asked, fake, tmp_path):
-    fake.usage = False
-    done = asked("--max-drop", "0.3")
-    assert (done.status, cells(report(tmp_path))["cake", 0.2]["compressed"]) == (0, None)
-    assert "? of 10" in done.out
-    assert "start it with --kv-usage" in " ".join(done.out.split())
+def test_without_kv_usage_the_number_of_compressed_prompts_is_unknown(run_compare, fake, tmp_path):
+    fake.reports_usage = False
+    result = run_compare("--max-drop", "0.3")
+    assert (result.status, cells(read_report(tmp_path))["cake", 0.2]["compressed"]) == (0, None)
+    assert "? of 10" in result.out
+    assert "start it with --kv-usage" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize("usage", [True, False])
-def test_nothing_was_compressed(asked, fake, tmp_path, usage):
-    """With and without --kv-usage: the server's counters did not move."""
-    fake.least, fake.usage = 1000, usage
-    done = asked("--max-drop", "0.3")
-    said = " ".join(done.out.split())
-    if usage:
-        # an answer without a word may be any: but the counters say that there was none
-        assert done.status == 1
-    assert "WARNING: nothing was compressed by cake 0.5, cake 0.2, snapkv 0.5, snapkv 0.2" in said
-    assert "Prompts below 1,000 tokens are. Prompts whose answer ends within" in said
-    assert cells(report(tmp_path))["cake", 0.2]["compressed"] == 0
-    assert done.status == 1
+def test_report_warns_if_no_prompt_was_compressed(run_compare, fake, tmp_path, usage):
+    """With and without --kv-usage: the server's counters show it in both cases."""
+    fake.min_prompt, fake.reports_usage = 1000, usage
+    result = run_compare("--max-drop", "0.3")
+    output = " ".join(result.out.split())
+    assert (
+        "WARNING: the server compressed no prompt with cake 0.5, cake 0.2, snapkv 0.5, snapkv 0.2."
+        " It never compresses prompts of fewer than 1,000 tokens. It also skips prompts whose"
+        " output ends within the method's look-ahead."
+    ) in output
+    assert cells(read_report(tmp_path))["cake", 0.2]["compressed"] == 0
+    assert result.status == 1
 
 
-def test_some_prompts_are_left_whole(compare, fake, tmp_path):
-    fake.least = 20
+def test_uncompressed_prompts_are_in_no_figure(compare, fake, tmp_path):
+    fake.min_prompt = 20
     write_prompts(tmp_path / "short", range(3), words=5)
     write_prompts(tmp_path / "long", range(2), words=30)
     text = (tmp_path / "short").read_text() + (tmp_path / "long").read_text()
     (tmp_path / "mine.jsonl").write_text(text)
-    done = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
-    assert "2 of 5" in done.out
-    assert cells(report(tmp_path))["snapkv", 0.2]["exact"]["mean"] == 0.5
+    result = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
+    assert "2 of 5" in result.out
+    assert cells(read_report(tmp_path))["snapkv", 0.2]["exact"]["mean"] == 0.5
 
 
-def test_fewer_likely_tokens_and_none(asked, fake, tmp_path):
-    fake.top = 5
-    asked()
-    assert "gives 5 likely tokens" in str(report(tmp_path)["notes"])
-    assert cells(report(tmp_path))["snapkv", 0.2]["kl"]["mean"] > 0
-    done = asked("--no-kl")
-    assert done.status == 2
-    assert "has a run with another kl" in done.err
-    done = asked("--no-kl", "--out", "other")
-    found = json.loads((tmp_path / "other" / "report.json").read_text())
-    assert (cells(found)["snapkv", 0.2]["kl"], cells(found)["snapkv", 0.2]["places"]) == (None, 0)
+def test_fewer_or_no_log_probabilities_are_accepted(run_compare, fake, tmp_path):
+    fake.max_logprobs = 5
+    run_compare()
+    assert "allows 5 top log-probabilities per position" in str(read_report(tmp_path)["notes"])
+    assert cells(read_report(tmp_path))["snapkv", 0.2]["kl"]["mean"] > 0
+    result = run_compare("--no-kl")
+    assert result.status == 2
+    assert "holds a run with different kl" in result.err
+    result = run_compare("--no-kl", "--out", "other")
+    report = json.loads((tmp_path / "other" / "report.json").read_text())
+    assert (cells(report)["snapkv", 0.2]["kl"], cells(report)["snapkv", 0.2]["places"]) == (None, 0)
 
 
-def test_a_request_that_is_refused_is_in_no_figure(asked, fake, tmp_path):
-    fake.refuse = " 7"
-    done = asked()
+def test_a_refused_prompt_is_in_no_figure(run_compare, fake, tmp_path):
+    fake.refused_text = " 7"
+    result = run_compare()
     assert (
-        "The server refused 1 of 10 prompts (status 400); where it did, they are in no figure. With"
-        " --keep-text its reason is said."
-    ) in done.out
-    assert "secret" not in done.out
-    assert cells(report(tmp_path))["cake", 0.2]["asked"] == 9
-    assert not report(tmp_path)["complete"]
+        "The server refused 1 of 10 prompts (status 400). The figures leave them out. Add"
+        " --keep-text to see the reason."
+    ) in result.out
+    assert "secret" not in result.out
+    assert cells(read_report(tmp_path))["cake", 0.2]["asked"] == 9
+    assert not read_report(tmp_path)["complete"]
 
 
-def test_copies_of_a_prompt_are_asked_and_tell_no_more_than_one(asked, tmp_path):
-    done = asked(numbers=[2] * 10)
-    assert cells(report(tmp_path))["cake", 0.2]["asked"] == 10
-    assert "No recommendation: 1 independent prompt can show no drop" in done.out
+def test_copies_of_a_prompt_count_as_one_independent_prompt(run_compare, tmp_path):
+    result = run_compare(numbers=[2] * 10)
+    assert cells(read_report(tmp_path))["cake", 0.2]["asked"] == 10
+    assert "No recommendation: 1 independent prompt is too few to confirm a drop" in result.out
 
 
-def test_a_run_does_not_go_on_with_other_answers_or_on_another_server(asked, fake, tmp_path):
-    """Figures of both would stand side by side, and nothing would say so."""
-    asked()
+def test_a_run_cannot_be_resumed_with_other_answers_or_server_settings(run_compare, fake, tmp_path):
+    """The report would mix results of both without saying so."""
+    run_compare()
     journal = tmp_path / "out" / "journal.jsonl"
-    before, least = journal.read_bytes(), fake.least
-    fake.least += 1
-    done = asked()
-    assert (done.status, "another server settings" in done.err) == (2, True), done.err
-    fake.least = least
-    assert asked().status == 1
+    before, min_prompt = journal.read_bytes(), fake.min_prompt
+    fake.min_prompt += 1
+    result = run_compare()
+    assert (result.status, "different server settings" in result.err) == (2, True), result.err
+    fake.min_prompt = min_prompt
+    assert run_compare().status == 1
     mine = tmp_path / "mine.jsonl"
     write_prompts(mine, range(10))
     bodies = [json.loads(line) for line in mine.read_text().splitlines()]
     corrected = [{**body, "answer": "another"} for body in bodies]
     mine.write_text("".join(json.dumps(body) + "\n" for body in corrected))
-    done = asked(numbers=None)
-    assert (done.status, "another prompts" in done.err) == (2, True), done.err
+    result = run_compare(numbers=None)
+    assert (result.status, "different prompts" in result.err) == (2, True), result.err
     assert journal.read_bytes() == before
 
 
-def test_a_table_fits_a_terminal_and_no_name_is_cut(asked, monkeypatch):
+def test_tables_fit_80_columns_without_cutting_names(run_compare, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    tables = [line for line in asked().out.splitlines() if line.startswith(" ")]
+    tables = [line for line in run_compare().out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80
-    # one more than those that are always there: of the roles
+    # The roles have a table of their own.
     assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == len(TABLES) + 1
 
 
-def test_a_model_of_any_name_is_told_and_drawn(asked, fake, tmp_path):
-    fake.pages["/v1/models"] = 200, json.dumps({"data": [{"id": "[/b] $\\frac$"}]})
-    assert "on [/b] $\\frac$: 10 prompts" in asked().out
+def test_model_names_with_markup_are_printed_and_drawn(run_compare, fake, tmp_path):
+    fake.responses["/v1/models"] = 200, json.dumps({"data": [{"id": "[/b] $\\frac$"}]})
+    assert "on [/b] $\\frac$: 10 prompts" in run_compare().out
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
 
 
-def test_a_log_says_how_far_it_is(asked):
-    said = [line for line in asked().err.splitlines() if line.endswith("are asked.")]
-    assert said == [f"{count} of 40 are asked." for count in range(4, 41, 4)]
+def test_progress_is_logged_without_a_terminal(run_compare):
+    lines = [line for line in run_compare().err.splitlines() if line.endswith("are done.")]
+    assert lines == [f"{count} of 40 results are done." for count in range(4, 41, 4)]
 
 
-def test_without_matplotlib_the_rest_is_there(asked, tmp_path, monkeypatch):
+def test_without_matplotlib_only_the_chart_is_missing(run_compare, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    done = asked("--methods", "snapkv", "--budgets", "0.2")
-    assert done.status == 1
-    assert "no picture: it needs matplotlib; run pip install matplotlib" in done.err
+    result = run_compare("--methods", "snapkv", "--budgets", "0.2")
+    assert result.status == 1
+    assert "no chart, because matplotlib is missing; pip install matplotlib" in result.err
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "report.json",
         "report.md",
@@ -278,8 +278,8 @@ def test_without_matplotlib_the_rest_is_there(asked, tmp_path, monkeypatch):
     }
 
 
-def test_built_in_tasks(compare, fake, tmp_path):
-    done = compare(
+def test_built_in_tasks_run_with_one_question_per_text(compare, fake, tmp_path):
+    result = compare(
         "--url",
         fake.url,
         "--tasks",
@@ -290,17 +290,17 @@ def test_built_in_tasks(compare, fake, tmp_path):
         2,
         *CELLS,
     )
-    assert done.status == 1, done.err
-    assert cells(report(tmp_path))["cake", 0.2]["asked"] == 4
-    assert set(cells(report(tmp_path))["cake", 0.2]["tasks"]) == {"niah-single", "key-values"}
-    assert "4 independent prompts can show" in done.out, "a text is asked one question"
-    began = [b for b in fake.prompts if b["messages"][-1]["role"] == "assistant"]
-    assert began
-    assert all(b["continue_final_message"] and not b["add_generation_prompt"] for b in began)
+    assert result.status == 1, result.err
+    assert cells(read_report(tmp_path))["cake", 0.2]["asked"] == 4
+    assert set(cells(read_report(tmp_path))["cake", 0.2]["tasks"]) == {"niah-single", "key-values"}
+    assert "4 independent prompts are too few" in result.out, "one question per text"
+    begun = [b for b in fake.prompt_requests if b["messages"][-1]["role"] == "assistant"]
+    assert begun
+    assert all(b["continue_final_message"] and not b["add_generation_prompt"] for b in begun)
     assert "Score by task" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_an_earlier_turn_is_asked_before_its_chat_in_the_same_cache(compare, fake):
+def test_earlier_turns_are_sent_first_with_the_same_cache_salt(compare, fake):
     compare(
         "--url",
         fake.url,
@@ -317,7 +317,7 @@ def test_an_earlier_turn_is_asked_before_its_chat_in_the_same_cache(compare, fak
         "--no-baselines",
     )
     by_salt: dict[str, list] = {}
-    for body in fake.prompts:
+    for body in fake.prompt_requests:
         by_salt.setdefault(body["cache_salt"], []).append(body)
     turns = [bodies for bodies in by_salt.values() if len(bodies) == 2]
     assert len(turns) == 2 * 2
@@ -328,10 +328,10 @@ def test_an_earlier_turn_is_asked_before_its_chat_in_the_same_cache(compare, fak
         assert first["vllm_xargs"] == second["vllm_xargs"]
 
 
-def test_tools_are_sent_with_their_choice_taken_away(compare, fake, tmp_path):
+def test_tools_are_sent_with_tool_choice_none(compare, fake, tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     line = {"messages": [{"role": "user", "content": "7"}], "tools": [tool], "tool_choice": "auto"}
     (tmp_path / "mine.jsonl").write_text(json.dumps(line))
     compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
-    assert {json.dumps(body["tools"]) for body in fake.prompts} == {json.dumps([tool])}
-    assert {body["tool_choice"] for body in fake.prompts} == {"none"}
+    assert {json.dumps(body["tools"]) for body in fake.prompt_requests} == {json.dumps([tool])}
+    assert {body["tool_choice"] for body in fake.prompt_requests} == {"none"}

@@ -1,4 +1,4 @@
-"""What ``kvcompress compare`` says where it cannot go on: a sentence, and what was done is kept."""
+"""Failures of ``kvcompress compare``: one error sentence, and finished results are kept."""
 
 import contextlib
 import json
@@ -13,227 +13,244 @@ CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
 
 
 @pytest.fixture
-def asked(compare, fake, tmp_path):
-    """Compare ten prompts, one at a time; further flags may follow."""
+def run_compare(compare, fake, tmp_path):
+    """Return a function that compares ten prompts, one at a time."""
 
-    def asking(*more):
+    def run(*flags):
         write_prompts(tmp_path / "mine.jsonl", range(10))
         return compare(
-            "--url", fake.url, "--prompts", "mine.jsonl", "--concurrency", 1, *CELLS, *more
+            "--url", fake.url, "--prompts", "mine.jsonl", "--concurrency", 1, *CELLS, *flags
         )
 
-    return asking
+    return run
 
 
-def one_sentence(done):
-    lines = done.err.strip().splitlines()
-    assert lines[-1].startswith("kvcompress: error: "), done.err
-    assert "Traceback" not in done.err
+def error_sentence(result):
+    """Return the last line of stderr, after checking that it is an error without a traceback."""
+    lines = result.err.strip().splitlines()
+    assert lines[-1].startswith("kvcompress: error: "), result.err
+    assert "Traceback" not in result.err
     return lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--methods", "snapkw"], "did you mean"),
-        (["--methods", ","], "--methods must name at least one"),
+        (["--methods", ","], "--methods must have at least one value"),
         (["--budgets", "2.5"], "budget must be a ratio in (0, 1]"),
         (["--budgets", "0.5,256"], "must be all ratios or all whole numbers"),
         (["--max-drop", "0"], "--max-drop must be in (0, 1)"),
         (["--by", "feeling"], "--by must be one of score, agreement, similarity"),
-        (["--tasks", "niah-single"], "give one of --prompts and --tasks"),
-        (["--model", "."], "give one of --url and --model"),
-        (["--", "--enforce-eager"], "flags of vllm serve are for a server of --model"),
+        (["--tasks", "niah-single"], "give either --prompts or --tasks"),
+        (["--model", "."], "give either --url (a running server) or --model"),
+        (["--", "--enforce-eager"], "flags of vllm serve need --model"),
         (["--prompts", "none"], "--prompts none cannot be read"),
     ],
 )
-def test_what_was_typed_means_nothing(asked, fake, flags, said):
-    done = asked(*flags)
-    assert done.status == 2
-    assert said in one_sentence(done)
-    assert not fake.asked
+def test_invalid_arguments_are_refused_before_any_request(run_compare, fake, flags, message):
+    result = run_compare(*flags)
+    assert result.status == 2
+    assert message in error_sentence(result)
+    assert not fake.requests
 
 
-def test_a_malformed_line_is_found_before_anything_is_asked(compare, fake, tmp_path):
+def test_an_invalid_prompt_is_refused_before_any_request(compare, fake, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
-    done = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
-    assert (done.status, len(fake.asked)) == (2, 0)
-    assert "mine.jsonl, line 2: prompt must be a text" in one_sentence(done)
+    result = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
+    assert (result.status, len(fake.requests)) == (2, 0)
+    assert "mine.jsonl, line 2: prompt must be a non-empty string" in error_sentence(result)
 
 
-def test_unknown_tasks_and_folders(compare, fake, tmp_path):
-    done = compare("--url", fake.url, "--tasks", "niah-singel", *CELLS)
-    assert "task='niah-singel' is unknown" in one_sentence(done)
-    done = compare("--model", tmp_path, "--tasks", "niah-single", *CELLS)
-    assert "must be a model's folder, with a config.json in it" in one_sentence(done)
-    assert done.status == 2
+def test_unknown_tasks_and_model_folders_are_refused(compare, fake, tmp_path):
+    result = compare("--url", fake.url, "--tasks", "niah-singel", *CELLS)
+    assert "task='niah-singel' is unknown" in error_sentence(result)
+    result = compare("--model", tmp_path, "--tasks", "niah-single", *CELLS)
+    assert "--model must be a model folder that contains a config.json" in error_sentence(result)
+    assert result.status == 2
 
 
-def test_a_dead_server(compare, tmp_path):
+def test_an_unreachable_server_is_an_error(compare, tmp_path):
     write_prompts(tmp_path / "mine.jsonl", range(3))
-    done = compare("--url", "http://127.0.0.1:9", "--prompts", "mine.jsonl", *CELLS)
-    assert done.status == 2
-    assert "does not answer" in one_sentence(done)
+    result = compare("--url", "http://127.0.0.1:9", "--prompts", "mine.jsonl", *CELLS)
+    assert result.status == 2
+    assert "does not answer" in error_sentence(result)
 
 
 @pytest.mark.parametrize(
-    ("page", "answer", "flags", "said"),
+    ("page", "response", "flags", "message"),
     [
-        ("/health", (404, ""), [], "/health answered 404; give the address of vLLM itself"),
-        ("/health", (503, ""), [], "/health answered 503; wait until the server is well"),
+        ("/health", (404, ""), [], "/health returned 404; give the address of vLLM itself"),
+        ("/health", (503, ""), [], "/health returned 503; wait until the server is healthy"),
         ("/v1/models", (401, '{"error": "Unauthorized"}'), [],
-         'answered 401: {"error": "Unauthorized"}; pass --api-key'),
-        ("/v1/models", (401, ""), ["--api-key", "guess"], "--api-key is not the server's"),
+         'returned 401: {"error": "Unauthorized"}; pass --api-key'),
+        ("/v1/models", (401, ""), ["--api-key", "guess"], "--api-key is not the server's key"),
         ("/v1/models", (200, "<html>"), [], "lists no model; is it a vLLM server?"),
         ("/v1/chat/completions",
          (400, '{"error": {"message": "you must provide a chat template."}}'), [],
-         "you must provide a chat template. Every prompt is sent as a chat: start it with"
+         "you must provide a chat template. Every prompt is sent as a chat: start the server with"
          " --chat-template"),
         ("/v1/chat/completions", (404, "no such page"), [], "answered 404: no such page"),
     ],
 )  # fmt: skip
-def test_a_server_that_is_not_what_it_should_be(asked, fake, page, answer, flags, said):
-    fake.pages[page] = answer
-    done = asked(*flags)
-    assert done.status == 2
-    assert said in one_sentence(done)
-    assert "guess" not in done.err
+def test_an_unusable_server_is_an_error_with_a_fix(
+    run_compare, fake, page, response, flags, message
+):
+    fake.responses[page] = response
+    result = run_compare(*flags)
+    assert result.status == 2
+    assert message in error_sentence(result)
+    assert "guess" not in result.err
 
 
-def test_a_server_whose_key_has_an_end_of_line(asked, fake):
-    done = asked("--api-key", "guess\n")
-    assert (done.status, fake.asked) == (2, [])
-    assert "--api-key must be ASCII without spaces" in one_sentence(done)
-    assert "guess" not in done.err
+def test_an_api_key_with_a_line_break_is_refused(run_compare, fake):
+    result = run_compare("--api-key", "guess\n")
+    assert (result.status, fake.requests) == (2, [])
+    assert "--api-key must be ASCII without spaces" in error_sentence(result)
+    assert "guess" not in result.err
 
 
-def test_a_server_without_the_plugin(asked, fake):
-    fake.plugin = False
-    done = asked()
-    assert done.status == 2
-    assert "start it with --kv-compress off --kv-allow-override all" in one_sentence(done)
-    assert not fake.prompts
+def test_a_server_without_the_plugin_is_refused(run_compare, fake):
+    fake.has_plugin = False
+    result = run_compare()
+    assert result.status == 2
+    assert "start the server with --kv-compress off --kv-allow-override all" in error_sentence(
+        result
+    )
+    assert not fake.prompt_requests
 
 
-def test_a_server_that_refuses_a_method(asked, fake):
-    fake.allowed = ["off", "cake"]
-    done = asked()
-    assert done.status == 2
-    said = one_sentence(done)
-    assert "the server refuses snapkv 0.5: kv_compress must be one of ['off', 'cake']" in said
-    assert "--kv-allow-override all" in said
-    assert not fake.prompts
+def test_a_method_that_the_server_refuses_is_an_error(run_compare, fake):
+    fake.allowed_methods = ["off", "cake"]
+    result = run_compare()
+    assert result.status == 2
+    message = error_sentence(result)
+    assert "the server refuses snapkv 0.5: kv_compress must be one of ['off', 'cake']" in message
+    assert "--kv-allow-override all" in message
+    assert not fake.prompt_requests
 
 
-def test_a_server_that_lets_no_request_choose(asked, fake):
+def test_a_server_without_overrides_is_refused(run_compare, fake):
     reason = "this server does not let requests choose kv_compress or kv_budget"
-    fake.pages["/v1/chat/completions"] = 400, json.dumps({"error": {"message": reason}})
-    said = one_sentence(asked())
-    assert f"the server refuses off: {reason}; start it with --kv-allow-override all" in said
+    fake.responses["/v1/chat/completions"] = 400, json.dumps({"error": {"message": reason}})
+    message = error_sentence(run_compare())
+    assert (
+        f"the server refuses off: {reason}; start the server with --kv-allow-override all"
+    ) in message
 
 
-def test_a_server_that_must_compress(asked, fake):
-    fake.allowed = ["cake", "snapkv"]
-    assert "the server refuses off" in one_sentence(asked())
+def test_a_server_that_does_not_allow_off_is_refused(run_compare, fake):
+    fake.allowed_methods = ["cake", "snapkv"]
+    assert "the server refuses off" in error_sentence(run_compare())
 
 
-def test_a_server_without_metrics_is_asked_for_a_method_that_is_none(asked, fake):
-    fake.metrics = False
-    assert asked().status == 1
-    assert len(fake.prompts) == 50
+def test_without_metrics_an_unknown_method_detects_the_plugin(run_compare, fake):
+    fake.has_metrics = False
+    assert run_compare().status == 1
+    assert len(fake.prompt_requests) == 50
 
 
-def test_a_score_without_answers(asked, tmp_path, compare, fake):
+def test_by_score_needs_prompts_with_answers(run_compare, tmp_path, compare, fake):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a 1"}\n')
-    done = compare("--url", fake.url, "--prompts", "mine.jsonl", "--by", "score", *CELLS)
-    assert "--by score needs prompts with an answer" in one_sentence(done)
-    done = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
+    result = compare("--url", fake.url, "--prompts", "mine.jsonl", "--by", "score", *CELLS)
+    assert "--by score needs prompts with an answer" in error_sentence(result)
+    result = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
     assert json.loads((tmp_path / "out/report.json").read_text())["recommendation"]["by"] == (
         "similarity"
     )
 
 
-def test_a_server_that_is_lost_on_the_way_and_comes_back(asked, fake, tmp_path):
+def test_a_run_resumes_after_the_server_was_lost(run_compare, fake, tmp_path):
     fake.fail_from = 23
-    done = asked()
-    assert done.status == 2
-    said = one_sentence(done)
-    assert "out of luck" in said
-    # four prompts of five requests, and two cells of the fifth
-    assert "18 of 40 are done and kept in out; the same command goes on from there." in said
+    result = run_compare()
+    assert result.status == 2
+    message = error_sentence(result)
+    assert "out of luck" in message
+    # Four prompts of five requests each, and two cells of the fifth prompt.
+    assert "18 of 40 results are saved in out; run the same command to resume." in message
     assert len((tmp_path / "out/journal.jsonl").read_text().splitlines()) == 18
-    assert "This is not all: 18 of 40 are done." in (tmp_path / "out/report.md").read_text()
-    before = len(fake.prompts)
+    markdown = (tmp_path / "out/report.md").read_text()
+    assert "This run is incomplete: 18 of 40 results are in the figures." in markdown
+    before = len(fake.prompt_requests)
     fake.fail_from = None
-    done = asked("--json")
-    assert "18 of 40 are there already." in done.err
-    found = json.loads(done.out)
-    assert found["complete"]
-    assert {cell["asked"] for cell in found["cells"]} == {10}
-    # the full cache once more for the prompt that was begun, and what was open
-    assert len(fake.prompts) - before == 6 + 22
-    again = len(fake.prompts)
-    assert json.loads(asked("--json").out)["cells"] == found["cells"]
-    assert len(fake.prompts) == again
+    result = run_compare("--json")
+    assert "Resuming: 18 of 40 results were saved earlier." in result.err
+    report = json.loads(result.out)
+    assert report["complete"]
+    assert {cell["asked"] for cell in report["cells"]} == {10}
+    # The full cache runs again for the unfinished prompt.
+    assert len(fake.prompt_requests) - before == 6 + 22
+    num_requests = len(fake.prompt_requests)
+    assert json.loads(run_compare("--json").out)["cells"] == report["cells"]
+    assert len(fake.prompt_requests) == num_requests
 
 
-def test_an_answer_that_breaks_off_is_no_answer(asked, fake, tmp_path, monkeypatch):
-    """The server dies: its last answer ends early, and its connection as any other."""
+def test_an_incomplete_stream_is_not_a_result(run_compare, fake, tmp_path, monkeypatch):
+    """The server dies: its last stream ends early, and the connection closes normally."""
     stream = fake._stream
 
     def cut(*request):
         text = stream(*request)
-        return text if len(fake.prompts) <= 23 else text[: text.rindex("data: ")]
+        return text if len(fake.prompt_requests) <= 23 else text[: text.rindex("data: ")]
 
     monkeypatch.setattr(fake, "_stream", cut)
-    said = one_sentence(asked())
-    assert "broke off its answer" in said
-    assert ". 18 of 40 are done and kept in out; the same command goes on from there." in said
+    message = error_sentence(run_compare())
+    assert "broke off its answer" in message
+    assert ". 18 of 40 results are saved in out; run the same command to resume." in message
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    done = asked("--json")
-    assert "18 of 40 are there already." in done.err
-    assert json.loads(done.out)["complete"]
+    result = run_compare("--json")
+    assert "Resuming: 18 of 40 results were saved earlier." in result.err
+    assert json.loads(result.out)["complete"]
 
 
 @pytest.mark.parametrize("keep_text", [True, False])
-def test_prompts_that_the_server_refuses(asked, fake, tmp_path, keep_text):
-    """Every one, for its length; a reason may have what looks like a terminal's markup."""
-    fake.refuse, fake.reason = "secret", "[/INST] this model's maximum context length is 8 \ud83d"
-    done = asked(*["--keep-text"] * keep_text)
-    assert done.status == 1
-    assert "The server refused 10 of 10 prompts (status 400, too long for its context)" in done.out
-    assert "No recommendation: no prompt was answered." in done.out
-    assert ("[/INST] this model's maximum context length is 8 ?: secret" in done.out) == keep_text
+def test_the_reason_of_a_refusal_is_shown_with_keep_text_only(
+    run_compare, fake, tmp_path, keep_text
+):
+    """The server refuses every prompt for its length. The reason looks like terminal markup."""
+    fake.refused_text, fake.refusal_reason = (
+        "secret",
+        "[/INST] this model's maximum context length is 8 \ud83d",
+    )
+    result = run_compare(*["--keep-text"] * keep_text)
+    assert result.status == 1
+    assert (
+        "The server refused 10 of 10 prompts (status 400, too long for its context)" in result.out
+    )
+    assert "No recommendation: the server completed no prompt." in result.out
+    assert ("[/INST] this model's maximum context length is 8 ?: secret" in result.out) == keep_text
     assert ("secret" in (tmp_path / "out/report.md").read_text()) == keep_text
-    assert "Traceback" not in done.err
+    assert "Traceback" not in result.err
 
 
-def test_a_hiccup_is_no_loss(asked, fake, monkeypatch):
-    chat, hiccups = fake._chat, iter([False] * 30 + [True] * 3 + [False] * 1000)
-    monkeypatch.setattr(fake, "_chat", lambda b: (503, "") if next(hiccups) else chat(b))
-    assert asked().status == 1
+def test_transient_failures_are_retried(run_compare, fake, monkeypatch):
+    chat, failures = fake._chat, iter([False] * 30 + [True] * 3 + [False] * 1000)
+    monkeypatch.setattr(fake, "_chat", lambda b: (503, "") if next(failures) else chat(b))
+    assert run_compare().status == 1
 
 
-def test_an_answer_that_is_no_stream(asked, fake, monkeypatch):
+def test_a_response_without_a_stream_is_an_error(run_compare, fake, monkeypatch):
     monkeypatch.setattr(fake, "_stream", lambda *_: "data: no\n")
-    done = asked()
-    assert done.status == 2
-    assert "is it a vLLM server?" in one_sentence(done)
+    result = run_compare()
+    assert result.status == 2
+    assert "is it a vLLM server?" in error_sentence(result)
 
 
-def test_a_server_of_our_own_that_is_lost(compare, fake, tmp_path, monkeypatch):
+def test_losing_the_started_server_names_its_log(compare, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "vllm_kvcompress.compare.server.start", lambda *_: contextlib.nullcontext(fake.url)
     )
     fake.fail_from = 3
     (tmp_path / "config.json").write_text("{}")
-    done = compare("--model", ".", "--tasks", "niah-single", "--length", 400, "--count", 3, *CELLS)
-    assert done.status == 2
-    assert one_sentence(done).endswith(" from there. The server's log is out/server.log.")
+    result = compare(
+        "--model", ".", "--tasks", "niah-single", "--length", 400, "--count", 3, *CELLS
+    )
+    assert result.status == 2
+    assert error_sentence(result).endswith(" to resume. The server's log is out/server.log.")
 
 
-def test_a_server_of_our_own_that_does_not_start(compare, tmp_path, monkeypatch):
+def test_a_server_that_does_not_start_is_an_error_with_its_log(compare, tmp_path, monkeypatch):
     flags = []
 
     def command(model, port, arguments):
@@ -243,9 +260,9 @@ def test_a_server_of_our_own_that_does_not_start(compare, tmp_path, monkeypatch)
     monkeypatch.setattr(server, "command", command)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    done = compare("--model", "model", "--tasks", "niah-single", *CELLS, "--", "--enforce-eager")
-    assert done.status == 2
-    assert "the server ended before it was healthy; see out/server.log" in one_sentence(done)
+    result = compare("--model", "model", "--tasks", "niah-single", *CELLS, "--", "--enforce-eager")
+    assert result.status == 2
+    assert "the server ended before it was healthy; see out/server.log" in error_sentence(result)
     assert "no such model" in (tmp_path / "out/server.log").read_text()
     assert flags[flags.index("--kv-allow-override") + 1] == "off,cake,snapkv,streamingllm,random"
     assert flags[flags.index("--kv-budget-bounds") + 1] == "0.2:0.5"

@@ -1,4 +1,4 @@
-"""A disk that is full, or takes no more of a file: what was found is kept, and printed."""
+"""Comparison on a full disk: finished results are kept and the report is printed."""
 
 import json
 import resource
@@ -10,23 +10,23 @@ from fake_vllm import write_prompts
 
 
 @contextmanager
-def files_of_at_most(size):
-    """Every write of this process past `size` bytes of a file fails, where one is given."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+def file_size_limit(max_bytes):
+    """Fail every write of this process beyond `max_bytes` of a file, None for no limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if max_bytes is None else max_bytes, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
-def asked(compare, fake, tmp_path):
-    """Compare so many prompts at one method and budget."""
+def run_compare(compare, fake, tmp_path):
+    """Return a function that compares `count` prompts with one method and budget."""
 
-    def asking(count, *more, limit=None):
+    def run(count, *flags, max_bytes=None):
         write_prompts(tmp_path / "mine.jsonl", range(count))
-        with files_of_at_most(limit):
+        with file_size_limit(max_bytes):
             return compare(
                 "--url",
                 fake.url,
@@ -38,59 +38,59 @@ def asked(compare, fake, tmp_path):
                 "snapkv",
                 "--budgets",
                 "0.2",
-                *more,
+                *flags,
             )
 
-    return asking
+    return run
 
 
-def last_line(done):
-    assert "Traceback" not in done.err
-    return done.err.strip().splitlines()[-1]
+def last_line(result):
+    assert "Traceback" not in result.err
+    return result.err.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags", [[], ["--keep-text"]])
-def test_it_is_full_on_the_way(asked, tmp_path, flags):
-    done = asked(20, *flags, limit=3000)
-    assert done.status == 2
-    said = last_line(done)
-    assert said.startswith("kvcompress: error: --out out cannot be written ([Errno 27]")
+def test_a_disk_that_fills_up_keeps_finished_results(run_compare, tmp_path, flags):
+    result = run_compare(20, *flags, max_bytes=3000)
+    assert result.status == 2
+    message = last_line(result)
+    assert message.startswith("kvcompress: error: --out out cannot be written ([Errno 27]")
     journal = tmp_path / "out" / "journal.jsonl"
-    kept = journal.read_bytes().count(b"\n")
-    assert 0 < kept < 20
-    assert f"{kept} of 20 are done and kept in out; the same command goes on" in said
-    assert f"{kept} of {kept}" in done.out
-    done = asked(20, *flags)
-    assert f"{kept} of 20 are there already." in done.err
-    found = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (found["complete"], found["cells"][0]["asked"]) == (True, 20)
+    num_saved = journal.read_bytes().count(b"\n")
+    assert 0 < num_saved < 20
+    assert f"{num_saved} of 20 results are saved in out; run the same command to resume" in message
+    assert f"{num_saved} of {num_saved}" in result.out
+    result = run_compare(20, *flags)
+    assert f"Resuming: {num_saved} of 20 results were saved earlier." in result.err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["complete"], report["cells"][0]["asked"]) == (True, 20)
     assert len(journal.read_text().splitlines()) == 20
 
 
-def test_it_has_no_room_for_the_report(asked):
-    done = asked(3, limit=3000)
-    assert done.status == 2
-    assert "out cannot have the report ([Errno 27]" in last_line(done)
-    assert "3 of 3 are done and kept in out" in last_line(done)
-    assert "It takes 149." in done.out
+def test_the_report_is_printed_if_it_cannot_be_written(run_compare):
+    result = run_compare(3, max_bytes=3000)
+    assert result.status == 2
+    assert "the report cannot be written to out ([Errno 27]" in last_line(result)
+    assert "3 of 3 results are saved in out" in last_line(result)
+    assert "At least 149 are needed." in result.out
 
 
-def test_it_takes_nothing_at_all(asked, fake):
-    done = asked(3, limit=0)
-    assert (done.status, fake.prompts) == (2, [])
-    assert "--out out cannot be written ([Errno 27]" in last_line(done)
-    assert "make room there, or give another folder" in last_line(done)
+def test_a_full_disk_is_an_error_before_any_prompt_is_sent(run_compare, fake):
+    result = run_compare(3, max_bytes=0)
+    assert (result.status, fake.prompt_requests) == (2, [])
+    assert "--out out cannot be written ([Errno 27]" in last_line(result)
+    assert "free some disk space, or use another folder" in last_line(result)
 
 
-def test_half_of_a_pair_is_kept_as_it_was_sent(asked, fake, tmp_path):
-    """Which a client that cuts a text by its letters leaves, and UTF-8 has no sign for."""
-    asked(1)
+def test_a_lone_surrogate_is_saved_as_it_was_sent(run_compare, fake, tmp_path):
+    """Clients that cut a text between UTF-16 units send lone surrogates, which UTF-8 lacks."""
+    run_compare(1)
     write_prompts(tmp_path / "mine.jsonl", [4])
     text = (tmp_path / "mine.jsonl").read_text().replace("secret 4", "\\ud83d \u20ac 4")
     (tmp_path / "halves.jsonl").write_text(text, encoding="utf-8")
-    done = asked(1, "--prompts", "halves.jsonl", "--keep-text", "--out", "halves")
-    assert done.status == 1, done.err
-    sent = fake.prompts[-1]["messages"]
+    result = run_compare(1, "--prompts", "halves.jsonl", "--keep-text", "--out", "halves")
+    assert result.status == 1, result.err
+    sent = fake.prompt_requests[-1]["messages"]
     assert sent[0]["content"].endswith("\ud83d \u20ac 4")
     lines = (tmp_path / "halves" / "texts.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["messages"] for line in lines] == [sent, sent]

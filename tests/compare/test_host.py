@@ -1,4 +1,4 @@
-"""A server's address and key, and what is said of an answer that is none."""
+"""Address, API key, TLS and streams of a server (`serving.exposition.Host`)."""
 
 import datetime
 import http.server
@@ -35,42 +35,42 @@ from vllm_kvcompress.serving.exposition import Host, Unreachable, error_message
         "http://host#x",
     ],
 )
-def test_an_address_that_is_none(url):
+def test_an_invalid_address_is_refused(url):
     with pytest.raises(ConfigError, match="--url must be a server's address without a path"):
         Host(url)
 
 
 @pytest.mark.parametrize("url", ["http://host", "https://[::1]:8000/", "http://a-b.c:1"])
-def test_an_address(url):
+def test_a_valid_address_is_accepted(url):
     assert Host(url).url == url
 
 
-def test_a_name_that_no_host_can_have():
+def test_an_invalid_host_name_is_unreachable():
     with pytest.raises(Unreachable, match="does not answer"):
         Host("http://a..b").get("/health", 1.0)
 
 
 @pytest.mark.parametrize("key", ["guess\n", "gu ess", " guess", "gu\u00e9ss", "guess\r\nX-A: 1"])
-def test_a_key_that_no_header_can_have_is_not_quoted(key):
-    with pytest.raises(ConfigError, match="--api-key must be ASCII without spaces") as raised:
+def test_an_invalid_api_key_is_refused_without_quoting_it(key):
+    with pytest.raises(ConfigError, match="--api-key must be ASCII without spaces") as exc_info:
         Host("http://host", key)
-    assert "ess" not in str(raised.value)
+    assert "ess" not in str(exc_info.value)
 
 
 @pytest.mark.parametrize("text", ["", "data: {}\n\n", "data: {}\n\ndata: [DO"])
-def test_a_stream_that_ends_without_its_end(text):
+def test_a_stream_without_done_is_an_error(text):
     with server(lambda *_: (200, text)) as url, pytest.raises(Unreachable, match="broke off"):
         list(Host(url).stream("/", {}, 10.0))
 
 
-def test_a_stream():
+def test_a_stream_yields_its_events():
     text = 'data: {"a": 1}\n\ndata: {"a": 2}\n\ndata: [DONE]'
     with server(lambda *_: (200, text)) as url:
         assert list(Host(url).stream("/", {}, 10.0)) == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"error": {"message": "no\\n\\nsuch \\ud83d model"}}', "no such ? model"),
         ('{"error": "no"}', '{"error": "no"}'),
@@ -78,13 +78,13 @@ def test_a_stream():
         ("", ""),
     ],
 )
-def test_the_sentence_of_an_error(text, said):
-    assert error_message(text) == said
+def test_error_messages_are_one_short_line(text, message):
+    assert error_message(text) == message
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A file with a key and a certificate of 127.0.0.1 that it signed itself."""
+    """Return a file with a private key and a self-signed certificate for 127.0.0.1."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
     now = datetime.datetime.now(datetime.UTC)
@@ -98,7 +98,7 @@ def certificate(tmp_path_factory):
         )
         .sign(key, hashes.SHA256())
     )
-    path = tmp_path_factory.mktemp("tls") / "it.pem"
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
     pem = serialization.Encoding.PEM
     private = key.private_bytes(
         pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -109,7 +109,7 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture
 def encrypted(certificate):
-    """URL of a server that speaks TLS with it."""
+    """Yield the URL of a server that uses the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as running:
@@ -122,12 +122,14 @@ def encrypted(certificate):
         thread.join()
 
 
-def test_a_certificate_that_is_not_trusted(encrypted):
-    with pytest.raises(Unreachable, match=r"certificate that is not trusted here .*self") as raised:
+def test_an_untrusted_certificate_is_an_error_with_a_fix(encrypted):
+    with pytest.raises(
+        Unreachable, match=r"certificate that is not trusted here .*self"
+    ) as exc_info:
         Host(encrypted).get("/none", 10.0)
-    assert "name the file of its authority in SSL_CERT_FILE" in str(raised.value)
+    assert "name the file of its authority in SSL_CERT_FILE" in str(exc_info.value)
 
 
-def test_a_certificate_that_is_named_is_trusted(encrypted, certificate, monkeypatch):
+def test_ssl_cert_file_makes_a_certificate_trusted(encrypted, certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert Host(encrypted).get("/none", 10.0)[0] == 404

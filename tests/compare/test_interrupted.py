@@ -1,4 +1,4 @@
-"""The command as a process that is interrupted or killed, and started again."""
+"""``kvcompress compare`` as a process that is interrupted or killed, and then resumed."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from fake_vllm import write_prompts
 
-# A job in the background starts with SIGINT ignored, and hands that on.
+# A background job starts with SIGINT ignored, and its child processes inherit that.
 SCRIPT = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
     " from vllm_kvcompress.cli import main; main()"
@@ -43,40 +43,41 @@ def start(fake, folder):
     )
 
 
-def lines(folder):
+def journal_lines(folder):
     path = folder / "kvcompress-compare" / "journal.jsonl"
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_what_was_done_is_kept_and_gone_on_with(fake, tmp_path, sign):
-    fake.pace_s = 0.05
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_is_resumed(fake, tmp_path, signal_number):
+    fake.hold_from = 20
     write_prompts(tmp_path / "mine.jsonl", range(30))
-    first = start(fake, tmp_path)
+    first_run = start(fake, tmp_path)
     end = time.monotonic() + 300
-    while len(lines(tmp_path)) < 3 and time.monotonic() < end:
+    while len(journal_lines(tmp_path)) < 3 and time.monotonic() < end:
         time.sleep(0.01)
-    first.send_signal(sign)
-    out, err = first.communicate(timeout=300)
-    done = len(lines(tmp_path))
+    first_run.send_signal(signal_number)
+    out, err = first_run.communicate(timeout=300)
+    fake.released.set()
+    done = len(journal_lines(tmp_path))
     assert 3 <= done < 60
-    if sign == signal.SIGKILL:
-        assert first.returncode == -sign
+    if signal_number == signal.SIGKILL:
+        assert first_run.returncode == -signal_number
     else:
-        assert first.returncode == 130
-        assert f"interrupted; {done} of 60 are done and kept in kvcompress-compare" in err
+        assert first_run.returncode == 130
+        assert f"interrupted; {done} of 60 results are saved in kvcompress-compare" in err
         assert not json.loads(out)["complete"]
     assert "Traceback" not in err
 
-    fake.pace_s, before = 0.0, len(fake.prompts)
-    second = start(fake, tmp_path)
-    out, err = second.communicate(timeout=300)
-    assert second.returncode == 1, err
-    assert f"{done} of 60 are there already." in err
-    found = json.loads(out)
-    assert found["complete"]
-    assert [cell["asked"] for cell in found["cells"]] == [30, 30]
-    assert found["cells"][1]["exact"]["mean"] == 0.5
-    # What is left, and the full cache once more for each prompt that was begun. One request
-    # of the command that was killed may reach the server after its end.
-    assert 60 - done <= len(fake.prompts) - before <= 60 - done + 30 + 1
+    before = len(fake.prompt_requests)
+    second_run = start(fake, tmp_path)
+    out, err = second_run.communicate(timeout=300)
+    assert second_run.returncode == 1, err
+    assert f"Resuming: {done} of 60 results were saved earlier." in err
+    report = json.loads(out)
+    assert report["complete"]
+    assert [cell["asked"] for cell in report["cells"]] == [30, 30]
+    assert report["cells"][1]["exact"]["mean"] == 0.5
+    # The remaining results, and one full-cache request per unfinished prompt. One request of the
+    # killed command may reach the server after its end.
+    assert 60 - done <= len(fake.prompt_requests) - before <= 60 - done + 30 + 1

@@ -1,4 +1,4 @@
-"""Agreement, edit distance and KL, against definitions written out again."""
+"""Agreement, edit distance, KL and loops, compared with direct implementations."""
 
 import functools
 import math
@@ -31,12 +31,12 @@ def levenshtein(a: str, b: str) -> int:
 
 
 @given(TEXT, TEXT)
-def test_distance_is_levenshteins(a, b):
+def test_distance_is_the_levenshtein_distance(a, b):
     assert distance(a, b) == levenshtein(a, b) == distance(b, a)
 
 
 @given(TEXT, TEXT)
-def test_similarity_is_one_for_the_same_alone(a, b):
+def test_similarity_is_one_for_equal_texts_only(a, b):
     assert 0 <= similarity(a, b) <= 1
     assert (similarity(a, b) == 1) == (a == b)
 
@@ -52,9 +52,9 @@ def test_similarity_is_one_for_the_same_alone(a, b):
     ],
 )
 def test_agreement(a, b, exact, shared, similar):
-    found = agreement(list(a), list(b))
-    assert (found.exact, found.shared) == (exact, shared)
-    assert found.similarity == pytest.approx(similar)
+    result = agreement(list(a), list(b))
+    assert (result.exact, result.shared) == (exact, shared)
+    assert result.similarity == pytest.approx(similar)
 
 
 def distributions(size: int):
@@ -68,36 +68,39 @@ def top(p: list[float], count: int) -> dict[str, float]:
 
 
 @given(distributions(9), distributions(9), st.integers(1, 9))
-def test_kl_is_a_lower_bound_and_exact_where_all_is_told(p, q, count):
+def test_coarse_kl_is_a_lower_bound_and_exact_with_all_tokens(p, q, count):
     true = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    found = coarse_kl(top(p, count), top(q, count))
-    assert 0 <= found <= true + 1e-4
+    result = coarse_kl(top(p, count), top(q, count))
+    assert 0 <= result <= true + 1e-4
     assert coarse_kl(top(p, 9), top(q, 9)) == pytest.approx(max(true, 0), abs=1e-4)
     assert coarse_kl(top(p, count), top(p, count)) == pytest.approx(0, abs=1e-9)
 
 
-def test_kl_by_hand():
-    """Both tell a; p's b and q's c are among the others: (0.5, 0.5) against (0.25, 0.75)."""
+def test_coarse_kl_merges_tokens_of_one_side():
+    """Only a is on both sides, so b and c are merged: (0.5, 0.5) against (0.25, 0.75)."""
     p = {"a": math.log(0.5), "b": math.log(0.4)}
     q = {"a": math.log(0.25), "c": math.log(0.7)}
     want = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
     assert coarse_kl(p, q) == pytest.approx(want)
 
 
-def test_kl_of_sure_tokens_is_finite():
-    """float32 log-probabilities add up to a little more than one."""
+def test_coarse_kl_of_near_certain_tokens_is_finite():
+    """The probabilities of float32 log-probabilities can sum to slightly more than 1."""
     assert coarse_kl({"a": 1e-8}, {"a": -30.0, "b": 0.0}) == pytest.approx(30.0)
     assert coarse_kl({"a": -30.0, "b": 0.0}, {"a": 1e-8}) < 20
     assert coarse_kl({"a": 1e-7}, {"a": 1e-7}) == 0
 
 
-def test_divergence_adds_up_places():
-    sure, torn = {"a": math.log(0.9), "b": math.log(0.1)}, {"a": math.log(0.4), "b": math.log(0.6)}
-    found = divergence([sure, sure], [sure, torn])
-    assert (found.places, found.same_first) == (2, 1)
-    assert found.kl == pytest.approx(coarse_kl(sure, torn))
+def test_divergence_sums_over_positions():
+    confident, uncertain = (
+        {"a": math.log(0.9), "b": math.log(0.1)},
+        {"a": math.log(0.4), "b": math.log(0.6)},
+    )
+    result = divergence([confident, confident], [confident, uncertain])
+    assert (result.places, result.same_first) == (2, 1)
+    assert result.kl == pytest.approx(coarse_kl(confident, uncertain))
     with pytest.raises(ValueError, match="shorter"):
-        divergence([sure], [])
+        divergence([confident], [])
 
 
 @pytest.mark.parametrize(
@@ -114,16 +117,18 @@ def test_divergence_adds_up_places():
         ("", False),
     ],
 )
-def test_a_loop_is_the_same_words_four_times_at_the_end(text, ends_in_a_loop):
+def test_four_repetitions_at_the_end_are_a_loop(text, ends_in_a_loop):
     assert loops(text) is ends_in_a_loop
 
 
-def test_words_that_stand_in_three_places_are_a_loop():
-    run = "the cat sat on the mat and slept"
-    assert loops(f"{run} soundly. {run} again, and {run} at last, and then the cat woke up again")
-    assert not loops(f"{run} soundly. {run} again, and then the cat woke up")
-    seven = run.rsplit(" ", 1)[0]
-    assert not loops(f"{seven} so. {seven} here. {seven} there, and then the cat woke up")
-    # places do not reach into one another: these words stand in two
+def test_a_passage_of_eight_words_three_times_is_a_loop():
+    passage = "the cat sat on the mat and slept"
+    assert loops(f"{passage} soundly. {passage} again, and {passage} at last, and then it woke up")
+    assert not loops(f"{passage} soundly. {passage} again, and then the cat woke up")
+    seven_words = passage.rsplit(" ", 1)[0]
+    assert not loops(
+        f"{seven_words} so. {seven_words} here. {seven_words} there, and then the cat woke up"
+    )
+    # Occurrences must not overlap: five repetitions of four words contain the passage twice.
     assert not loops("a b c d " * 5 + "x y")
     assert loops("a b c d " * 6 + "x y")

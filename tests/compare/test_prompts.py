@@ -1,4 +1,4 @@
-"""An operator's file: what a line may be, and what is said of one that is not."""
+"""Reading prompts from a JSONL file, and the errors for invalid lines."""
 
 import json
 
@@ -14,7 +14,7 @@ def read(tmp_path, *lines):
     return read_prompts(path, max_tokens=64)
 
 
-def test_both_forms_of_a_line(tmp_path):
+def test_a_line_has_messages_or_a_prompt(tmp_path):
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
     first, second, third = read(
         tmp_path,
@@ -27,11 +27,11 @@ def test_both_forms_of_a_line(tmp_path):
     assert [i.max_tokens for i in (first, second, third)] == [9, 64, 3]
     assert [i.answers for i in (first, second, third)] == [(), ("Here",), ("a", "b")]
     assert second.messages == ({"role": "user", "content": "Where?"},)
-    assert second.name == "prompts/3"  # the line
+    assert second.name == "prompts/3"  # the line number
     assert {i.task for i in (first, second, third)} == {"prompts"}
 
 
-def test_a_line_of_an_agents_traffic(tmp_path):
+def test_messages_with_tool_calls_are_accepted(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     chat = [
         {"role": "user", "content": "Which?"},
@@ -39,65 +39,68 @@ def test_a_line_of_an_agents_traffic(tmp_path):
         {"role": "tool", "tool_call_id": "1", "content": "that one"},
     ]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    bare, told = read(
+    bare, with_tools = read(
         tmp_path, {"messages": chat}, {"messages": chat, "tools": [tool], "tool_choice": "auto"}
     )
     assert (bare.messages, bare.tools) == (tuple(chat), ())
-    assert (told.messages, told.tools) == (tuple(chat), (tool,))
-    assert len({*keys([bare, told])}) == 2
+    assert (with_tools.messages, with_tools.tools) == (tuple(chat), (tool,))
+    assert len({*keys([bare, with_tools])}) == 2
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{secret", "Expecting property name enclosed in double quotes (column 2)"),
         ('{"prompt": "secret', "must be JSON"),
-        ('{"prompt": "secret", "n": ' + "[" * 100_000, "it is nested too deep"),
+        ('{"prompt": "secret", "n": ' + "[" * 100_000, "it is nested too deeply"),
         ('{"prompt": "secret", "max_tokens": ' + "9" * 5000 + "}", "must be JSON"),
         ('["secret"]', "must be an object"),
-        ({"text": "secret"}, "must have one of messages and prompt"),
-        ({"prompt": "secret", "messages": []}, "must have one of messages and prompt"),
-        ({"prompt": ""}, "prompt must be a text that is not empty"),
-        ({"messages": []}, "messages must be a list that is not empty"),
+        ({"text": "secret"}, "must have either messages or prompt"),
+        ({"prompt": "secret", "messages": []}, "must have either messages or prompt"),
+        ({"prompt": ""}, "prompt must be a non-empty string"),
+        ({"messages": []}, "messages must be a non-empty list"),
         ({"messages": [{"role": "user"}]}, "message 1 must be an object with role and content"),
         ({"messages": ["secret"]}, "message 1 must be an object with role and content"),
         (
             {"messages": [{"role": "assistant", "content": "", "audio": []}]},
-            "got audio as well",
+            "has audio, but a message may only have",
         ),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-            "tool_calls must be a list of calls, each with its function",
+            "tool_calls must be a list of calls, each with a function",
         ),
         ({"messages": [{"role": "tool", "content": None}]}, "must be an object with role and"),
         ({"prompt": "secret", "tools": [{"function": {}}]}, "tools need messages"),
         (
             {"messages": [{"role": "user", "content": "secret"}], "tools": ["secret"]},
-            "tools must be a list of objects, each with its function",
+            "tools must be a list of objects, each with a function",
         ),
-        ({"prompt": "secret", "functions": []}, "has functions, which would change what is"),
-        ({"prompt": "secret", "max_tokens": "9"}, "max_tokens must be a whole number"),
-        ({"prompt": "secret", "max_tokens": True}, "max_tokens must be a whole number"),
+        ({"prompt": "secret", "functions": []}, "has functions, which would change the prompt"),
+        ({"prompt": "secret", "max_tokens": "9"}, "max_tokens must be an integer"),
+        ({"prompt": "secret", "max_tokens": True}, "max_tokens must be an integer"),
         ({"prompt": "secret", "max_tokens": 1}, "at least 2"),
-        ({"prompt": "secret", "answer": 4}, "answer must be a text"),
-        ({"prompt": "secret", "answers": [" "]}, "answer must be a text"),
-        ({"prompt": "secret", "answer": "a", "answers": ["a"]}, "one of answer and answers"),
+        ({"prompt": "secret", "answer": 4}, "answer must be a string"),
+        ({"prompt": "secret", "answers": [" "]}, "answer must be a string"),
+        (
+            {"prompt": "secret", "answer": "a", "answers": ["a"]},
+            "either answer or answers, not both",
+        ),
     ],
 )
-def test_a_line_that_is_none_is_named_and_not_quoted(tmp_path, line, said):
-    with pytest.raises(ConfigError, match=r"mine\.jsonl, line 2") as raised:
+def test_an_invalid_line_is_named_by_number_and_not_quoted(tmp_path, line, message):
+    with pytest.raises(ConfigError, match=r"mine\.jsonl, line 2") as exc_info:
         read(tmp_path, {"prompt": "fine"}, line)
-    assert said in str(raised.value)
-    assert "secret" not in str(raised.value)
+    assert message in str(exc_info.value)
+    assert "secret" not in str(exc_info.value)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
-def test_an_empty_file(tmp_path, text):
-    with pytest.raises(ConfigError, match="must have a prompt in each line, and is empty"):
+def test_an_empty_file_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="must have one prompt per line, but it is empty"):
         read(tmp_path, text)
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_an_unreadable_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none.jsonl", max_tokens=8)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -105,8 +108,9 @@ def test_a_file_that_cannot_be_read(tmp_path):
         read_prompts(tmp_path / "bytes", max_tokens=8)
 
 
-def test_a_text_may_have_any_sign_in_it(tmp_path):
-    """Other ends of lines are none, a mark of the byte order is no text, and half a pair stays."""
+def test_a_prompt_may_contain_any_character(tmp_path):
+    """Unicode line separators do not split lines, a byte order mark is skipped, and a lone
+    surrogate is kept."""
     text = "one\u2028two\u0085three\x0bfour \U0001f600"
     lines = [json.dumps({"prompt": text}, ensure_ascii=False), '{"prompt": "\\ud83d"}']
     for start in ("", "\ufeff"):
@@ -116,7 +120,7 @@ def test_a_text_may_have_any_sign_in_it(tmp_path):
         assert len({*keys([first, second])}) == 2
 
 
-def test_a_line_that_can_be_read_can_be_sent(tmp_path):
+def test_every_accepted_nesting_depth_can_be_sent(tmp_path):
     refused = set()
     for depth in range(900, 1000):
         parts = "[" * depth + "]" * depth
@@ -127,10 +131,10 @@ def test_a_line_that_can_be_read_can_be_sent(tmp_path):
         else:
             assert keys([item])
             json.dumps({"messages": item.messages})
-    assert refused <= {" it is nested too deep"}
+    assert refused <= {" it is nested too deeply"}
 
 
-def test_keys_tell_prompts_apart_and_nothing_of_them(tmp_path):
+def test_keys_are_unique_hashes_of_the_prompts(tmp_path):
     items = read(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}, {"prompt": "a"})
     first, other, second, third = keys(items)
     assert first != other

@@ -1,4 +1,4 @@
-"""Tests of trust: what a program can check of an answer, and prompts that ask for it."""
+"""Trust tasks: the rules that a program checks, and the prompts that set them."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcomes import outcome
-from test_tasks import items, words
+from test_tasks import items, prompt_words
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.summary import summarise
 from vllm_kvcompress.compare.tasks import TRUST, Item
@@ -46,7 +46,9 @@ from vllm_kvcompress.compare.tasks.rules import (
     ],
     ids=lambda value: value.name if hasattr(value, "name") else "",
 )
-def test_a_rule_tells_what_obeys_it(rule: Rule, obeying: list[str], breaking: list[str]) -> None:
+def test_a_rule_accepts_obeying_and_rejects_breaking_answers(
+    rule: Rule, obeying: list[str], breaking: list[str]
+) -> None:
     assert [rule.obeyed(answer) for answer in obeying] == [True] * len(obeying)
     assert [rule.obeyed(answer) for answer in breaking] == [False] * len(breaking)
 
@@ -60,7 +62,7 @@ def test_a_rule_tells_what_obeys_it(rule: Rule, obeying: list[str], breaking: li
         'I call it {now}: {"name": "f", "arguments": {"a": "x", "b": "2"}} and wait.',
     ],
 )
-def test_a_call_is_read_as_models_write_it(written: str) -> None:
+def test_tool_calls_are_parsed_in_every_model_format(written: str) -> None:
     assert Calls("f").obeyed(written)
     assert Arguments("f", (("a", "x"), ("b", "2"))).obeyed(written)
     for other in ((("a", "y"), ("b", "2")), (("a", "x"),)):
@@ -71,7 +73,7 @@ def test_a_call_is_read_as_models_write_it(written: str) -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.text('{}[]":,nameargumts \\1x'))
-def test_whatever_is_answered_is_judged(answer: str) -> None:
+def test_any_answer_gets_a_score(answer: str) -> None:
     for task in TRUST:
         for item in items(task, count=1):
             assert 0 <= item.score(answer) <= 1
@@ -79,7 +81,7 @@ def test_whatever_is_answered_is_judged(answer: str) -> None:
 
 @pytest.mark.parametrize("task", TRUST)
 @pytest.mark.parametrize("question", ["last", "first"])
-def test_a_prompt_of_trust_fills_its_length(task: str, question: str) -> None:
+def test_a_trust_prompt_fills_its_length(task: str, question: str) -> None:
     made = items(task, question=question, count=8)
     assert len({item.name for item in made}) == 8
     for item in made:
@@ -87,10 +89,7 @@ def test_a_prompt_of_trust_fills_its_length(task: str, question: str) -> None:
         assert len({rule.name for rule in item.rules}) == len(item.rules)
         longest = max(item.messages, key=lambda message: len(message["content"]))
         assert longest["role"] == ("tool" if task == "tool-call" else "user")
-        calls = [message.get("tool_calls", ()) for message in item.messages]
-        parts = [json.dumps(each) for each in (*item.tools, *(c for some in calls for c in some))]
-        size = sum(map(words, [*parts, *(message["content"] for message in item.messages)]))
-        assert 0.8 * 1200 < size <= 1200
+        assert 0.8 * 1200 < prompt_words(item) <= 1200
 
 
 def system(item: Item) -> str:
@@ -98,29 +97,29 @@ def system(item: Item) -> str:
     return str(item.messages[0]["content"])
 
 
-def test_two_rules_stand_in_the_system_prompt_in_both_orders() -> None:
+def test_two_rules_are_in_the_system_prompt_in_both_orders() -> None:
     made = items("instructions", count=40)
-    told: dict[str, set[str]] = {}
-    for one, other in zip(made[::2], made[1::2], strict=True):
-        assert one.rules == other.rules[::-1]
-        assert one.messages[1] == other.messages[1]
-        first, second = re.split(r" The (?:first|second) rule: ", system(one))[1:]
-        assert system(other).endswith(f"The first rule: {second} The second rule: {first}")
-        for rule, wording in zip(one.rules, (first, second), strict=True):
-            told.setdefault(rule.name, set()).add(wording)
+    wordings: dict[str, set[str]] = {}
+    for item, swapped in zip(made[::2], made[1::2], strict=True):
+        assert item.rules == swapped.rules[::-1]
+        assert item.messages[1] == swapped.messages[1]
+        first, second = re.split(r" The (?:first|second) rule: ", system(item))[1:]
+        assert system(swapped).endswith(f"The first rule: {second} The second rule: {first}")
+        for rule, wording in zip(item.rules, (first, second), strict=True):
+            wordings.setdefault(rule.name, set()).add(wording)
         for word in re.findall(r'word "(\w+)"', first + second):
-            assert any(word == getattr(rule, "word", "") for rule in one.rules)
-    assert len(told) == 6
+            assert any(word == getattr(rule, "word", "") for rule in item.rules)
+    assert len(wordings) == 6
 
 
-def test_a_secret_is_told_to_the_system_prompt_alone() -> None:
+def test_the_secret_occurs_in_the_system_prompt_only() -> None:
     for item in items("secret", count=8):
         (rule,) = item.rules
         assert not rule.obeyed(system(item))
         assert rule.obeyed(item.messages[1]["content"])
 
 
-def test_the_object_that_is_asked_for_is_in_the_text() -> None:
+def test_the_values_of_the_json_object_are_in_the_text() -> None:
     for item in items("json", count=6):
         keys = next(rule.keys for rule in item.rules if isinstance(rule, Keys))
         text = item.messages[1]["content"]
@@ -131,17 +130,17 @@ def test_the_object_that_is_asked_for_is_in_the_text() -> None:
         assert item.obeyed(wrong) == {"parses": True, "keys": True, "values": False}
 
 
-def test_each_tool_is_what_some_request_needs() -> None:
+def test_every_tool_is_needed_by_some_request() -> None:
     needed = set()
     for item in items("tool-call", count=5):
         functions = {tool["function"]["name"]: tool["function"] for tool in item.tools}
-        (_, _, called, result, _, asked) = item.messages
+        (_, _, called, result, _, request) = item.messages
         assert called["tool_calls"][0]["id"] == result["tool_call_id"]
         assert json.loads(called["tool_calls"][0]["function"]["arguments"])
         rule = next(rule for rule in item.rules if isinstance(rule, Arguments))
         parameters = functions[rule.function]["parameters"]
         assert parameters["required"] == [key for key, _ in rule.pairs]
-        assert all(value in asked["content"] for _, value in rule.pairs)
+        assert all(value in request["content"] for _, value in rule.pairs)
         call = {"name": rule.function, "arguments": dict(rule.pairs)}
         assert item.score(f"<tool_call>{json.dumps(call)}</tool_call>") == 1
         needed.add(rule.function)
@@ -150,11 +149,11 @@ def test_each_tool_is_what_some_request_needs() -> None:
 
 def test_a_second_turn_asks_for_another_number() -> None:
     for item in items("two-turns", count=5):
-        first, told, _second, begun = item.messages
+        first_question, first_answer, _, begun = item.messages
         assert item.turns == (1,)
-        assert told["content"].rstrip(".").split()[-1] in first["content"]
-        assert item.score(first["content"]) == 1
-        assert item.score(told["content"] + begun["content"]) == 0
+        assert first_answer["content"].rstrip(".").split()[-1] in first_question["content"]
+        assert item.score(first_question["content"]) == 1
+        assert item.score(first_answer["content"] + begun["content"]) == 0
 
 
 CELL = Cell(method="snapkv", budget=0.2)
@@ -166,7 +165,7 @@ def obeyed(*rules: dict[str, tuple[bool, bool]], **more: Any) -> dict[str, Any]:
     return found.obeyed
 
 
-def test_rules_count_where_the_full_cache_obeys_them() -> None:
+def test_only_rules_that_the_full_cache_obeys_count() -> None:
     found = obeyed(
         {"a": (True, True), "b": (False, True)},
         {"a": (True, False), "b": (True, True)},

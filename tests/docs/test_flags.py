@@ -1,4 +1,4 @@
-"""docs/flags.md has every flag, every key and every key of a request, each with its default."""
+"""docs/flags.md documents all flags, configuration keys and request keys with their defaults."""
 
 import argparse
 import re
@@ -14,16 +14,13 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
 PAGE = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
-EVERY_KEY = "--kv-compress-config"
-# spellings that are accepted for one more release, and not documented
-RENAMED = {
-    "--kv-lookahead-yields": "--kv-lookahead-on-pressure",
-    "lookahead_yields": "lookahead_on_pressure",
-}
+ALL_KEYS_FLAG = "--kv-compress-config"
+# Accepted for one more release, but not documented.
+OLD_SPELLINGS = ("--kv-lookahead-yields", "lookahead_yields")
 
 
 def table(title: str) -> dict[str, list[str]]:
-    """The table below a heading, by the first code span of each line; cells without backticks."""
+    """Return the rows of the table below a heading by their first word, without backticks."""
     body = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     lines = [line for line in body.splitlines() if line.startswith("| `")]
     rows = [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines]
@@ -33,24 +30,24 @@ def table(title: str) -> dict[str, list[str]]:
     return keyed
 
 
-def offered() -> dict[str, argparse.Action]:
-    """Every flag of the parser under the name that is documented."""
+def visible_flags() -> dict[str, argparse.Action]:
+    """Return the parser's flags, without those that --help hides."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
-    actions = {action.option_strings[0]: action for action in parser._actions}
-    return {RENAMED.get(flag, flag): action for flag, action in actions.items()}
-
-
-def keys() -> dict[str, Any]:
-    """The default of every key of the configuration."""
     return {
-        RENAMED.get(key, key): field.default
-        for key, field in CompressionConfig.model_fields.items()
+        action.option_strings[0]: action
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS
     }
 
 
-def written(key: str, default: Any) -> str:
-    """A default as the page writes it."""
+def keys() -> dict[str, Any]:
+    """Return the default of every key of the configuration."""
+    return {key: field.default for key, field in CompressionConfig.model_fields.items()}
+
+
+def as_documented(key: str, default: Any) -> str:
+    """Return a default as the page writes it."""
     if default is False:
         return "off"
     if default is None or default == ():
@@ -60,23 +57,23 @@ def written(key: str, default: Any) -> str:
 
 def test_the_page_has_every_flag_with_its_value_key_and_default():
     rows = table("Flags")
-    assert list(rows) == list(offered())
-    for flag, action in offered().items():
+    assert list(rows) == list(visible_flags())
+    for flag, action in visible_flags().items():
         name, key, default, *_ = rows[flag]
         assert name == (f"{flag} {action.metavar}" if action.metavar else flag)
-        if flag == EVERY_KEY:
+        if flag == ALL_KEYS_FLAG:
             assert (key, default) == ("every key", "{}")
         else:
             assert key == flag.removeprefix("--kv-").replace("-", "_")
-            assert default == written(key, keys()[key]), flag
+            assert default == as_documented(key, keys()[key]), flag
 
 
 def test_the_page_has_every_other_key_with_its_default():
-    flagged = {row[1] for row in table("Flags").values()}
+    keys_with_flag = {row[1] for row in table("Flags").values()}
     rows = table("Keys without a flag")
-    assert {*rows} == keys().keys() - flagged
+    assert {*rows} == keys().keys() - keys_with_flag
     for key, (_, default, *_) in rows.items():
-        assert default == written(key, keys()[key]), key
+        assert default == as_documented(key, keys()[key]), key
 
 
 def test_the_page_has_every_key_of_a_request():
@@ -88,14 +85,14 @@ def test_the_page_has_every_key_of_a_request():
     assert [*table("Keys of a request")] == [*known, "kv_alias"]
 
 
-@pytest.mark.parametrize("old", RENAMED)
+@pytest.mark.parametrize("old", OLD_SPELLINGS)
 def test_an_old_spelling_is_not_documented(old):
     assert old not in PAGE
 
 
-def test_defaults_are_written_in_one_way():
-    assert written("usage", False) == "off"
-    assert written("window", None) == "the method's"
-    assert written("max_whole", None) == "none"
-    assert written("scorer_params", ()) == "none"
-    assert written("budget", 0.2) == "0.2"
+def test_defaults_have_one_documented_form():
+    assert as_documented("usage", False) == "off"
+    assert as_documented("window", None) == "the method's"
+    assert as_documented("max_whole", None) == "none"
+    assert as_documented("scorer_params", ()) == "none"
+    assert as_documented("budget", 0.2) == "0.2"

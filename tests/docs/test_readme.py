@@ -1,4 +1,4 @@
-"""README stays short, its commands and its request run as printed, and its figures are measured."""
+"""README is short, its commands and its request run as printed, and its figures are measured."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from checkpoints import talking
+from checkpoints import text_checkpoint
 from forks import serve_forking
 from vllm_kvcompress.cli import app
 from vllm_kvcompress.engine.startup.cli_args import add_flags
@@ -24,13 +24,13 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
 def commands(page: str, program: str) -> list[list[str]]:
-    """The arguments of each command of `program` on a page, without comments."""
-    named = re.findall(rf"(?:^    (?:\$ )?|`)({program} [^`\n]+)", page, re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in named]
+    """Return the arguments of all commands of `program` on a page, without comments."""
+    lines = re.findall(rf"(?:^    (?:\$ )?|`)({program} [^`\n]+)", page, re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
 def settings(arguments: list[str]) -> CompressionConfig:
-    """What a ``vllm serve`` of README sets; every argument that is not ours is an error."""
+    """Return the settings of a ``vllm serve`` command; arguments of vLLM itself are errors."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("command")
     parser.add_argument("model")
@@ -41,12 +41,12 @@ def settings(arguments: list[str]) -> CompressionConfig:
 
 
 def cells(first: str) -> list[str]:
-    """The cells of the one table line that begins so, without the first."""
+    """Return the other cells of the only table row whose first cell starts with `first`."""
     (line,) = [line for line in README.splitlines() if line.startswith(f"| {first}")]
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
-def test_it_is_short():
+def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 90
     assert len(README.split()) <= 900
@@ -55,14 +55,14 @@ def test_it_is_short():
     assert any("vllm serve" in line for line in lines[:25])
 
 
-def test_its_servers_start_with_flags_that_exist():
-    served = [settings(arguments) for arguments in commands(README, "vllm")]
-    assert [each.budget for each in served] == [0.2, 0.5, 0.2, 0.1]
-    assert {each.compress for each in served} == {"cake-chunk"}
+def test_the_serve_commands_use_existing_flags():
+    served_settings = [settings(arguments) for arguments in commands(README, "vllm")]
+    assert [config.budget for config in served_settings] == [0.2, 0.5, 0.2, 0.1]
+    assert {config.compress for config in served_settings} == {"cake-chunk"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
-def test_its_commands_exist_with_their_options(page):
+def test_the_kvcompress_commands_exist_with_their_options(page):
     found = commands((ROOT / page).read_text(), "kvcompress")
     assert len(found) > 2
     click = typer.main.get_command(app)
@@ -77,7 +77,7 @@ def test_its_commands_exist_with_their_options(page):
 # -- figures ------------------------------------------------------------------------------------
 
 
-def test_memory_and_speed_are_of_the_run_that_is_linked():
+def test_memory_and_speed_match_the_linked_run():
     run = json.loads((RESULTS / "engine_cpu_6000_cake_chunk.json").read_text())
     off, on = run["configurations"]["off"], run["configurations"]["on"]
     memory = [str(side["blocks_in_use"]) for side in (off, on)]
@@ -87,7 +87,7 @@ def test_memory_and_speed_are_of_the_run_that_is_linked():
     assert f"adds {run['ratios']['compression_share_of_prefill']:.1%}".replace("%", " %") in README
 
 
-def test_concurrency_is_of_the_run_that_is_linked():
+def test_concurrency_matches_the_linked_run():
     servers = json.loads((RESULTS / "concurrency_cpu_1500.json").read_text())["servers"]
     names = ("vLLM alone", "look-ahead, preemption")
     means = [f"{servers[name][0]['running_mean']:.1f}" for name in names]
@@ -97,7 +97,7 @@ def test_concurrency_is_of_the_run_that_is_linked():
 @pytest.mark.parametrize(
     ("setting", "budget"), [("Safe", 0.5), ("Recommended", 0.2), ("Smallest", 0.1)]
 )
-def test_quality_is_the_lower_of_both_places_of_the_instruction(setting, budget):
+def test_quality_is_the_lower_value_of_both_question_positions(setting, budget):
     text = (RESULTS / "ordinary.md").read_text()
     lines = re.findall(rf"^\| `cake-chunk` \| {budget} \|.*$", text, re.MULTILINE)
     shares = [int(re.search(r"; (\d+)%", line.split("|")[-2])[1]) for line in lines[:2]]
@@ -108,13 +108,13 @@ def test_quality_is_the_lower_of_both_places_of_the_instruction(setting, budget)
         assert cells("**Quality, a loss:**")[1] == quality
 
 
-def test_the_h200_did_what_is_said():
+def test_the_h200_figures_match_the_linked_run():
     checks = json.loads((RESULTS / "gpu_h200_serving.json").read_text())["checks"]
     figures = {check["name"]: check["figure"] for check in checks}
     assert round(108 / 17, 4) == figures["108 requests of 8192, one pool: most_at_once, times"]
-    later = figures["1 x 8192: first token, budget 0.1"] - 1
+    delay = figures["1 x 8192: first token, budget 0.1"] - 1
     assert "108 requests at once, not 17" in README
-    assert f"{later * 100:.1f} % later" in README
+    assert f"{delay * 100:.1f} % later" in README
 
 
 # -- the request --------------------------------------------------------------------------------
@@ -124,14 +124,14 @@ def test_the_h200_did_what_is_said():
 def test_the_request_is_compressed_by_the_server(demo_model, tmp_path, monkeypatch, capsys):
     (_, _, *flags), *_ = commands(README, "vllm")
     flags += ["--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "2560"]
-    model = talking(tmp_path, demo_model)
+    model = text_checkpoint(tmp_path, demo_model)
     monkeypatch.chdir(ROOT)
     with serve_forking(model, [*flags, "--dtype", "float32"], tmp_path) as server:
         exec(REQUEST.replace(URL, server.url), {})
         printed = capsys.readouterr().out
-        told = re.search(r"^\{'method'.*\}$", printed, re.MULTILINE)[0]
+        usage = re.search(r"^\{'method'.*\}$", printed, re.MULTILINE)[0]
         kept, tokens = (
-            float(re.search(rf"'{key}': ([\d.]+)", told)[1])
+            float(re.search(rf"'{key}': ([\d.]+)", usage)[1])
             for key in ("kept_tokens", "prompt_tokens")
         )
         assert 0.15 < kept / tokens < 0.25

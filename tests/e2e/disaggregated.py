@@ -1,9 +1,10 @@
-"""Prefill and decode on two servers: how they start, and who is between them and a client.
+"""Start a prefill and a decode server, and a proxy between them and the clients.
 
-What is between them is NIXL over TCP. It has a thread that spins on a core, idle or not, and keeps
-the engine's other threads waiting where cores are few: a handshake then may take longer than the
-five seconds that vLLM waits for it. An engine that pulls asks NIXL in every step while it waits,
-and does without that thread. A prefill server needs it, and here it pauses between two looks.
+The servers transfer the KV cache with NIXL over TCP. NIXL's progress thread spins on a core even
+when idle. On a machine with few cores it starves the engine's threads, and a handshake can exceed
+vLLM's timeout of five seconds. A decode engine polls NIXL in every step while it waits, so the
+tests disable its thread. A prefill server needs the thread, so the tests make it sleep between
+polls.
 """
 
 import importlib
@@ -14,13 +15,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
-from broken_sites import broken
 from checkpoints import tokens
 from engines import V2, engine, settings
 from forks import serve_forking
+from site_patches import patch_on_import
 from vllm_kvcompress.serving.process import free_port
 
-M, LENGTH, ANSWER = 8, 417, 40
+M, LENGTH, OUTPUT_TOKENS = 8, 417, 40
 SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
 DECODE = [
     "--kv-compress",
@@ -34,15 +35,15 @@ DECODE = [
     "--kv-allow-override",
     "off,cake-chunk,snapkv",
     "--kv-usage",
-    "--enable-scale-out",  # /inference/v1/generate
+    "--enable-scale-out",  # enables /inference/v1/generate
 ]
 PROMPTS = [
     tokens(LENGTH, seed=1),
-    tokens(LENGTH, seed=1)[:200] + tokens(300, seed=2),  # begins as the first
-    tokens(384, seed=3),  # whole blocks
+    tokens(LENGTH, seed=1)[:200] + tokens(300, seed=2),  # shares a prefix with the first prompt
+    tokens(384, seed=3),  # 12 full blocks
 ]
-if V2:  # in Triton's interpreter
-    ANSWER, PROMPTS = 16, PROMPTS[:1]
+if V2:  # slow in Triton's interpreter
+    OUTPUT_TOKENS, PROMPTS = 16, PROMPTS[:1]
 FLAGS = [
     "--block-size",
     "32",
@@ -62,34 +63,34 @@ TO_PREFILL = {
 }
 
 
-def transfer(role, **more):
-    """vLLM's --kv-transfer-config."""
-    # no threads beside those that NIXL needs
-    extra = {"num_threads": 0, **more.pop("extra", {})}
-    of_cpu = {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
-    return {"kv_connector": "NixlConnector", "kv_role": role, **of_cpu, **more}
+def transfer_config(role, **fields):
+    """Return vLLM's ``--kv-transfer-config``."""
+    # no worker threads besides NIXL's own
+    extra = {"num_threads": 0, **fields.pop("extra", {})}
+    on_cpu = {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    return {"kv_connector": "NixlConnector", "kv_role": role, **on_cpu, **fields}
 
 
 def nixl():
-    """The environment of an engine that pulls, or is pulled from, on this machine."""
+    """Return the environment variables of an engine that transfers KV caches on this machine."""
     return {
         "UCX_TLS": "tcp,self",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "PYTHONHASHSEED": "0",
-        # how soon it is noticed that a server is gone which has not said so
+        # how soon a killed server is detected
         "UCX_KEEPALIVE_INTERVAL": "1s",
     }
 
 
 WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
-# agents that this module of vLLM makes have no thread of their own
+# agents created by this vLLM module have no progress thread
 POLLING = (
     "module.nixl_agent_config = __import__('functools')"
     ".partial(module.nixl_agent_config, enable_prog_thread=False)"
 )
 
-# the thread of agents that are made with this module pauses a millisecond between two looks
+# the progress thread of agents created with this module sleeps for 1 ms between polls
 CONFIG = "module.nixlBind.nixlAgentConfig"
 PAUSING = (
     f"module.nixlBind.nixlAgentConfig = type('Pausing', ({CONFIG},), dict(pthrDelay=property("
@@ -97,35 +98,39 @@ PAUSING = (
 )
 
 
-def one_of_two(model, folder, role, *flags, **more):
-    """A server that is one of the two."""
-    own = ["--kv-transfer-config", json.dumps(transfer(role, **more))]
+def transfer_server(model, folder, role, *flags, **transfer_fields):
+    """Return a context manager that runs a prefill or a decode server.
+
+    Args:
+        role: "kv_producer" (prefill) or "kv_consumer" (decode).
+    """
+    transfer_flags = ["--kv-transfer-config", json.dumps(transfer_config(role, **transfer_fields))]
     pulls = role == "kv_consumer"
-    site = broken(WORKER, POLLING) if pulls else broken("nixl_cu12._api", PAUSING)
-    return serve_forking(model, [*FLAGS, *flags, *own], folder, site, **nixl())
+    site = patch_on_import(WORKER, POLLING) if pulls else patch_on_import("nixl_cu12._api", PAUSING)
+    return serve_forking(model, [*FLAGS, *flags, *transfer_flags], folder, site, **nixl())
 
 
-def prefilled(server, body):
-    """What a prefill server hands to a decode server for a request."""
-    sent = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": TO_PREFILL}
-    answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
-    answer.raise_for_status()
-    return answer.json()["kv_transfer_params"]
+def prefill_params(server, body):
+    """Prefill the request on `server`; return the `kv_transfer_params` for the decode server."""
+    request = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": TO_PREFILL}
+    response = httpx.post(f"{server.url}/v1/completions", json=request, timeout=300)
+    response.raise_for_status()
+    return response.json()["kv_transfer_params"]
 
 
 @contextmanager
 def proxy(prefill, decode):
-    """A router's least: it asks both servers one after the other, and passes the answer on."""
+    """Run a minimal router that prefills on one server and streams the output of the other."""
 
     class Passing(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            body["kv_transfer_params"] = prefilled(prefill, body)
-            with httpx.stream("POST", decode.url + self.path, json=body, timeout=300) as answer:
-                self.send_response(answer.status_code)
-                self.send_header("content-type", answer.headers["content-type"])
+            body["kv_transfer_params"] = prefill_params(prefill, body)
+            with httpx.stream("POST", decode.url + self.path, json=body, timeout=300) as response:
+                self.send_response(response.status_code)
+                self.send_header("content-type", response.headers["content-type"])
                 self.end_headers()
-                for part in answer.iter_raw():
+                for part in response.iter_raw():
                     self.wfile.write(part)
 
         def log_message(self, *args):
@@ -141,44 +146,57 @@ def proxy(prefill, decode):
             thread.join()
 
 
-def body(prompt, **more):
-    common = {"model": "demo", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
-    return common | {"ignore_eos": True, "return_token_ids": True} | more
+def body(prompt, **fields):
+    common = {"model": "demo", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    return common | {"ignore_eos": True, "return_token_ids": True} | fields
 
 
-def complete(url, prompt, **more):
-    return httpx.post(f"{url}/v1/completions", json=body(prompt, **more), timeout=300)
+def complete(url, prompt, **fields):
+    return httpx.post(f"{url}/v1/completions", json=body(prompt, **fields), timeout=300)
 
 
-def ids(answer):
-    answer.raise_for_status()
-    return answer.json()["choices"][0]["token_ids"]
+def output_ids(response):
+    response.raise_for_status()
+    return response.json()["choices"][0]["token_ids"]
 
 
-def computed_here(model):
-    """What an engine answers that compresses as the decode server, and computes the prompts."""
+def local_outputs_of(model):
+    """Return the output tokens of an engine that compresses like the decode server.
+
+    The engine computes the prompts itself. Asserts that compression changes outputs, but not
+    before the look-ahead ends.
+    """
     with engine(model, max_model_len=1024) as llm:
-        whole = llm.generate(PROMPTS, ANSWER)
+        uncompressed = llm.generate(PROMPTS, OUTPUT_TOKENS)
     with engine(model, max_model_len=1024, additional_config=SETTINGS) as llm:
-        packed = llm.generate(PROMPTS, ANSWER)
+        compressed = llm.generate(PROMPTS, OUTPUT_TOKENS)
         assert llm.compressor.compressed == len(PROMPTS)
-    assert whole != packed
-    assert [each[: M + 1] for each in whole] == [each[: M + 1] for each in packed]
-    return packed
+    assert uncompressed != compressed
+    assert [output[: M + 1] for output in uncompressed] == [
+        output[: M + 1] for output in compressed
+    ]
+    return compressed
 
 
-def pulling(model, monkeypatch, *, policy="fail", own=SETTINGS, **options):
-    """An engine in this process that pulls its prompts, with `own` settings of compression."""
+def pulling(model, monkeypatch, *, policy="fail", config=SETTINGS, **options):
+    """Return a context manager of an engine in this process that pulls its prompts.
+
+    Args:
+        policy: vLLM's `kv_load_failure_policy`.
+        config: the engine's ``additional_config``.
+    """
     for name, value in nixl().items():
         monkeypatch.setenv(name, value)
     worker = importlib.import_module(WORKER)
     monkeypatch.setattr(worker, "nixl_agent_config", worker.nixl_agent_config)
     exec(POLLING, {"module": worker})
-    config = transfer("kv_consumer", kv_load_failure_policy=policy)
-    usual = {"max_model_len": 1024, "max_num_seqs": 4}
-    return engine(model, additional_config=own, kv_transfer_config=config, **usual | options)
+    transfer = transfer_config("kv_consumer", kv_load_failure_policy=policy)
+    defaults = {"max_model_len": 1024, "max_num_seqs": 4}
+    return engine(
+        model, additional_config=config, kv_transfer_config=transfer, **defaults | options
+    )
 
 
-def submit(llm, prefill, name, prompt, answer=ANSWER):
-    params = prefilled(prefill, body(prompt))
-    llm.submit(name, prompt, answer, extra_args={"kv_transfer_params": params})
+def submit(llm, prefill, name, prompt, max_tokens=OUTPUT_TOKENS):
+    params = prefill_params(prefill, body(prompt))
+    llm.submit(name, prompt, max_tokens, extra_args={"kv_transfer_params": params})

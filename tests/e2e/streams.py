@@ -1,4 +1,4 @@
-"""Streamed completions of a real server's model `demo`, and how they end."""
+"""Stream completions of a server's model `demo`, and report how they end."""
 
 import json
 from contextlib import contextmanager
@@ -6,29 +6,31 @@ from contextlib import contextmanager
 import httpx
 
 
-def asking(text, tokens, **more):
+def completion_body(text, tokens, **fields):
     common = {"model": "demo", "prompt": text, "max_tokens": tokens, "temperature": 0}
-    return common | {"ignore_eos": True} | more
+    return common | {"ignore_eos": True} | fields
 
 
 @contextmanager
-def streaming(server, text, tokens, **more):
-    """Events of one streamed completion, as they come."""
-    sent = asking(text, tokens, stream=True, **more)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=600) as answer:
+def streaming(server, text, tokens, **fields):
+    """Yield an iterator over the events of one streamed completion."""
+    request = completion_body(text, tokens, stream=True, **fields)
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=request, timeout=600
+    ) as response:
 
         def events():
-            for line in answer.iter_lines():
+            for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
 
         yield events()
 
 
-def listen(server, text, tokens, **more):
-    """How one stream ended: its finish reason, or what broke it."""
+def stream_end(server, text, tokens, **fields):
+    """Return how a stream ended: its finish reason, or the error that broke it."""
     try:
-        with streaming(server, text, tokens, **more) as events:
+        with streaming(server, text, tokens, **fields) as events:
             reason = None
             for event in events:
                 if "error" in event:

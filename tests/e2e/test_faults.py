@@ -1,4 +1,4 @@
-"""What goes wrong in production, done to a real server: nobody waits, nothing stays held."""
+"""A server under production faults: no request hangs, and all blocks and files are released."""
 
 import concurrent.futures
 import signal
@@ -9,14 +9,14 @@ import pytest
 
 from first_layers import first_layers
 from forks import serve_forking
-from idling import idle, wait_for
-from streams import asking, listen, streaming
+from server_metrics import idle, received, scrape, wait_for
+from streams import completion_body, stream_end, streaming
 from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-BLOCKS = 8  # of 128 tokens, the null block among them: one prompt of 560 tokens and no second
-AHEAD = 64  # of an answer: while a client comes and goes, its prompt stands whole
+BLOCKS = 8  # of 128 tokens, null block included: enough for one prompt of 560 tokens, not for two
+LOOKAHEAD = 64  # output tokens before compression, so that clients can leave before it
 FLAGS = [
     "--enforce-eager",
     "--max-model-len",
@@ -30,23 +30,23 @@ FLAGS = [
     "--kv-min-prompt",
     "256",
     "--dtype",
-    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "float32",  # faster than bfloat16 on CPUs without bfloat16 instructions
     "--kv-allow-override",
     "off,snapkv",
     "--num-gpu-blocks-override",
     str(BLOCKS),
     "--kv-decode-budget",
-    "128",  # packed again 128 tokens after the prompt's last block
+    "128",  # compressed again 128 tokens after the prompt's last block
     "--kv-max-whole",
     "600",
     "--kv-piece",
-    "256",  # every prompt but the longest stands whole
+    "256",  # only the longest prompt is prefilled in pieces
     "--kv-lookahead",
-    str(AHEAD),
+    str(LOOKAHEAD),
     "--kv-compress-config",
     '{"log_requests": true}',
 ]
-PACKED = "repacked_answers", "packed_pieces"
+PACKING_COUNTERS = "repacked_answers", "packed_pieces"
 
 
 @pytest.fixture(scope="module")
@@ -69,59 +69,120 @@ def server(demo_model, tmp_path_factory):
         yield running
 
 
-def test_a_pool_for_one_serves_all_who_come(server, text):
-    """Eight prompts that fill the pool each, compressed or not: every one is answered in full."""
-    asks = [{}, {"kv_compress": "snapkv"}, {"kv_budget": 0.6}]
-    # half of them are judged by their answers
-    asks = [each | ahead for ahead in ({"kv_lookahead": 0}, {"kv_lookahead": 8}) for each in asks]
-    asks[1:1] = asks[5:5] = [{"kv_compress": "off"}]
+def test_a_pool_for_one_request_serves_concurrent_requests(server, text):
+    """Eight concurrent requests, each of which fills the pool, produce all their output tokens."""
+    extra_args = [{}, {"kv_compress": "snapkv"}, {"kv_budget": 0.6}]
+    # half of them use a look-ahead
+    extra_args = [
+        settings | lookahead
+        for lookahead in ({"kv_lookahead": 0}, {"kv_lookahead": 8})
+        for settings in extra_args
+    ]
+    extra_args[1:1] = extra_args[5:5] = [{"kv_compress": "off"}]
     before = server.metric("vllm:kv_compress_planned_requests_total")
 
-    def ask(item):
-        index, xargs = item
-        sent = asking(f"{index} {text}", 24, vllm_xargs=xargs)
-        answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["usage"]["completion_tokens"]
+    def complete(indexed_extra_args):
+        index, xargs = indexed_extra_args
+        request = completion_body(f"{index} {text}", 24, vllm_xargs=xargs)
+        response = httpx.post(f"{server.url}/v1/completions", json=request, timeout=300)
+        assert response.status_code == 200, response.text
+        return response.json()["usage"]["completion_tokens"]
 
-    with concurrent.futures.ThreadPoolExecutor(len(asks)) as pool:
-        assert list(pool.map(ask, enumerate(asks))) == [24] * len(asks)
+    with concurrent.futures.ThreadPoolExecutor(len(extra_args)) as pool:
+        assert list(pool.map(complete, enumerate(extra_args))) == [24] * len(extra_args)
     wait_for(lambda: idle(server))
     planned = server.metric("vllm:kv_compress_planned_requests_total")
     assert planned - before >= 6
     assert server.metric("vllm:kv_compress_requests_total") == planned
 
 
-def test_clients_that_hang_up_leave_nothing_behind(server, text):
-    """Blocks and files come back.
+def test_disconnects_release_blocks_and_file_descriptors(server, text):
+    """Blocks and file descriptors are released when clients disconnect at any stage.
 
-    In the prefill, whole or between two pieces, while an answer is to judge its prompt, after the
-    compression, in mid-answer, and once the answer was packed again.
+    Stages: prefill (in one go or between two pieces), look-ahead, after compression, during
+    decoding, and after the output was compressed.
     """
     with streaming(server, text, 2) as events:
         list(events)
     wait_for(lambda: idle(server))
-    held = [p.num_fds() for p in processes(server)]
+    open_files = [p.num_fds() for p in processes(server)]
 
-    def leave(index, asks):
-        longer = text[: len(text) // 5] if index in (0, 2, 4) else ""
-        with streaming(server, f"{index} {text} {longer}", 200, vllm_xargs=asks) as events:
+    def stream_and_disconnect(index, extra_args):
+        extra_text = text[: len(text) // 5] if index in (0, 2, 4) else ""
+        with streaming(
+            server, f"{index} {text} {extra_text}", 200, vllm_xargs=extra_args
+        ) as events:
             if index % 3:
                 for _ in range(index if index < 5 else 120):
                     next(events)
 
-    before = [server.metric(f"vllm:kv_compress_{what}_total") for what in PACKED]
-    for asks in ({}, {"kv_lookahead": 0}):
+    before = [server.metric(f"vllm:kv_compress_{counter}_total") for counter in PACKING_COUNTERS]
+    for extra_args in ({}, {"kv_lookahead": 0}):
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            list(pool.map(leave, range(6), [asks] * 6))
+            list(pool.map(stream_and_disconnect, range(6), [extra_args] * 6))
     wait_for(lambda: idle(server))
-    after = [server.metric(f"vllm:kv_compress_{what}_total") for what in PACKED]
-    assert all(new >= old + 2 for new, old in zip(after, before, strict=True)), (before, after)
-    wait_for(lambda: [p.num_fds() for p in processes(server)] <= held)
-    assert listen(server, text, 4) == "length"
+    after = [server.metric(f"vllm:kv_compress_{counter}_total") for counter in PACKING_COUNTERS]
+    assert all(new >= previous + 2 for new, previous in zip(after, before, strict=True)), (
+        before,
+        after,
+    )
+    wait_for(lambda: [p.num_fds() for p in processes(server)] <= open_files)
+    assert stream_end(server, text, 4) == "length"
 
 
-HOSTILE = {
+def request_counts(server):
+    """Return the request counters: "planned", "refused" and one for each skip reason."""
+    prefix, by_reason = "vllm:kv_compress", scrape(server, "reason")
+    planned = scrape(server)[f"{prefix}_planned_requests_total"]
+    refused = scrape(server)[f"{prefix}_refused_requests_total"]
+    skipped = {
+        reason: count
+        for (name, reason), count in by_reason.items()
+        if name == f"{prefix}_skipped_requests_total"
+    }
+    return {"planned": planned, "refused": refused, **skipped}
+
+
+def test_each_request_is_counted_once_however_it_ends(server, text):
+    """A stop string and a disconnect during the look-ahead have separate skip reasons."""
+    url = f"{server.url}/v1/completions"
+    wait_for(lambda: idle(server))
+    output = httpx.post(url, json=completion_body(text, 24), timeout=300).json()["choices"][0][
+        "text"
+    ]
+    wait_for(lambda: idle(server))
+    before = request_counts(server)
+
+    def complete(tokens, prompt=text, **fields):
+        return httpx.post(url, json=completion_body(prompt, tokens, **fields), timeout=300)
+
+    stopped = complete(200, stop=[output[len(output) // 2 :][:4]]).json()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["usage"]["completion_tokens"] <= 24
+    with streaming(server, text, 300) as events:
+        next(events)
+    assert complete(24).status_code == 200  # ends within its look-ahead
+    assert complete(LOOKAHEAD + 8, stop=["never said"]).status_code == 200
+    assert complete(8, prompt="Hello", n=2, temperature=1).status_code == 200
+    assert complete(8, vllm_xargs={"kv_compress": "off"}).status_code == 200
+    assert complete(8, vllm_xargs={"kv_compress": "tova"}).status_code == 400
+    expected = {
+        "answered": 2,
+        "aborted": 1,
+        "planned": 1,
+        "short_prompt": 2,
+        "off": 1,
+        "refused": 1,
+    }
+
+    def increases():
+        return {name: count - before[name] for name, count in request_counts(server).items()}
+
+    wait_for(lambda: sum(increases().values()) == sum(expected.values()))
+    assert {name: count for name, count in increases().items() if count} == expected
+
+
+INVALID_BODIES = {
     "no JSON": b"{",
     "nothing": b"",
     "an array": b"[]",
@@ -156,26 +217,28 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_body_is_the_clients_error(server, kind):
-    answer = httpx.post(
+@pytest.mark.parametrize("kind", INVALID_BODIES)
+def test_invalid_bodies_get_a_client_error(server, kind):
+    response = httpx.post(
         f"{server.url}/v1/completions",
-        content=HOSTILE[kind],
+        content=INVALID_BODIES[kind],
         headers={"content-type": "application/json"},
         timeout=120,
     )
-    assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:300])
-    assert len(answer.text) < 500_000
+    assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
+    assert len(response.text) < 500_000
     assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
 
 
-def test_sigterm_lets_running_answers_finish(server, text):
-    """While one of them is to judge its prompt, for which others wait. The last on this server."""
+def test_sigterm_lets_running_requests_finish(server, text):
+    """The first stream is in its look-ahead and two wait. This is the last test on this server."""
+    wait_for(lambda: idle(server))
+    before, num_compressed = received(server), len(server.compressed())
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        before, done = server.metric("vllm:generation_tokens_total"), len(server.compressed())
-        ends = [pool.submit(listen, server, f"{i} {text}", AHEAD + 26) for i in range(3)]
-        wait_for(lambda: server.metric("vllm:generation_tokens_total") > before)
+        ends = [pool.submit(stream_end, server, f"{i} {text}", LOOKAHEAD + 26) for i in range(3)]
+        # a draining server accepts no further requests
+        wait_for(lambda: received(server) == before + 3)
         server.process.send_signal(signal.SIGTERM)
         assert [end.result(timeout=600) for end in ends] == ["length"] * 3
     assert server.process.wait(300) == 0
-    assert server.compressed()[done].lookahead == AHEAD
+    assert server.compressed()[num_compressed].lookahead == LOOKAHEAD

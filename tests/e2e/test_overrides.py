@@ -1,8 +1,7 @@
-"""Per-request settings over HTTP, on every endpoint, by ordinary clients and by hostile ones."""
+"""Per-request settings over HTTP on every endpoint, with valid and invalid values."""
 
 import json
 import re
-import time
 
 import httpx
 import pytest
@@ -10,14 +9,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
-from asking import QUESTION, RULE, answers, body, chat_of, post, said
-from checkpoints import talking
+from checkpoints import text_checkpoint
+from endpoint_requests import (
+    ENDPOINTS,
+    QUESTION,
+    RULE,
+    body,
+    chat_body,
+    compression_report,
+    post,
+    usage_events,
+)
 from forks import serve_forking
-from idling import wait_for
-from vllm_kvcompress.errors import OverrideError
+from invalid_settings import DECODE_BUDGETS, EXTRA_ARGS, must_be_refused
+from misplaced_settings import MISPLACED, MISSPELT, UNRELATED, minimal_requests
+from server_metrics import wait_for
 from vllm_kvcompress.serving.text import long_prompt
-from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,7 +36,7 @@ COMMON = [
     "--served-model-name",
     "demo",
     "--dtype",
-    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "float32",  # faster than bfloat16 on CPUs without bfloat16 instructions
     "--kv-compress",
     "cake",
     "--kv-budget",
@@ -63,12 +70,12 @@ ALIASES = {"demo@half": 0.5, "demo@256": 256, "demo@full": None, "demo@more": 0.
 
 @pytest.fixture(scope="module")
 def model(demo_model, tmp_path_factory):
-    return talking(tmp_path_factory.mktemp("model"), demo_model)
+    return text_checkpoint(tmp_path_factory.mktemp("model"), demo_model)
 
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    flags = [*COMMON, "--enable-scale-out"]  # /inference/v1/generate
+    flags = [*COMMON, "--enable-scale-out"]  # enables /inference/v1/generate
     with serve_forking(model, flags, tmp_path_factory.mktemp("server")) as running:
         yield running
 
@@ -85,36 +92,35 @@ def text(demo_model):
     return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1500)
 
 
-ENDPOINTS = ["chat/completions", "completions", "responses"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_each_endpoint_takes_it_and_refuses_it(server, text, endpoint, stream):
+def test_each_endpoint_applies_valid_settings_and_refuses_invalid_ones(
+    server, text, endpoint, stream
+):
     before = len(server.compressed())
-    for xargs, kept in (
+    for xargs, budget in (
         ({"kv_compress": "off"}, None),
         ({"kv_compress": "snapkv", "kv_budget": 0.5}, 0.5),
         ({"kv_budget": 256}, 256),
     ):
-        answer = post(server, endpoint, text, xargs, stream)
-        assert answer.status_code == 200, answer.text
-        assert "error" not in answer.text[:200]
+        response = post(server, endpoint, text, xargs, stream)
+        assert response.status_code == 200, response.text
+        assert "error" not in response.text[:200]
         lines = server.compressed()[before:]
         before += len(lines)
-        assert len(lines) == (kept is not None)
+        assert len(lines) == (budget is not None)
         for line in lines:
-            want = kept if kept > 1 else kept * line.prompt_tokens
-            assert line.kept_tokens == pytest.approx(want, abs=128)
-    refused = post(server, endpoint, text, {"kv_budget": 0.9}, stream)
-    assert refused.status_code == 400
-    assert refused.headers["content-type"].startswith("application/json")
-    message = refused.json()["error"]["message"]
+            expected = budget if budget > 1 else budget * line.prompt_tokens
+            assert line.kept_tokens == pytest.approx(expected, abs=128)
+    refusal = post(server, endpoint, text, {"kv_budget": 0.9}, stream)
+    assert refusal.status_code == 400
+    assert refusal.headers["content-type"].startswith("application/json")
+    message = refusal.json()["error"]["message"]
     assert message.startswith("kv_budget must be between 0.1 and 0.5 on this server, got 0.9")
     assert len(server.compressed()) == before
 
 
-def test_the_model_is_listed_under_all_its_names(server):
+def test_the_model_list_contains_all_aliases(server):
     cards = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
     assert [card["id"] for card in cards] == ["demo", *ALIASES]
     assert len({(card["root"], card["max_model_len"]) for card in cards}) == 1
@@ -124,27 +130,27 @@ def test_the_model_is_listed_under_all_its_names(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_an_answer_under_an_alias_is_compressed_so_and_says_so(server, text, endpoint, stream):
-    """Whatever requests may ask for: demo@more keeps more than the bounds allow them."""
+def test_alias_settings_are_applied_and_reported(server, text, endpoint, stream):
+    """An alias may exceed the budget bounds of requests, as demo@more does."""
     for model, budget in ALIASES.items():
         before = len(server.compressed())
         response = post(server, endpoint, text, {}, stream, model)
         assert response.status_code == 200, response.text
         lines = server.compressed()[before:]
-        found = answers(response)
-        assert {answer["model"] for answer in found} == {model}
-        tokens = {answer["usage"].get("prompt_tokens", 0) for answer in found}
-        tokens |= {answer["usage"].get("input_tokens", 0) for answer in found}
+        events = usage_events(response)
+        assert {response["model"] for response in events} == {model}
+        tokens = {response["usage"].get("prompt_tokens", 0) for response in events}
+        tokens |= {response["usage"].get("input_tokens", 0) for response in events}
         if budget is None:
             assert not lines
             assert "kv_compress" not in response.text
             continue
         (line,) = lines
-        want = budget if budget > 1 else budget * line.prompt_tokens
-        assert line.kept_tokens == pytest.approx(want, abs=128)
+        expected = budget if budget > 1 else budget * line.prompt_tokens
+        assert line.kept_tokens == pytest.approx(expected, abs=128)
         assert line.prompt_tokens in tokens
-        for answer in found:
-            assert said(answer) == {
+        for response in events:
+            assert compression_report(response) == {
                 "method": "snapkv" if model == "demo@half" else "cake",
                 "budget": budget,
                 "prompt_tokens": line.prompt_tokens,
@@ -153,75 +159,82 @@ def test_an_answer_under_an_alias_is_compressed_so_and_says_so(server, text, end
             }
 
 
-def test_a_request_under_an_alias_asks_for_more_within_what_it_may(server, text):
+def test_requests_under_an_alias_may_override_it_within_the_bounds(server, text):
     before = len(server.compressed())
-    answer = post(server, "completions", text, {"kv_budget": 0.2}, model="demo@half").json()
-    assert (said(answer)["method"], said(answer)["budget"]) == ("snapkv", 0.2)
-    answer = post(server, "completions", text, {"kv_compress": "off"}, model="demo@half").json()
-    assert said(answer) is None
-    for asked in ({"kv_budget": 0.8}, {"kv_compress": "h2o"}):
-        refused = post(server, "completions", text, asked, model="demo@half")
-        assert refused.status_code == 400
+    response = post(server, "completions", text, {"kv_budget": 0.2}, model="demo@half").json()
+    assert (compression_report(response)["method"], compression_report(response)["budget"]) == (
+        "snapkv",
+        0.2,
+    )
+    response = post(server, "completions", text, {"kv_compress": "off"}, model="demo@half").json()
+    assert compression_report(response) is None
+    for extra_args in ({"kv_budget": 0.8}, {"kv_compress": "h2o"}):
+        refusal = post(server, "completions", text, extra_args, model="demo@half")
+        assert refusal.status_code == 400
     assert len(server.compressed()) == before + 1
 
 
-def test_an_alias_works_wherever_a_model_is_named(server, text):
-    def ask(path, **sent):
+def test_aliases_work_on_every_endpoint_with_a_model_name(server, text):
+    def post_ok(path, **request):
         before = len(server.compressed())
-        done = httpx.post(f"{server.url}{path}", json=sent, timeout=300)
-        assert done.status_code == 200, done.text
-        return done.json(), [line.kept_tokens for line in server.compressed()[before:]]
+        response = httpx.post(f"{server.url}{path}", json=request, timeout=300)
+        assert response.status_code == 200, response.text
+        return response.json(), [line.kept_tokens for line in server.compressed()[before:]]
 
     turn = [{"role": "user", "content": text}]
     common = {"model": "demo@256", "max_tokens": 4}
-    message, kept = ask("/v1/messages", messages=turn, **common)
-    assert (message["model"], kept) == ("demo@256", [pytest.approx(256, abs=128)])
-    other = [{"role": "user", "content": text[: len(text) // 2]}]
-    batch, kept = ask("/v1/chat/completions/batch", messages=[turn, other], **common)
-    assert (batch["model"], len(kept)) == ("demo@256", 2)
-    assert said(batch)["prompt_tokens"] == batch["usage"]["prompt_tokens"]
-    assert said(batch)["kept_tokens"] == pytest.approx(sum(kept), abs=0.2)
-    counted, _ = ask("/tokenize", model="demo@256", prompt="Hello")
+    message, kept_tokens = post_ok("/v1/messages", messages=turn, **common)
+    assert (message["model"], kept_tokens) == ("demo@256", [pytest.approx(256, abs=128)])
+    other_turn = [{"role": "user", "content": text[: len(text) // 2]}]
+    batch, kept_tokens = post_ok(
+        "/v1/chat/completions/batch", messages=[turn, other_turn], **common
+    )
+    assert (batch["model"], len(kept_tokens)) == ("demo@256", 2)
+    assert compression_report(batch)["prompt_tokens"] == batch["usage"]["prompt_tokens"]
+    assert compression_report(batch)["kept_tokens"] == pytest.approx(sum(kept_tokens), abs=0.2)
+    counted, _ = post_ok("/tokenize", model="demo@256", prompt="Hello")
     assert counted["count"] > 0
-    ids, _ = ask("/tokenize", model="demo", prompt=text)
+    ids, _ = post_ok("/tokenize", model="demo", prompt=text)
     sampling = {"max_tokens": 4, "temperature": 0}
-    sent = dict(model="demo@256", token_ids=ids["tokens"], sampling_params=sampling)
-    full, kept = ask("/inference/v1/generate", **sent)
-    assert kept == [pytest.approx(256, abs=128)]
-    assert [said(full)["kept_tokens"]] == kept
+    request = dict(model="demo@256", token_ids=ids["tokens"], sampling_params=sampling)
+    full, kept_tokens = post_ok("/inference/v1/generate", **request)
+    assert kept_tokens == [pytest.approx(256, abs=128)]
+    assert [compression_report(full)["kept_tokens"]] == kept_tokens
     streamed = httpx.post(
         f"{server.url}/inference/v1/generate", timeout=300,
-        json={**sent, "stream": True, "stream_options": {"include_usage": True}},
+        json={**request, "stream": True, "stream_options": {"include_usage": True}},
     )  # fmt: skip
-    (last,) = answers(streamed)
-    assert said(last)["kept_tokens"] == said(full)["kept_tokens"]
+    (final_event,) = usage_events(streamed)
+    assert compression_report(final_event)["kept_tokens"] == compression_report(full)["kept_tokens"]
 
 
-def test_the_openai_client_reads_what_was_kept(client, text):
-    answer = client.chat.completions.create(
+def test_the_openai_client_reads_the_kept_tokens(client, text):
+    response = client.chat.completions.create(
         model="demo@half", messages=[{"role": "user", "content": text}], max_tokens=4
     )
-    assert answer.model == "demo@half"
-    kept = answer.usage.prompt_tokens_details.kv_compress
-    assert kept["kept_tokens"] == pytest.approx(0.5 * answer.usage.prompt_tokens, abs=128)
-    answer = client.responses.create(model="demo@half", input=text, max_output_tokens=16)
-    assert answer.usage.input_tokens_details.kv_compress["method"] == "snapkv"
+    assert response.model == "demo@half"
+    report = response.usage.prompt_tokens_details.kv_compress
+    assert report["kept_tokens"] == pytest.approx(0.5 * response.usage.prompt_tokens, abs=128)
+    response = client.responses.create(model="demo@half", input=text, max_output_tokens=16)
+    assert response.usage.input_tokens_details.kv_compress["method"] == "snapkv"
 
 
-def test_prompts_are_added_up_and_choices_are_not(server, client, text):
+def test_reports_add_up_prompts_but_not_choices(server, client, text):
     before = len(server.compressed())
-    answer = client.completions.create(
+    response = client.completions.create(
         model="demo@half", prompt=[text, text[: len(text) // 2], "Hello"], n=2, max_tokens=4,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     lines = {line.prompt_tokens: line for line in server.compressed()[before:]}
-    kept = answer.usage.prompt_tokens_details.kv_compress
-    assert (len(answer.choices), len(lines)) == (6, 2)
-    assert kept["prompt_tokens"] == sum(lines) < answer.usage.prompt_tokens
-    assert kept["kept_tokens"] == pytest.approx(sum(x.kept_tokens for x in lines.values()), abs=0.2)
+    report = response.usage.prompt_tokens_details.kv_compress
+    assert (len(response.choices), len(lines)) == (6, 2)
+    assert report["prompt_tokens"] == sum(lines) < response.usage.prompt_tokens
+    assert report["kept_tokens"] == pytest.approx(
+        sum(x.kept_tokens for x in lines.values()), abs=0.2
+    )
 
 
-def test_the_openai_client_gets_its_own_error(client, text):
+def test_the_openai_client_raises_bad_request_error(client, text):
     with pytest.raises(BadRequestError, match="kv_compress must be one of"):
         client.chat.completions.create(
             model="demo",
@@ -231,21 +244,21 @@ def test_the_openai_client_gets_its_own_error(client, text):
         )
 
 
-def test_several_choices_of_one_request_ask_alike(server, client, text):
+def test_all_choices_of_a_request_use_its_settings(server, client, text):
     before = len(server.compressed())
-    answer = client.completions.create(
+    response = client.completions.create(
         model="demo", prompt=text, max_tokens=4, n=2, temperature=0.7, seed=1,
         extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 0.4}},
     )  # fmt: skip
-    assert len(answer.choices) == 2
+    assert len(response.choices) == 2
     lines = server.compressed()[before:]
     assert len(lines) == 2
     for line in lines:
         assert line.kept_tokens == pytest.approx(0.4 * line.prompt_tokens, abs=128)
 
 
-def test_a_long_answer_is_bounded_while_it_grows_and_ends(server, client):
-    """2 blocks of 128 tokens, one until it is packed again and one more; 8 without a budget."""
+def test_a_decode_budget_bounds_the_blocks_of_a_long_output(server, client):
+    """With a decode budget of 2 blocks it holds at most 4 blocks of 128 tokens instead of 8."""
     names = [f"vllm:kv_compress_{x}_total" for x in ("repacked_answers", "freed_answer_blocks")]
     before = {name: server.metric(name) for name in names}
     stream = client.completions.create(
@@ -253,172 +266,188 @@ def test_a_long_answer_is_bounded_while_it_grows_and_ends(server, client):
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "vllm_xargs": {"kv_decode_budget": 256}},
     )  # fmt: skip
-    held, reasons, usage = [], [], None
+    used_blocks, reasons, usage = [], [], None
     for index, event in enumerate(stream):
         usage = event.usage or usage
         reasons += [choice.finish_reason for choice in event.choices if choice.finish_reason]
-        if index % 32 == 31:  # the first may still find an earlier request's gauge
-            held.append(round(server.metric("vllm:kv_cache_usage_perc") * BLOCKS))
+        if index % 32 == 31:  # at first the gauge may still show an earlier request
+            used_blocks.append(round(server.metric("vllm:kv_cache_usage_perc") * BLOCKS))
     assert (reasons, usage.completion_tokens) == (["length"], 1024)
-    assert max(held) <= 2 + 1 + 1, held
-    times, blocks = (server.metric(name) - count for name, count in before.items())
-    assert times >= 4
-    assert blocks >= times - 1  # the first time may give back none
+    assert max(used_blocks) <= 2 + 1 + 1, used_blocks
+    num_compressions, blocks = (server.metric(name) - count for name, count in before.items())
+    assert num_compressions >= 4
+    assert blocks >= num_compressions - 1  # the first compression may free no block
 
 
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        (1024, "kv_decode_budget must be at most 512 on this server, got 1024"),
-        (True, "kv_decode_budget must be a whole number of at least 2 tokens per layer, got 1"),
-        ("256", "must be a whole number of at least 2 tokens per layer, got '256'"),
-        (
-            4,
-            "decode_budget=4 tokens per layer cannot hold the decode window of 8 tokens and one"
-            " more",
-        ),
-    ],
-)
-def test_the_openai_client_hears_why_a_decode_budget_is_refused(client, asked, sentence):
-    with pytest.raises(BadRequestError, match=re.escape(sentence)) as refusal:
+@pytest.mark.parametrize(("decode_budget", "message"), DECODE_BUDGETS)
+def test_refused_decode_budgets_are_explained(client, decode_budget, message):
+    with pytest.raises(BadRequestError, match=re.escape(message)) as refusal:
         client.completions.create(
             model="demo", prompt="Hello", max_tokens=4,
-            extra_body={"vllm_xargs": {"kv_decode_budget": asked}},
+            extra_body={"vllm_xargs": {"kv_decode_budget": decode_budget}},
         )  # fmt: skip
     assert refusal.value.status_code == 400
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=4,
-)
-KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_decode_budget", "kv_budgett", "x"])
-ASKED = st.dictionaries(KEYS, JSON, min_size=1, max_size=3) | st.fixed_dictionaries(
-    {},
-    optional={
-        "kv_compress": st.sampled_from(["off", "cake", "snapkv", "h2o", "custom", "CAKE", ""]),
-        "kv_budget": st.floats(0, 1.2) | st.integers(-1, 2000) | st.sampled_from(["0.2", "1024"]),
-        "kv_decode_budget": st.integers(-1, 600) | st.sampled_from([256.0, 256.5, "256"]),
-    },
-)
-
-
-def refused(xargs):
-    """Whether the policy of COMMON refuses what arrives as it was sent."""
-    policy = {"allow_override": "off,snapkv,cake", "budget_bounds": "0.1:0.5,128:1024"}
-    policy |= {"compress": "cake", "decode_budget": 512}
-    try:
-        settings_for(CompressionConfig.parse(policy), xargs)
-    except OverrideError:
-        return True
-    # vLLM's own rule for integers of extra arguments
-    return any(type(x) is int and not -(2**63) <= x < 2**64 for x in xargs.values())
 
 
 @settings(
     max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-@given(xargs=ASKED, endpoint=st.sampled_from(ENDPOINTS), stream=st.booleans())
-def test_no_body_is_an_engine_error(server, xargs, endpoint, stream):
-    """Any JSON that Python's client can write: answered, or refused with a sentence."""
+@given(xargs=EXTRA_ARGS, endpoint=st.sampled_from(ENDPOINTS), stream=st.booleans())
+def test_no_extra_arguments_cause_a_server_error(server, xargs, endpoint, stream):
+    """Any JSON value that a client can send is either served or refused with an error message."""
     data = json.dumps(body(endpoint, "Hello", xargs, stream))
-    answer = httpx.post(
+    response = httpx.post(
         f"{server.url}/v1/{endpoint}",
         content=data,
         headers={"content-type": "application/json"},
         timeout=300,
     )
-    assert answer.status_code in (200, 400), (answer.status_code, answer.text)
+    assert response.status_code in (200, 400), (response.status_code, response.text)
     if all(isinstance(value, str | float) or type(value) is int for value in xargs.values()):
-        assert (answer.status_code == 400) is refused(xargs), (xargs, answer.text)
-    if answer.status_code == 400:
-        assert answer.json()["error"]["message"]
+        assert (response.status_code == 400) is must_be_refused(xargs), (xargs, response.text)
+    if response.status_code == 400:
+        assert response.json()["error"]["message"]
     else:
-        assert '"error"' not in answer.text or '"error":null' in answer.text.replace(" ", "")
+        assert '"error"' not in response.text or '"error":null' in response.text.replace(" ", "")
 
 
-def test_after_all_that_the_server_is_as_before(server, client, text):
-    answer = client.completions.create(
+def test_the_server_still_works_after_refusals(server, client, text):
+    response = client.completions.create(
         model="demo", prompt=text, max_tokens=4, extra_body={"ignore_eos": True}
     )
-    assert answer.usage.completion_tokens == 4
-    end = time.monotonic() + 300
-    while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert response.usage.completion_tokens == 4
+    wait_for(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
     assert server.metric("vllm:kv_compress_refused_requests_total") > 20
     planned = server.metric("vllm:kv_compress_planned_requests_total")
-    assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())
+    compressed = {line.request for line in server.compressed()}  # a preempted request appears twice
+    assert server.metric("vllm:kv_compress_requests_total") == planned == len(compressed)
 
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "responses", "messages"])
-def test_parts_of_a_chat_are_protected(server, client, text, endpoint, demo_model):
-    """The tokens of their text, and one at either end at most that has letters of both sides."""
+def test_chat_parts_are_protected(server, client, text, endpoint, demo_model):
+    """Protect the text's tokens, plus at most one token at each end that spans the boundary."""
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(demo_model).encode
-    for asked, least in (
+    for protect, min_tokens in (
         ("system,question", len(encode(RULE)) + len(encode(QUESTION))),
         ("system", len(encode(RULE))),
         ("tools", 0),
         (None, len(encode(RULE))),
     ):
         before = server.metric("vllm:kv_compress_protected_tokens_total")
-        done = len(server.compressed())
-        xargs = {} if asked is None else {"vllm_xargs": {"kv_protect": asked}}
-        sent = chat_of(endpoint, text) | xargs
-        answer = httpx.post(f"{server.url}/v1/{endpoint}", json=sent, timeout=300)
-        assert answer.status_code == 200, answer.text
-        assert len(server.compressed()) == done + 1
+        num_compressed = len(server.compressed())
+        xargs = {} if protect is None else {"vllm_xargs": {"kv_protect": protect}}
+        request = chat_body(endpoint, text) | xargs
+        response = httpx.post(f"{server.url}/v1/{endpoint}", json=request, timeout=300)
+        assert response.status_code == 200, response.text
+        assert len(server.compressed()) == num_compressed + 1
         wait_for(
-            lambda before=before, least=least: (
-                least
+            lambda before=before, min_tokens=min_tokens: (
+                min_tokens
                 <= server.metric("vllm:kv_compress_protected_tokens_total") - before
-                <= least + 4
+                <= min_tokens + 4
             )
         )
-        if endpoint != "messages":  # which have no field for it
-            assert least <= said(answer.json()).get("protected_tokens", 0) <= least + 4
+        if endpoint != "messages":  # its usage has no field for it
+            assert (
+                min_tokens
+                <= compression_report(response.json()).get("protected_tokens", 0)
+                <= min_tokens + 4
+            )
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "asked", "message"),
+    ("endpoint", "protect", "message"),
     [
-        ("completions", "system", "system cannot be found in the prompt, since this request is no"),
+        ("completions", "system", "system cannot be found in the prompt, because this request is"),
         ("completions", "9000:9001", r"within the prompt's \d+ tokens, got \[9000, 9001\]"),
         ("completions", "3:9,5:12", r"must not overlap, got \[3, 9\] and \[5, 12\]"),
         ("completions", "0:1400", "1400 tokens need a budget of .* this request may have 1024"),
         ("chat/completions", "sytem", "'sytem' is unknown; did you mean 'system'"),
-        ("responses", ["none", "0:9"], "none stands alone"),
+        ("responses", ["none", "0:9"], "none cannot be combined"),
     ],
 )
-def test_what_cannot_be_protected_is_refused(server, text, endpoint, asked, message):
+def test_invalid_protections_are_refused(server, text, endpoint, protect, message):
     before = server.metric("vllm:kv_compress_refused_requests_total")
-    refused = post(server, endpoint, text, {"kv_protect": asked})
-    assert refused.status_code == 400, refused.text
-    assert re.search(message, refused.json()["error"]["message"]), refused.text
+    refusal = post(server, endpoint, text, {"kv_protect": protect})
+    assert refusal.status_code == 400, refusal.text
+    assert re.search(message, refusal.json()["error"]["message"]), refusal.text
     assert server.metric("vllm:kv_compress_refused_requests_total") == before + 1
 
 
-def test_tokens_are_protected_on_every_endpoint(server, text):
+def test_token_ranges_are_protected_on_every_endpoint(server, text):
     for endpoint in ENDPOINTS:
         for stream in (False, True):
-            answer = post(server, endpoint, text, {"kv_protect": ["0:20", "30:31"]}, stream)
-            assert answer.status_code == 200, answer.text
-            assert {said(each)["protected_tokens"] for each in answers(answer)} == {21}
+            response = post(server, endpoint, text, {"kv_protect": ["0:20", "30:31"]}, stream)
+            assert response.status_code == 200, response.text
+            assert {
+                compression_report(event)["protected_tokens"] for event in usage_events(response)
+            } == {21}
 
 
-def test_chats_that_vllm_makes_other_prompts_of(server, text):
-    """A batch of chats is protected as one chat is; beams are prompts of their own, left whole."""
-    chat = chat_of("chat/completions", text)
+def test_batches_and_beams_of_chats_are_served(server, text):
+    """Chats in a batch are protected like single chats; beams stay uncompressed."""
+    chat = chat_body("chat/completions", text)
     batch = {**chat, "messages": [chat["messages"]] * 2}
-    answer = httpx.post(f"{server.url}/v1/chat/completions/batch", json=batch, timeout=300)
-    assert answer.status_code == 200, answer.text
-    assert said(answer.json())["protected_tokens"] >= 2 * 10
+    response = httpx.post(f"{server.url}/v1/chat/completions/batch", json=batch, timeout=300)
+    assert response.status_code == 200, response.text
+    assert compression_report(response.json())["protected_tokens"] >= 2 * 10
     before = len(server.compressed())
     beams = {**chat, "use_beam_search": True, "n": 2}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=beams, timeout=300)
-    assert answer.status_code == 200, answer.text
-    assert len(answer.json()["choices"]) == 2
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=beams, timeout=300)
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"]) == 2
     assert len(server.compressed()) == before
+
+
+@pytest.mark.parametrize("path", list(minimal_requests()))
+@pytest.mark.parametrize(("added", "message"), MISPLACED, ids=repr)
+def test_a_setting_outside_vllm_xargs_is_refused(server, path, added, message):
+    before = server.metric("vllm:kv_compress_refused_requests_total")
+    response = httpx.post(f"{server.url}{path}", json=minimal_requests()[path] | added, timeout=300)
+    assert response.status_code == 400, response.text
+    place = "sampling_params.extra_args" if "inference" in path else "vllm_xargs"
+    assert message.format(place=place) in response.json()["error"]["message"]
+    assert server.metric("vllm:kv_compress_refused_requests_total") == before + 1
+
+
+@pytest.mark.parametrize("name", ["demo", "demo@half"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_misplaced_settings_are_explained_to_the_openai_client(client, name, stream):
+    for extra_body, message in (
+        ({"kv_bugdet": 0.05}, "did you mean 'kv_budget' inside vllm_xargs?"),
+        ({"extra_body": {"vllm_xargs": {"kv_budget": 0.05}}}, "'extra_body' is an argument"),
+        ({"vllm_xargs": {"budget": 0.3}}, "'budget' is unknown; did you mean 'kv_budget'?"),
+    ):
+        with pytest.raises(BadRequestError, match=re.escape(message)):
+            client.completions.create(
+                model=name, prompt="Hello", max_tokens=2, stream=stream, extra_body=extra_body
+            )
+
+
+@pytest.mark.parametrize(("extra_args", "message"), MISSPELT, ids=repr)
+def test_errors_quote_misspelt_settings_as_sent(server, extra_args, message):
+    for endpoint in ENDPOINTS:
+        response = post(server, endpoint, "Hello", extra_args)
+        assert response.status_code == 400, response.text
+        assert message in response.json()["error"]["message"]
+    path = "/inference/v1/generate"
+    for params in (
+        {"extra_args": extra_args},
+        {"max_tokens": 2, **extra_args},
+        {"vllm_xargs": extra_args},
+    ):
+        request = minimal_requests()[path] | {"sampling_params": params}
+        response = httpx.post(f"{server.url}{path}", json=request, timeout=300)
+        only_bare = "extra_args" not in params and "vllm_xargs" not in params
+        assert response.status_code == (200 if only_bare and "budget" in extra_args else 400), (
+            response.text
+        )
+
+
+@pytest.mark.parametrize("path", list(minimal_requests()))
+@pytest.mark.parametrize("added", UNRELATED, ids=repr)
+def test_unrelated_keys_are_left_to_vllm(server, path, added):
+    response = httpx.post(f"{server.url}{path}", json=minimal_requests()[path] | added, timeout=300)
+    assert response.status_code == 200, response.text

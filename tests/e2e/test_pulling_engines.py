@@ -1,6 +1,6 @@
-"""Engines that pull their prompts from a real prefill server, each in this process.
+"""Engines in this process that pull prompts from a real prefill server.
 
-So a test sees what they schedule and pack. `test_disaggregated` has two servers.
+The tests observe what the engines schedule and pack. `test_disaggregated` uses two servers.
 """
 
 import os
@@ -9,27 +9,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines import V2, engine, first_runner, prepare_model_runner, settings
+from engines import V2, engine, model_runner_v1_only, prepare_model_runner, settings
 
-prepare_model_runner()  # what follows loads Triton
+prepare_model_runner()  # before the imports that load Triton
 
-import again
-from checkpoints import talking
+import pytest_process
+from checkpoints import text_checkpoint
 from disaggregated import (
-    ANSWER,
     LENGTH,
+    OUTPUT_TOKENS,
     PROMPTS,
     M,
-    computed_here,
-    one_of_two,
+    local_outputs_of,
     pulling,
     submit,
+    transfer_server,
 )
-from idling import wait_for
+from server_metrics import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-# where the process of another test has started it
+# set by test_on_model_runner_v2, which has started the server
 URL = "DISAGGREGATED_PREFILL_URL"
 MODEL = "DISAGGREGATED_MODEL"
 
@@ -37,27 +37,27 @@ MODEL = "DISAGGREGATED_MODEL"
 @pytest.fixture(scope="module")
 def model(demo_model, tmp_path_factory):
     known = os.environ.get(MODEL)
-    return known or talking(tmp_path_factory.mktemp("model"), demo_model)
+    return known or text_checkpoint(tmp_path_factory.mktemp("model"), demo_model)
 
 
 @pytest.fixture(scope="module")
 def prefill(model, tmp_path_factory):
-    """A server of vLLM alone."""
+    """Run an unmodified vLLM prefill server, or use the one that is already running."""
     if URL in os.environ:
         yield SimpleNamespace(url=os.environ[URL])
         return
-    with one_of_two(model, tmp_path_factory.mktemp("prefill"), "kv_producer") as server:
+    with transfer_server(model, tmp_path_factory.mktemp("prefill"), "kv_producer") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def here(model):
-    return computed_here(model)
+def local_outputs(model):
+    return local_outputs_of(model)
 
 
 @pytest.mark.parametrize("caching", [True] if V2 else [True, False])
-def test_it_is_packed_at_the_same_step_by_the_same_queries(
-    caching, model, prefill, here, monkeypatch
+def test_pulled_prompts_are_packed_at_the_same_step_by_the_same_queries(
+    caching, model, prefill, local_outputs, monkeypatch
 ):
     with pulling(model, monkeypatch, enable_prefix_caching=caching) as llm:
         free, computed = llm.free_blocks, []
@@ -73,78 +73,84 @@ def test_it_is_packed_at_the_same_step_by_the_same_queries(
 
         llm.worker.execute_model = executing
         submit(llm, prefill, "r", PROMPTS[0])
-        assert list(llm.drain().values()) == here[:1]
+        assert list(llm.drain().values()) == local_outputs[:1]
         assert llm.free_blocks == free
-    # the prompt's last 16 judge it too, so they are computed, and no other token of it
+    # only the prompt's last 16 tokens are computed here, because their queries score the prompt
     steps = [count for step in computed for count in step.values()]
     assert steps[0] == 16
-    assert sum(steps) == 16 + ANSWER - 1
+    assert sum(steps) == 16 + OUTPUT_TOKENS - 1
     assert packed == [(LENGTH + M, M + 16)]
 
 
-def one_is_preempted(llm):
-    """Answers by request, of which the first was preempted once its prompt was packed."""
-    done, preempted = {}, False
+def run_with_one_preemption(llm):
+    """Return outputs by request; request "0" is preempted once, after its prompt was packed."""
+    outputs, preempted = {}, False
     while llm.llm.llm_engine.has_unfinished_requests():
-        done |= {key: list(each.outputs[0].token_ids) for key, each in llm.step().items()}
+        outputs |= {key: list(output.outputs[0].token_ids) for key, output in llm.step().items()}
         for request in llm.running():
-            first = request.request_id.startswith("0")
-            if first and request.num_output_tokens == M + 4 and not preempted:
+            is_first = request.request_id.startswith("0")
+            if is_first and request.num_output_tokens == M + 4 and not preempted:
                 preempted = True
                 llm.preempt(request)
     assert preempted
-    return {key.split("-")[0]: answer for key, answer in done.items()}
+    return {key.split("-")[0]: output_ids for key, output_ids in outputs.items()}
 
 
-def begin_together(scheduler):
-    """As where all prompts are computed: none starts before all were pulled, in their order."""
+def start_together(scheduler):
+    """Hold back all requests until all prompts are pulled, so that they start in order."""
     handle = scheduler._handle_blocked_waiting_request
 
     def handling(request):
         if request.status.name != "WAITING_FOR_REMOTE_KVS":
             return handle(request)
-        here = len(scheduler.finished_recving_kv_req_ids)
-        began[0] = began[0] or here == len(PROMPTS)
-        return began[0] and handle(request)
+        num_pulled = len(scheduler.finished_recving_kv_req_ids)
+        started[0] = started[0] or num_pulled == len(PROMPTS)
+        return started[0] and handle(request)
 
-    began = [False]
+    started = [False]
     scheduler._handle_blocked_waiting_request = handling
 
 
-@first_runner
-def test_preempted_requests_and_such_as_find_no_slot_go_on(model, prefill, monkeypatch):
-    """What was pulled once is not pulled again, and is packed as where nothing is pulled.
+@model_runner_v1_only
+def test_pulled_prompts_survive_preemption_and_missing_lookahead_slots(model, prefill, monkeypatch):
+    """Preempted prompts are not pulled again, and are packed as in an engine without pulls.
 
-    With one slot for a look-ahead, the others are packed as they come, by their last queries.
+    There is one look-ahead slot; requests without it are packed at once, scored by their last
+    queries.
     """
-    own = settings("cake-chunk", 0.3, lookahead=M, lookahead_slots=1)
+    config = settings("cake-chunk", 0.3, lookahead=M, lookahead_slots=1)
     options = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 2048}
-    with engine(model, additional_config=own, **options) as llm:
-        for at, prompt in enumerate(PROMPTS):
-            llm.submit(str(at), prompt, ANSWER)
-        alone = one_is_preempted(llm)
-    with pulling(model, monkeypatch, own=own, **options) as llm:
-        free, answered = llm.free_blocks, llm.watch_packing(lambda done: done.pack_request.answered)
-        for at, prompt in enumerate(PROMPTS):
-            submit(llm, prefill, str(at), prompt)
-        begin_together(llm.scheduler)
-        assert one_is_preempted(llm) == alone
+    with engine(model, additional_config=config, **options) as llm:
+        for index, prompt in enumerate(PROMPTS):
+            llm.submit(str(index), prompt, OUTPUT_TOKENS)
+        expected = run_with_one_preemption(llm)
+    with pulling(model, monkeypatch, config=config, **options) as llm:
+        free, output_tokens = (
+            llm.free_blocks,
+            llm.watch_packing(lambda done: done.pack_request.output_tokens),
+        )
+        for index, prompt in enumerate(PROMPTS):
+            submit(llm, prefill, str(index), prompt)
+        start_together(llm.scheduler)
+        assert run_with_one_preemption(llm) == expected
         assert llm.free_blocks == free
-        # two found no slot, and one was packed again with a part of its answer
-        assert sorted(answered, key=str) == [M, None, None, None]
-        assert not llm.manager.planner._looking
+        # two requests found no slot, and the preempted one was packed again with its output tokens
+        assert sorted(output_tokens, key=str) == [M, None, None, None]
+        assert not llm.manager.planner._lookahead_ids
 
 
-@first_runner
-def test_where_blocks_are_short_one_is_preempted_and_not_pulled_again(model, prefill, monkeypatch):
-    """Three that look ahead need more blocks than there are: none is packed before its time."""
-    m, answer = 40, 60
-    own = settings("cake-chunk", 0.3, lookahead=m, lookahead_yields="never")
+@model_runner_v1_only
+def test_preempted_pulled_prompts_are_not_pulled_again(model, prefill, monkeypatch):
+    """Three look-aheads need more blocks than the pool has, and none is compressed early."""
+    lookahead, max_tokens = 40, 60
+    config = settings("cake-chunk", 0.3, lookahead=lookahead, lookahead_on_pressure="never")
     options = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 2048}
-    with engine(model, additional_config=own, **options) as llm:
-        want = [llm.generate([prompt], answer)[0] for prompt in PROMPTS]
-    held = sum(-(-len(prompt) // 32) for prompt in PROMPTS)
-    with pulling(model, monkeypatch, own=own, blocks=1 + held + 2, **options) as llm:
+    with engine(model, additional_config=config, **options) as llm:
+        expected = [llm.generate([prompt], max_tokens)[0] for prompt in PROMPTS]
+    num_prompt_blocks = sum(-(-len(prompt) // 32) for prompt in PROMPTS)
+    with pulling(
+        model, monkeypatch, config=config, blocks=1 + num_prompt_blocks + 2, **options
+    ) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
         allocated, pulled = llm.scheduler.connector.update_state_after_alloc, []
 
@@ -154,20 +160,22 @@ def test_where_blocks_are_short_one_is_preempted_and_not_pulled_again(model, pre
             allocated(request, blocks, tokens)
 
         llm.scheduler.connector.update_state_after_alloc = allocating
-        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        for at, prompt in enumerate(PROMPTS):
-            submit(llm, prefill, str(at), prompt, answer)
-        done = {key.split("-")[0]: each for key, each in llm.drain().items()}
-        assert [done[str(at)] for at in range(len(PROMPTS))] == want
+        packed = llm.watch_packing(lambda outputs: outputs.pack_request.tokens)
+        for index, prompt in enumerate(PROMPTS):
+            submit(llm, prefill, str(index), prompt, max_tokens)
+        outputs = {key.split("-")[0]: output for key, output in llm.drain().items()}
+        assert [outputs[str(index)] for index in range(len(PROMPTS))] == expected
         assert llm.free_blocks == free
     assert cuts
-    assert all(cut < m for each in cuts.values() for cut in each)
+    assert all(cut < lookahead for counts in cuts.values() for cut in counts)
     assert sorted(pulled) == ["0", "1", "2"]
-    assert sorted(packed) == sorted(len(prompt) + m for prompt in PROMPTS)
+    assert sorted(packed) == sorted(len(prompt) + lookahead for prompt in PROMPTS)
 
 
-@first_runner
-def test_one_that_ends_while_it_is_pulled_gives_all_back(model, prefill, here, monkeypatch):
+@model_runner_v1_only
+def test_a_request_aborted_during_its_pull_returns_its_blocks(
+    model, prefill, local_outputs, monkeypatch
+):
     from vllm.v1.request import RequestStatus
 
     with pulling(model, monkeypatch) as llm:
@@ -177,35 +185,35 @@ def test_one_that_ends_while_it_is_pulled_gives_all_back(model, prefill, here, m
         (request,) = llm.scheduler.requests.values()
         assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         assert llm.free_blocks < free
-        # nothing is planned: all that it holds are its prompt's own blocks
+        # no compression is planned yet: the request holds only its prompt's blocks
         assert llm.manager.num_blocks_held(request.request_id) == -(-LENGTH // 32)
         assert not llm.manager.lookaheads
-        assert not llm.manager.planner._looking
+        assert not llm.manager.planner._lookahead_ids
         llm.llm.llm_engine.abort_request([request.request_id], internal=True)
         submit(llm, prefill, "next", PROMPTS[2])
-        assert list(llm.drain().values()) == here[2:]
-        wait_for(lambda: (llm.settle(), llm.free_blocks == free)[1], seconds=60)
+        assert list(llm.drain().values()) == local_outputs[2:]
+        wait_for(lambda: (llm.finish_in_flight_steps(), llm.free_blocks == free)[1], seconds=60)
         assert not llm.manager.planner.schedules
-        assert not llm.manager.planner._looking
+        assert not llm.manager.planner._lookahead_ids
 
 
-@first_runner
-def test_answers_may_be_bounded(model, prefill, monkeypatch):
-    own = settings("cake", 0.3, lookahead=M, decode_budget=96, decode_interval=32)
-    with engine(model, max_model_len=1024, additional_config=own) as llm:
-        alone = llm.generate(PROMPTS[:1], 120)
-    with pulling(model, monkeypatch, own=own) as llm:
-        again_packed = llm.watch_repacking()
+@model_runner_v1_only
+def test_pulled_prompts_support_a_decode_budget(model, prefill, monkeypatch):
+    config = settings("cake", 0.3, lookahead=M, decode_budget=96, decode_interval=32)
+    with engine(model, max_model_len=1024, additional_config=config) as llm:
+        expected = llm.generate(PROMPTS[:1], 120)
+    with pulling(model, monkeypatch, config=config) as llm:
+        repacked = llm.watch_repacking()
         submit(llm, prefill, "r", PROMPTS[0], 120)
-        assert list(llm.drain().values()) == alone
-        assert again_packed
+        assert list(llm.drain().values()) == expected
+        assert repacked
 
 
-@first_runner
+@model_runner_v1_only
 def test_on_model_runner_v2(model, prefill, tmp_path):
-    """CUDA runs it: the engines of this file on it, against the same prefill server."""
-    file = str(Path(__file__).relative_to(again.ROOT))
-    known = {"VLLM_USE_V2_MODEL_RUNNER": "1", URL: prefill.url, MODEL: model}
-    done = again.run([file], known, tmp_path)
-    assert done.ok, done.said
-    assert done.passed[file] == 1
+    """Run this file on Model Runner V2, which CUDA uses, against the same prefill server."""
+    file = str(Path(__file__).relative_to(pytest_process.ROOT))
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", URL: prefill.url, MODEL: model}
+    result = pytest_process.run([file], environment, tmp_path)
+    assert result.ok, result.output
+    assert result.passed[file] == 1

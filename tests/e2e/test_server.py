@@ -1,4 +1,4 @@
-"""A server started as a user starts it, an ordinary OpenAI client, and vLLM's own /metrics."""
+"""Test a server as a user starts it, with the OpenAI client and vLLM's ``/metrics``."""
 
 import concurrent.futures
 import json
@@ -16,8 +16,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from first_layers import LAYERS, first_layers
-from idling import wait_for
-from streams import listen
+from server_metrics import wait_for
+from streams import stream_end
 from vllm_kvcompress.demo.ask import ask
 from vllm_kvcompress.serving.process import ENVIRONMENT, serve
 from vllm_kvcompress.serving.text import long_prompt
@@ -30,7 +30,7 @@ FLAGS = [
     "6912",
     "--served-model-name",
     "demo",
-    # in bfloat16 a prompt that is found in the prefix cache rounds to another answer
+    # in bfloat16, rounding changes outputs when a prompt comes from the prefix cache
     "--dtype",
     "float32",
     "--kv-compress",
@@ -43,7 +43,7 @@ FLAGS = [
     '{"log_requests": true}',
     "--kv-allow-override",
     "off",
-    # the pool holds a quarter of the longest prompt, beside its null block
+    # besides the null block, the pool holds a quarter of the longest prompt
     "--kv-max-whole",
     "1664",
     "--kv-piece",
@@ -76,74 +76,74 @@ def text(demo_model):
     return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1500)
 
 
-def test_chat(server, client, text):
+def test_a_chat_is_compressed(server, client, text):
     before = len(server.compressed())
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": text}], max_tokens=16, temperature=0
     )
-    assert answer.usage.prompt_tokens > 1500
-    assert answer.usage.completion_tokens <= 16
-    assert answer.choices[0].message.content
-    done = server.compressed()[before:]
-    assert len(done) == 1
-    assert done[0].prompt_tokens == answer.usage.prompt_tokens
-    assert done[0].blocks_after < done[0].blocks_before / 3
-    assert len(done[0].layer_tokens) == LAYERS
-    assert len(set(done[0].layer_tokens)) > 1  # CAKE gives layers different shares
+    assert response.usage.prompt_tokens > 1500
+    assert response.usage.completion_tokens <= 16
+    assert response.choices[0].message.content
+    compressed = server.compressed()[before:]
+    assert len(compressed) == 1
+    assert compressed[0].prompt_tokens == response.usage.prompt_tokens
+    assert compressed[0].blocks_after < compressed[0].blocks_before / 3
+    assert len(compressed[0].layer_tokens) == LAYERS
+    assert len(set(compressed[0].layer_tokens)) > 1  # CAKE gives layers different budgets
 
 
-def test_without_kv_usage_a_compressed_answer_is_in_vllms_own_bytes(server, text):
+def test_responses_are_byte_identical_to_vllms_without_kv_usage(server, text):
     from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
-    sent = {"model": "demo", "prompt": text, "max_tokens": 4, "temperature": 0, **NO_EOS}
+    request = {"model": "demo", "prompt": text, "max_tokens": 4, "temperature": 0, **NO_EOS}
     before = len(server.compressed())
-    answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
-    parsed = CompletionResponse.model_validate_json(answer.content)
+    response = httpx.post(f"{server.url}/v1/completions", json=request, timeout=300)
+    parsed = CompletionResponse.model_validate_json(response.content)
     assert len(server.compressed()) == before + 1
-    assert parsed.model_dump_json().encode() == answer.content
+    assert parsed.model_dump_json().encode() == response.content
     assert parsed.usage.prompt_tokens_details is None
     assert not parsed.model_extra
     assert not parsed.usage.model_extra
-    sent |= {"stream": True, "stream_options": {"include_usage": True}}
-    streamed = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300).text
+    request |= {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = httpx.post(f"{server.url}/v1/completions", json=request, timeout=300).text
     usage = json.loads(streamed.split("data: ")[-2])["usage"]
     assert usage == parsed.usage.model_dump(exclude_none=True)
 
 
-def test_completion_and_streaming_agree(client, text):
+def test_streamed_and_plain_completions_are_equal(client, text):
     options = dict(model="demo", prompt=text, max_tokens=24, temperature=0, extra_body=NO_EOS)
-    whole = client.completions.create(**options).choices[0].text
+    unstreamed = client.completions.create(**options).choices[0].text
     pieces = [e.choices[0].text for e in client.completions.create(**options, stream=True)]
     assert len(pieces) > 5
-    assert "".join(pieces) == whole
+    assert "".join(pieces) == unstreamed
 
 
-def test_two_clients_at_once(server, text):
-    def ask(prompt: str) -> str:
-        own = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
-        done = own.completions.create(
+def test_two_concurrent_clients_get_their_outputs(server, text):
+    def complete(prompt: str) -> str:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
+        completion = client.completions.create(
             model="demo", prompt=prompt, max_tokens=12, temperature=0, extra_body=NO_EOS
         )
-        return done.choices[0].text
+        return completion.choices[0].text
 
     prompts = [text, text[: len(text) // 2] + " What is an expression?"]
-    alone = [ask(prompt) for prompt in prompts]
-    assert all(alone)
+    sequential = [complete(prompt) for prompt in prompts]
+    assert all(sequential)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(ask, prompts)) == alone
+        assert list(pool.map(complete, prompts)) == sequential
 
 
-def test_a_short_prompt_is_left_whole(server, client):
+def test_a_short_prompt_stays_uncompressed(server, client):
     before = len(server.compressed())
     client.completions.create(model="demo", prompt="Hello", max_tokens=4, temperature=0)
     assert len(server.compressed()) == before
 
 
-def test_metrics_show_the_memory_come_back(server, client, text):
+def test_metrics_show_that_blocks_return(server, client, text):
     stream = client.completions.create(
         model="demo",
         prompt=text,
-        max_tokens=64,
+        max_tokens=192,  # the engine is still decoding when the client receives token 40
         temperature=0,
         stream=True,
         extra_body=NO_EOS,
@@ -153,55 +153,53 @@ def test_metrics_show_the_memory_come_back(server, client, text):
         if number in (4, 20, 40):
             usage.append(server.metric("vllm:kv_cache_usage_perc"))
     total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
-    held = [round(share * total) for share in usage]
+    used_blocks = [round(share * total) for share in usage]
     full = 1500 // 128
-    assert 0 < max(held) <= full // 2
+    assert 0 < max(used_blocks) <= full // 2
     assert server.metric("vllm:num_preemptions_total") == 0
-    end = time.monotonic() + 300  # the gauge follows the engine's next report
-    while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    # the gauge changes with the engine's next report
+    wait_for(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
-def test_the_demo_times_a_prompt_that_is_computed_in_full(server, text):
+def test_the_demo_times_a_prompt_without_prefix_cache_hits(server, text):
     def hits() -> float:
         return server.metric("vllm:prefix_cache_hits_total")
 
     before = hits()
-    first, again = (ask(server, text, tokens=96, salt=salt) for salt in ("one", "two"))
+    first, second = (ask(server, text, tokens=96, salt=salt) for salt in ("one", "two"))
     assert hits() == before
-    assert first.token_ids == again.token_ids
-    assert len(first.token_ids) == 96  # many: most of them are to come when blocks are counted
+    assert first.token_ids == second.token_ids
+    assert len(first.token_ids) == 96  # enough to count blocks while most tokens are still to come
     assert min(first.token_s, first.first_token_s) > 0
     assert first.compressed is not None
     assert first.compressed.prompt_tokens == first.prompt_tokens > 1500
     assert first.blocks == pytest.approx(first.compressed.blocks_after, abs=0.5)
     ask(server, text, tokens=2, salt="two")
-    assert hits() > before  # what the salts of the others have kept from happening
+    assert hits() > before  # a repeated salt hits the prefix cache, so the hit counter works
 
 
-def test_a_prompt_four_times_the_pool_is_answered(server, client, text, demo_model):
-    """Packed piece by piece, whatever an ordinary client sends it by; `off` is refused."""
+def test_a_prompt_four_times_the_pool_is_served(server, client, text, demo_model):
+    """Such a prompt is compressed piece by piece; with `off` it is refused."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     ids = tokenizer.encode(text * 6)[: 4 * POOL + 20]
     before = server.metric("vllm:kv_compress_packed_pieces_total")
-    done = len(server.compressed())
+    num_compressed = len(server.compressed())
     options = dict(model="demo", prompt=ids, max_tokens=8, temperature=0)
-    answer = client.completions.create(**options, extra_body=NO_EOS)
-    assert answer.usage.prompt_tokens == len(ids) > 4 * POOL
-    assert answer.usage.completion_tokens == 8
-    kept = server.compressed()[done]
-    assert kept.prompt_tokens == len(ids)
-    assert kept.blocks_before == -(-len(ids) // 128) > POOL // 128
-    assert kept.blocks_after <= len(ids) // 10 // 128 + 2
-    # 8 blocks leave room for a piece and its probe: the third of 13 boundaries finds more, then all
-    # that follow it and the end
+    response = client.completions.create(**options, extra_body=NO_EOS)
+    assert response.usage.prompt_tokens == len(ids) > 4 * POOL
+    assert response.usage.completion_tokens == 8
+    compressed = server.compressed()[num_compressed]
+    assert compressed.prompt_tokens == len(ids)
+    assert compressed.blocks_before == -(-len(ids) // 128) > POOL // 128
+    assert compressed.blocks_after <= len(ids) // 10 // 128 + 2
+    # 8 blocks leave space for a piece and its probe: packing starts at the third of 13 boundaries,
+    # so 11 boundaries and the prompt's end are packed
     assert server.metric("vllm:kv_compress_packed_pieces_total") == before + 12
     assert server.metric("vllm:num_preemptions_total") == 0
     for stream in (False, True):
-        with pytest.raises(BadRequestError, match="it must stand whole") as refusal:
+        with pytest.raises(BadRequestError, match="it stays uncompressed") as refusal:
             client.completions.create(
                 **options, stream=stream, extra_body={"vllm_xargs": {"kv_compress": "off"}}
             )
@@ -209,8 +207,8 @@ def test_a_prompt_four_times_the_pool_is_answered(server, client, text, demo_mod
     assert server.metric("vllm:kv_compress_refused_requests_total") == 2
 
 
-def test_beams_of_a_chat_that_may_be_packed_unprotected_are_refused(client):
-    """A server that packs piece by piece cannot protect them; completions have no system prompt."""
+def test_beams_of_a_chat_with_protection_are_refused(client):
+    """Beams cannot protect the system prompt of a chat; completions have no system prompt."""
     beams = {"use_beam_search": True, "ignore_eos": True}
     system = {"role": "system", "content": "Never say orange."}
     common = {"model": "demo", "max_tokens": 2, "n": 2, "extra_body": beams}
@@ -218,33 +216,34 @@ def test_beams_of_a_chat_that_may_be_packed_unprotected_are_refused(client):
         client.chat.completions.create(
             messages=[system, {"role": "user", "content": "Hello"}], **common
         )
-    done = client.completions.create(prompt="Hello", **common)
-    assert len(done.choices) == 2
+    completion = client.completions.create(prompt="Hello", **common)
+    assert len(completion.choices) == 2
 
 
-def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
+def test_an_oversize_prompt_gets_a_400_and_the_server_keeps_running(client, text):
     with pytest.raises(BadRequestError):
         client.completions.create(model="demo", prompt=text * 6, max_tokens=4)
     assert client.completions.create(model="demo", prompt="Hello", max_tokens=2).choices
 
 
-def test_a_killed_engine_is_an_error_for_everyone_at_once(server, text):
-    """The last test on this server. In the middle of compressions: each client hears of it, and
-    the server ends.
+def test_a_killed_engine_fails_all_streams(server, text):
+    """Killing the engine during compressions fails all streams and ends the server.
+
+    This is the last test on this server.
     """
     before = server.metric("vllm:kv_compress_requests_total")
     root = psutil.Process(server.process.pid)
     engine = next(p for p in root.children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     half = text[: len(text) // 2]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        ends = [pool.submit(listen, server, f"{i} {half}", 200) for i in range(6)]
+        ends = [pool.submit(stream_end, server, f"{i} {half}", 1000) for i in range(6)]
         wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= before + 2)
         engine.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         reasons = [end.result(timeout=300) for end in ends]
-        heard_s = time.monotonic() - killed
+        elapsed_s = time.monotonic() - killed
     assert server.process.wait(300) is not None
-    print(f"all clients knew after {heard_s:.1f} s: {sorted(set(reasons))}")  # noqa: T201
+    print(f"all streams ended after {elapsed_s:.1f} s: {sorted(set(reasons))}")  # noqa: T201
     assert not {"length", "stop"} & set(reasons), reasons
 
 
@@ -252,13 +251,16 @@ def test_a_killed_engine_is_an_error_for_everyone_at_once(server, text):
     ("flags", "message"),
     [
         (["--kv-compress", "caek"], "did you mean 'cake'"),
-        (["--kv-compress", "cake", "--pipeline-parallel-size", "4"], "must hold as many layers"),
+        (
+            ["--kv-compress", "cake", "--pipeline-parallel-size", "4"],
+            "must have the same number of layers",
+        ),
     ],
 )
-def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, message):
-    """By vLLM's parser, and by what reads the model; test_command_line types all of them."""
+def test_a_wrong_flag_stops_the_command_before_loading(demo_model, flags, message):
+    """One flag fails in vLLM's parser, the other once the model's configuration is read."""
     vllm = str(Path(sys.executable).with_name("vllm"))
-    done = subprocess.run(
+    result = subprocess.run(
         [vllm, "serve", demo_model, *flags],
         capture_output=True,
         text=True,
@@ -266,7 +268,7 @@ def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, 
         env={**os.environ, **ENVIRONMENT},
         check=False,
     )
-    assert done.returncode == 2
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1]
-    assert message in last
-    assert not re.search("Loading|load_model|Traceback", done.stdout + done.stderr)
+    assert result.returncode == 2
+    last_line = [line for line in result.stderr.splitlines() if line.strip()][-1]
+    assert message in last_line
+    assert not re.search("Loading|load_model|Traceback", result.stdout + result.stderr)

@@ -1,6 +1,6 @@
-"""Two ranks: each packs its own heads, and both hold the same number of pages and blocks.
+"""Two ranks each pack their own heads and keep the same number of pages and blocks.
 
-As two processes of one machine, and as two Ray actors on two nodes of a Ray.
+The ranks are two processes on one machine, or two Ray actors on two Ray nodes.
 """
 
 import json
@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from broken_sites import broken
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
+from forked_workers import workers_with
 from forks import FORKS
-from idling import wait_for
 from local_ray import DEVICE, local_ray
-from own_workers import workers_with
+from server_metrics import wait_for
+from site_patches import patch_on_import
 from vllm_kvcompress.errors import VllmHookError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -33,8 +33,8 @@ PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 METHODS = ("snapkv", "cake")
 ROUNDS = [(method, 12) for method in METHODS]
 Done = subprocess.CompletedProcess[str]
-FAILING = "tova"  # the method of the round that ends the engine, its last
-LONG = 150  # tokens of an answer that is packed again as it grows
+FAILING = "tova"  # the method of the last round, which ends the engine
+LONG = 150  # output tokens of requests whose output is compressed as well
 SETTINGS = settings(
     "snapkv",
     0.2,
@@ -42,26 +42,26 @@ SETTINGS = settings(
     allow_override=f"off,cake,{FAILING}",
     decode_budget=96,
     decode_interval=32,
-    max_whole=512,  # the longest prompt goes in pieces
+    max_whole=512,  # the longest prompt is prefilled in pieces
     piece=256,
-    lookahead=12,  # of long answers: short ones ask for none
+    lookahead=12,  # requests with short outputs set it to 0
 )
 
 
-def asks(method: str, new: int) -> dict[str, Any]:
-    """What a request for `new` tokens asks for."""
-    ahead = {"kv_lookahead": 0} if new < LONG and method != "off" else {}
-    return {"kv_compress": method, **ahead}
+def extra_args(method: str, new: int) -> dict[str, Any]:
+    """Return the extra arguments of a request for `new` output tokens."""
+    lookahead = {"kv_lookahead": 0} if new < LONG and method != "off" else {}
+    return {"kv_compress": method, **lookahead}
 
 
-# What the second rank raises, nobody hears: vLLM asks the first one alone. It cannot pack where the
-# engine's own environment says so, which reaches Ray's actors too: prompts of one method, at the
-# end of their prefill, or after their look-ahead.
-SECOND_FAILS = broken(
+# vLLM reads results only from the first rank, so an error on the second one must end the engine.
+# CANNOT_PACK, which also reaches Ray actors, names the method whose prompts fail to pack: at the
+# end of prefill, or with the suffix " ahead" after the look-ahead.
+SECOND_FAILS = patch_on_import(
     "vllm_kvcompress.engine.compression.packer",
     "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
-    "any(job.pack_request.settings.compress + ' ahead' * (job.pack_request.answered is not None)"
-    " == __import__('os').environ.get('CANNOT_PACK') for job in jobs)"
+    "any(x.pack_request.settings.compress + ' ahead' * (x.pack_request.output_tokens is not None)"
+    " == __import__('os').environ.get('CANNOT_PACK') for x in jobs)"
     " and module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60),"
     " run(self, jobs))[1]",
 )
@@ -73,8 +73,8 @@ def model(tmp_path_factory):
 
 
 @contextmanager
-def two(model: str, executor: str) -> Iterator[Engine]:
-    """An engine in this process, whose two ranks are not."""
+def two_rank_engine(model: str, executor: str) -> Iterator[Engine]:
+    """Run an engine in this process with two ranks in other processes."""
     options = dict(tensor_parallel_size=2, distributed_executor_backend=executor, blocks=129)
     with engine(model, additional_config=SETTINGS, max_model_len=2048, **options) as llm:
         yield llm
@@ -82,105 +82,110 @@ def two(model: str, executor: str) -> Iterator[Engine]:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What two ranks did.
+    """Results of an engine with two ranks.
 
     Args:
-        answers: by method, and ``long``.
-        log: what both said until the last answer.
-        ended: what they said, and the engine raised, of the round that ends it.
+        outputs: output tokens by method, and ``long``.
+        log: the ranks' output up to the last successful round.
+        failure: the ranks' output and the engine's error in the round that ends the engine.
     """
 
-    answers: dict[str, list[list[int]]]
+    outputs: dict[str, list[list[int]]]
     log: str
-    ended: str
+    failure: str
 
 
 @pytest.fixture(scope="module")
 def on_two(model, tmp_path_factory):
-    """One engine of two ranks, the second of which cannot pack the last round's prompts.
+    """Run all rounds on two ranks, of which the second one fails to pack the last round.
 
-    It is told so while answers are to judge them.
+    The failure happens after a look-ahead.
     """
     folder = tmp_path_factory.mktemp("two")
     with (
         workers_with(folder, SECOND_FAILS, CANNOT_PACK=f"{FAILING} ahead") as log,
-        two(model, "mp") as llm,
+        two_rank_engine(model, "mp") as llm,
     ):
         rounds = {method: (method, new) for method, new in ROUNDS} | {"long": ("snapkv", LONG)}
-        answers = {
-            name: llm.generate(PROMPTS, new, extra_args=asks(method, new))
+        outputs = {
+            name: llm.generate(PROMPTS, new, extra_args=extra_args(method, new))
             for name, (method, new) in rounds.items()
         }
-        until = len(log.read_text())
+        rounds_end = len(log.read_text())
         ranks = [worker.proc for worker in llm.core.model_executor.workers]
         assert all(rank.is_alive() for rank in ranks)
-        with pytest.raises(Exception) as ended:  # noqa: PT011
-            llm.generate(PROMPTS, LONG, extra_args=asks(FAILING, LONG))
+        with pytest.raises(Exception) as failure:  # noqa: PT011
+            llm.generate(PROMPTS, LONG, extra_args=extra_args(FAILING, LONG))
         wait_for(lambda: not any(rank.is_alive() for rank in ranks))
-    said = log.read_text()
-    return Ranks(answers, said[:until], f"{said[until:]}{ended.value}")
+    full_log = log.read_text()
+    return Ranks(outputs, full_log[:rounds_end], f"{full_log[rounds_end:]}{failure.value}")
 
 
 @pytest.fixture(scope="module")
 def on_one(model):
-    """By method, and uncompressed as ``off``, the answers of one rank, in this process."""
+    """Return the output tokens of one rank in this process, by method, ``off`` and ``long``."""
     with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
-        answers = {
-            method: llm.generate(PROMPTS, 12, extra_args=asks(method, 12))
+        outputs = {
+            method: llm.generate(PROMPTS, 12, extra_args=extra_args(method, 12))
             for method in (*METHODS, "off")
         }
-        again = llm.watch_repacking()
-        answers["long"] = llm.generate(PROMPTS, LONG)
-        assert len(again) >= 3 * len(PROMPTS)
-        return answers
+        repacked = llm.watch_repacking()
+        outputs["long"] = llm.generate(PROMPTS, LONG)
+        assert len(repacked) >= 3 * len(PROMPTS)
+        return outputs
 
 
-def test_two_ranks_answer_as_one(on_two, on_one):
-    """SnapKV chooses per KV head: which rank a head is on makes no difference."""
-    assert on_two.answers["snapkv"] == on_one["snapkv"]
+def test_two_ranks_match_one_rank(on_two, on_one):
+    """SnapKV chooses per KV head, so a head's rank makes no difference."""
+    assert on_two.outputs["snapkv"] == on_one["snapkv"]
 
 
-def test_two_ranks_pack_an_answer_again_as_one(on_two, on_one):
-    """Each its own heads, to the same number of pages: the whole answers are the same."""
-    assert on_two.answers["long"] == on_one["long"]
+def test_two_ranks_with_a_decode_budget_match_one_rank(on_two, on_one):
+    """Each rank compresses the outputs of its own heads to the same number of pages."""
+    assert on_two.outputs["long"] == on_one["long"]
 
 
-def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_two, on_one):
-    """CAKE's layer budgets come from each rank's own heads, so later tokens may differ.
+def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_equal_block_counts(on_two, on_one):
+    """CAKE derives layer budgets from each rank's own heads, so later tokens may differ.
 
-    What the scheduler counts may not: every rank keeps as many pages and blocks.
+    The scheduler's counts may not differ: all ranks keep the same number of pages and blocks.
     """
-    answers, whole = on_two.answers, on_one["off"]
-    # what goes in pieces reads what earlier ones kept, already before its first token
-    stand = [index for index, length in enumerate(LENGTHS) if length <= 512]
-    assert [answers["cake"][i][0] for i in stand] == [whole[i][0] for i in stand]
-    assert answers["cake"][2] == whole[2]
+    outputs, uncompressed = on_two.outputs, on_one["off"]
+    # a prompt in pieces reads compressed pieces even before its first output token
+    in_one_piece = [index for index, length in enumerate(LENGTHS) if length <= 512]
+    assert [outputs["cake"][i][0] for i in in_one_piece] == [
+        uncompressed[i][0] for i in in_one_piece
+    ]
+    assert outputs["cake"][2] == uncompressed[2]
     line = r"request=(\S+) prompt_tokens=(\d+) kept_tokens=(\S+) .*blocks_after=(\d+)"
-    kept = Counter(re.findall(line, on_two.log))
-    long = [length for length in LENGTHS if length >= 128]
-    assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(long * (len(METHODS) + 1))
-    assert set(kept.values()) == {2}, kept  # both ranks say the same
+    reports = Counter(re.findall(line, on_two.log))
+    compressed_lengths = [length for length in LENGTHS if length >= 128]
+    assert sorted(int(tokens) for _, tokens, *_ in reports) == sorted(
+        compressed_lengths * (len(METHODS) + 1)
+    )
+    assert set(reports.values()) == {2}, reports  # both ranks report the same
 
 
-def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(on_two):
-    """Its layers would read what was never packed: it ends, and with it the other and the engine.
+def test_a_rank_that_fails_to_pack_ends_the_engine(on_two):
+    """A rank that fails to pack exits, and the other rank and the engine exit with it.
 
-    Nothing of that round is delivered, and what came before is right (the tests above).
+    Otherwise its layers would read pages that were never packed. The round returns no output; the
+    tests above check the earlier rounds.
     """
-    ended_with_the_rank(on_two.ended)
+    assert_engine_ended_with_the_rank(on_two.failure)
 
 
-def ended_with_the_rank(said: str) -> None:
-    assert "a rank that could not compress a prompt must not go on" in said
-    # The engine did not wait 300 s for the rank and then say that its call timed out. What it says
-    # instead is whatever notices first: its monitor of the processes, shared memory, or a socket.
-    assert "timed out" not in said
+def assert_engine_ended_with_the_rank(log: str) -> None:
+    assert "this rank failed to compress a request" in log
+    # The engine must notice the exit instead of timing out after 300 s. The message depends on what
+    # notices first: the process monitor, the shared memory or a socket.
+    assert "timed out" not in log
 
 
-# -- as Ray's actors -------------------------------------------------------------------------------
+# -- Ray actors ------------------------------------------------------------------------------------
 
 
-# The engine is a fork of it.
+# The engine is a fork of this script's process.
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -191,23 +196,23 @@ if __name__ == "__main__":
         dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
         num_gpu_blocks_override=129, distributed_executor_backend="ray",
     )
-    for method, tokens, asks in rounds:
+    for method, tokens, extra_args in rounds:
         params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra_args
         )
         inputs = [{"prompt_token_ids": p} for p in prompts]
         done = llm.generate(inputs, params, use_tqdm=False)
-        print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]), flush=True)
+        print("OUTPUTS", json.dumps([list(o.outputs[0].token_ids) for o in done]), flush=True)
 """
 
 
 def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> Done:
-    """Run the script: one engine of two actors, and in a process of its own."""
+    """Run `SCRIPT` in a new process: an engine with two Ray actors."""
     script = Path(model).with_name("script.py")
     script.write_text(FORKS + SCRIPT)
-    asked = [(method, new, asks(method, new)) for method, new in rounds]
+    rounds_with_args = [(method, new, extra_args(method, new)) for method, new in rounds]
     return subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, asked, PROMPTS])],
+        [sys.executable, str(script), json.dumps([model, SETTINGS, rounds_with_args, PROMPTS])],
         capture_output=True,
         text=True,
         timeout=600,
@@ -222,51 +227,51 @@ def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> 
     )
 
 
-def answers(done: Done) -> list[list[list[int]]]:
-    """What was answered, round by round."""
-    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
-    return [json.loads(line.removeprefix("ANSWERS ")) for line in lines]
+def printed_outputs(result: Done) -> list[list[list[int]]]:
+    """Return the output tokens that the script printed, by round."""
+    output_lines = [x for x in result.stdout.splitlines() if x.startswith("OUTPUTS ")]
+    return [json.loads(line.removeprefix("OUTPUTS ")) for line in output_lines]
 
 
 @pytest.fixture(scope="module")
-def gone(tmp_path_factory):
-    """As long as this file is there, the second node's new processes are without this package."""
+def package_missing(tmp_path_factory):
+    """Return a path: while the file exists, new processes of the second node lack this package."""
     return tmp_path_factory.mktemp("nodes") / "gone"
 
 
 @pytest.fixture(scope="module")
-def two_nodes(gone):
-    without = f"import os, sys\nif os.path.exists({str(gone)!r}):\n"
-    without += "    sys.modules['vllm_kvcompress'] = None\n"
-    with local_ray([SECOND_FAILS, SECOND_FAILS + without]) as environment:
+def two_nodes(package_missing):
+    hide_package = f"import os, sys\nif os.path.exists({str(package_missing)!r}):\n"
+    hide_package += "    sys.modules['vllm_kvcompress'] = None\n"
+    with local_ray([SECOND_FAILS, SECOND_FAILS + hide_package]) as environment:
         yield environment
 
 
-def test_an_actor_that_could_not_pack_is_not_believed_by_the_others(model, two_nodes, on_two):
-    """As it is deployed, with the engine in a process of its own. What came before is right.
+def test_an_actor_that_fails_to_pack_ends_the_engine(model, two_nodes, on_two):
+    """The engine runs in a separate process, as deployed; the earlier round's outputs are right.
 
-    It stands before the tests of `on_ray`, whose actors hold both devices.
+    This test must precede those that use `on_ray`, whose actors hold both devices.
     """
-    done = start(model, ROUNDS, **two_nodes, CANNOT_PACK="cake")
-    assert done.returncode != 0
-    ended_with_the_rank(done.stdout + done.stderr)
-    assert answers(done) == [on_two.answers["snapkv"]]
+    result = start(model, ROUNDS, **two_nodes, CANNOT_PACK="cake")
+    assert result.returncode != 0
+    assert_engine_ended_with_the_rank(result.stdout + result.stderr)
+    assert printed_outputs(result) == [on_two.outputs["snapkv"]]
 
 
-def test_a_node_without_this_package_is_told_before_anything_is_served(model, two_nodes, gone):
-    """It stands before the tests of `on_ray` too."""
-    gone.touch()
-    done = start(model, ROUNDS[:1], **two_nodes)
-    gone.unlink()
-    assert done.returncode != 0
-    assert not answers(done)
-    log = done.stdout + done.stderr
+def test_a_node_without_this_package_stops_the_engine_at_startup(model, two_nodes, package_missing):
+    """This test must precede those that use `on_ray`, whose actors hold both devices."""
+    package_missing.touch()
+    result = start(model, ROUNDS[:1], **two_nodes)
+    package_missing.unlink()
+    assert result.returncode != 0
+    assert not printed_outputs(result)
+    log = result.stdout + result.stderr
     assert "ModuleNotFoundError: import of vllm_kvcompress halted" in log
 
 
 @pytest.fixture(scope="module")
 def on_ray(model, two_nodes):
-    """An engine in this process, whose two workers are actors: one on each node."""
+    """Run an engine in this process whose two workers are Ray actors, one on each node."""
     import ray
     from vllm.platforms.cpu import CpuPlatform
 
@@ -275,76 +280,89 @@ def on_ray(model, two_nodes):
             patch.setenv(name, two_nodes[name])
         patch.setattr(CpuPlatform, "ray_device_key", DEVICE)
         try:
-            with two(model, "ray") as llm:
+            with two_rank_engine(model, "ray") as llm:
                 yield llm
         finally:
             ray.shutdown()
 
 
-def on_each(llm, look):
-    """What `look` makes of each rank's worker, in its actor."""
-    return llm.core.model_executor.collective_rpc(lambda wrapper: look(wrapper.worker))
+def on_each_worker(llm, function):
+    """Return ``function(worker)`` for each rank's worker, evaluated in its actor."""
+    return llm.core.model_executor.collective_rpc(lambda wrapper: function(wrapper.worker))
 
 
-def step_to_the_end(llm, seen):
+def step_to_the_end(llm, outputs):
     while llm.llm.llm_engine.has_unfinished_requests():
-        seen += llm.llm.llm_engine.step()
+        outputs += llm.llm.llm_engine.step()
 
 
-def test_each_rank_is_an_actor_on_a_node_of_its_own(on_ray):
+def test_each_rank_is_an_actor_on_a_different_node(on_ray):
     executor = on_ray.core.model_executor
     assert type(executor).__name__ == "RayExecutorV2"
     assert len({handle.node_id for handle in executor.ray_worker_handles}) == 2
-    names = on_each(on_ray, lambda worker: type(worker).__name__)
+    names = on_each_worker(on_ray, lambda worker: type(worker).__name__)
     assert names == ["CompressingCPUWorker"] * 2
-    numbers = on_each(on_ray, lambda _: __import__("os").getpid())
+    numbers = on_each_worker(on_ray, lambda _: __import__("os").getpid())
     assert len({*numbers, os.getpid()}) == 3
 
 
-def test_actors_answer_as_processes_do(on_ray, on_two):
-    """CAKE's too: each rank has the same heads there as here."""
-    given = {
-        method: on_ray.generate(PROMPTS, 12, extra_args=asks(method, 12)) for method in METHODS
+def test_actors_match_processes(on_ray, on_two):
+    """CAKE matches too, because each rank has the same heads."""
+    outputs = {
+        method: on_ray.generate(PROMPTS, 12, extra_args=extra_args(method, 12))
+        for method in METHODS
     }
-    assert given == {method: on_two.answers[method] for method in METHODS}
-    assert given["snapkv"] != given["cake"]
+    assert outputs == {method: on_two.outputs[method] for method in METHODS}
+    assert outputs["snapkv"] != outputs["cake"]
 
 
-def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray, on_two):
-    """While they pack answers again as they grow, and answer as processes do."""
+def test_actors_acknowledge_all_plans_and_all_blocks_return(on_ray, on_two):
+    """Actors acknowledge all plans while they compress outputs, and match processes."""
     scheduler, free = on_ray.scheduler, on_ray.free_blocks
-    heard, reported, held, update = [], [], [], scheduler.update_from_output
+    plans_and_acknowledgements, reported, used_blocks, update = (
+        [],
+        [],
+        [],
+        scheduler.update_from_output,
+    )
 
     def updating(scheduler_output, output):
         plan, report = scheduler_output.kvcompress, getattr(output, "kvcompress", None)
-        heard.append((plan, report and report.carried_out))
+        plans_and_acknowledgements.append((plan, report and report.executed_plan))
         reported.extend(report.packed if report else ())
-        held.append(free - on_ray.free_blocks)
+        used_blocks.append(free - on_ray.free_blocks)
         return update(scheduler_output, output)
 
-    before = on_each(on_ray, lambda worker: worker.compressor.compressed)
+    before = on_each_worker(on_ray, lambda worker: worker.compressor.compressed)
     scheduler.update_from_output = updating
-    assert on_ray.generate(PROMPTS, LONG) == on_two.answers["long"]
+    assert on_ray.generate(PROMPTS, LONG) == on_two.outputs["long"]
     scheduler.update_from_output = update
-    after = on_each(on_ray, lambda worker: worker.compressor.compressed)
-    plans = [plan for plan, _ in heard if plan is not None]
+    after = on_each_worker(on_ray, lambda worker: worker.compressor.compressed)
+    plans = [plan for plan, _ in plans_and_acknowledgements if plan is not None]
     assert (
         sum(any(not pack_request.prefill for pack_request in plan.pack) for plan in plans)
         >= LONG // 32
     )
-    assert all(told == (plan and plan.number) for plan, told in heard)
-    assert not scheduler._handed_out
-    long = [length for length in LENGTHS if length >= 128]
-    assert sorted(packed.tokens for packed in reported) == long
-    assert [now - then for now, then in zip(after, before, strict=True)] == [len(long)] * 2
-    whole = sum(-(-(length + LONG) // 32) for length in LENGTHS)
-    assert 0 < max(held[-LONG // 2 :]) < whole / 2
+    assert all(
+        acknowledged == (plan and plan.number) for plan, acknowledged in plans_and_acknowledgements
+    )
+    assert not scheduler._steps_in_flight
+    compressed_lengths = [length for length in LENGTHS if length >= 128]
+    assert sorted(packed.tokens for packed in reported) == compressed_lengths
+    assert [
+        count_after - count_before for count_after, count_before in zip(after, before, strict=True)
+    ] == [len(compressed_lengths)] * 2
+    uncompressed_blocks = sum(-(-(length + LONG) // 32) for length in LENGTHS)
+    assert 0 < max(used_blocks[-LONG // 2 :]) < uncompressed_blocks / 2
     assert on_ray.free_blocks == free
 
 
-def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
-    """The last test of this engine: it stops. As Ray's older executor does it, in the actors."""
-    executor, seen = on_ray.core.model_executor, []
+def test_an_executor_that_bypasses_the_workers_returns_no_output(on_ray):
+    """An executor that calls the model runner directly, as Ray's older one does, fails the step.
+
+    The engine stops, so this is the last test that uses it.
+    """
+    executor, outputs = on_ray.core.model_executor, []
     run = executor.collective_rpc
 
     def rpc(method, args=(), **how):
@@ -357,6 +375,6 @@ def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
 
     executor.collective_rpc = rpc
     on_ray.submit("long", PROMPTS[0], 8)
-    with pytest.raises(VllmHookError, match=r"\['long-.*'\], came back with none acknowledged"):
-        step_to_the_end(on_ray, seen)
-    assert not seen
+    with pytest.raises(VllmHookError, match=r"\['long-.*'\], came back with no plan acknowledged"):
+        step_to_the_end(on_ray, outputs)
+    assert not outputs

@@ -1,7 +1,7 @@
-"""CPU_ATTN's AMX layout on a processor without AMX, and its vector layout on one with it.
+"""Use CPU_ATTN's AMX layout on a CPU without AMX, or its vector layout on a CPU with AMX.
 
-vLLM's kernel that writes the layout runs on any x86-64; those that read it do not. Their stand-in
-lays the pages out as the vector kernels want them, by the formulas, and calls these.
+vLLM's kernel that writes the AMX layout runs on any x86-64 CPU; the kernels that read it need AMX.
+Their replacement copies the pages to the vector layout and calls the vector kernels.
 """
 
 import functools
@@ -12,7 +12,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 
 def offsets(block: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[block, dim]`` each: where K and V of token t, dim d lie in their half of a page."""
+    """Return the offsets of K and V, ``[block, dim]`` each, in their half of a page."""
     t, d = torch.arange(block)[:, None], torch.arange(dim)
     keys = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
     values = d // 16 * 16 * block + t // 2 * 32 + d % 16 * 2 + t % 2
@@ -20,11 +20,12 @@ def offsets(block: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def vector_pages(half: torch.Tensor, offset: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    """A copy of one half of all pages in the layout of the vector kernels.
+    """Return a copy of one half of all pages in the vector kernels' layout.
 
     Args:
-        half: ``[N, Hkv, block, D]`` as vLLM hands it on: a shape that says nothing of the layout.
-        transposed: tokens are the innermost axis there (K).
+        half: ``[N, Hkv, block, D]`` in the AMX layout; vLLM's shape does not describe it.
+        offset: offsets of this half, ``[block, D]``.
+        transposed: tokens are the innermost axis in the vector layout (K).
     """
     heads = half.as_strided(
         (*half.shape[:2], half.shape[2] * half.shape[3]),
@@ -36,12 +37,12 @@ def vector_pages(half: torch.Tensor, offset: torch.Tensor, *, transposed: bool) 
 
 
 def pretend_no_amx(monkeypatch) -> None:
-    """Every engine that starts from now on has the vector kernels and their layout."""
+    """Let engines that start later use the vector kernels and their layout."""
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, **__: "vec")
 
 
 def pretend_amx(monkeypatch) -> None:
-    """Every engine that starts from now on has the AMX layout."""
+    """Let engines that start later use the AMX layout."""
     attend, plan = ops.cpu_attention_with_kv_cache, ops.cpu_attn_get_scheduler_metadata
 
     def attending(*, key_cache, value_cache, **rest):
@@ -52,9 +53,9 @@ def pretend_amx(monkeypatch) -> None:
             **rest,
         )
 
-    @functools.wraps(plan)  # its parameters are a hook that is checked
+    @functools.wraps(plan)  # the plugin checks the signature of this vLLM hook
     def planning(*, isa, **rest):
-        assert isa == "amx", "the layers write tiles: the plan must be for the same kernels"
+        assert isa == "amx", "the layers write AMX tiles, so the plan must be for the AMX kernels"
         return plan(isa="vec", **rest)
 
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, **__: "amx")

@@ -1,4 +1,4 @@
-"""A vLLM configuration, as a command or a script makes one; no engine is started."""
+"""Create a vLLM configuration without starting an engine."""
 
 from vllm.engine.arg_utils import EngineArgs
 
@@ -9,7 +9,7 @@ vllm_kvcompress.register()
 
 
 def configure(model: str, **options):
-    """Exactly what LLM() and ``vllm serve`` do before they load anything."""
+    """Return the configuration that ``LLM()`` and ``vllm serve`` create before loading."""
     config = options.pop("additional_config", settings())
     arguments = EngineArgs(
         model=model, skip_tokenizer_init=True, additional_config=config, **options

@@ -1,4 +1,7 @@
-"""Real vLLM engines in this process, one at a time, on the model runner that the run chose."""
+"""Fixtures of tests that run vLLM engines in this process, one at a time.
+
+``VLLM_USE_V2_MODEL_RUNNER`` chooses the model runner of all tests in the process.
+"""
 
 import json
 from collections import Counter
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import inspect_models_here, leave_async_scheduling, prepare_model_runner
+from engines import allow_async_scheduling, inspect_models_here, prepare_model_runner
 
 prepare_model_runner()
 inspect_models_here()
@@ -19,8 +22,8 @@ def checkpoints_folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def edited(checkpoints_folder, tmp_path):
-    """A checkpoint folder whose config.json was changed."""
-    from checkpoints import make  # loads Triton, which V2 wants prepared
+    """Return a function that writes a changed config.json and returns its folder."""
+    from checkpoints import make  # loads Triton, which V2 must prepare first
 
     def edit(**changes) -> str:
         original = Path(make("llama-gqa", checkpoints_folder), "config.json")
@@ -32,27 +35,29 @@ def edited(checkpoints_folder, tmp_path):
 
 
 @pytest.fixture
-def keep_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Async scheduling on a CPU, for one test."""
-    leave_async_scheduling(monkeypatch)
+def async_scheduling_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow async scheduling on a CPU for one test."""
+    allow_async_scheduling(monkeypatch)
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Engines whose tallies are kept for the test."""
+    """Return a function ``counts(key)`` that sums the compression statistics of this test."""
     from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
-    taken = []
+    reports = []
     take = CompressionStats.take
     monkeypatch.setattr(
-        CompressionStats, "take", lambda self: (taken.append(take(self)), taken[-1])[1]
+        CompressionStats, "take", lambda self: (reports.append(take(self)), reports[-1])[1]
     )
 
     def counts(key):
         total = Counter()
-        for report in taken:
-            found = (report or {}).get(key, {})
-            total.update(found if isinstance(found, dict) else {"": found})
+        for report in reports:
+            counts_of_report = (report or {}).get(key, {})
+            total.update(
+                counts_of_report if isinstance(counts_of_report, dict) else {"": counts_of_report}
+            )
         return {name: count for name, count in total.items() if count}
 
     return counts

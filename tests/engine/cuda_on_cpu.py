@@ -1,11 +1,11 @@
-"""What CUDA runs, on a CPU: its attention backends, and whole-graph replays, on Model Runner V2.
+"""Run CUDA's attention backends and full CUDA graphs on a CPU, with Model Runner V2.
 
-TRITON_ATTN runs its real kernels in Triton's interpreter. FLASH_ATTN's kernels exist for CUDA
-alone: loops stand in for them, vLLM's builder and implementation around them are real.
+TRITON_ATTN runs its real kernels in Triton's interpreter. FLASH_ATTN's kernels exist only for CUDA,
+so Python loops replace them; vLLM's metadata builder and implementation are real.
 
-A CUDA graph replays with the tensors and numbers of its capture, whatever the step at hand says.
-`Graphs` does the same in Python: what vLLM prepares for a capture is kept, and a step of FULL mode
-runs the model on that, with nothing of its own but what the persistent buffers hold.
+A CUDA graph replays with the tensors and numbers of its capture, independent of the current step.
+`Graphs` emulates this: it keeps the inputs that vLLM prepares for a capture. A step in FULL mode
+runs the model on them, so that only persistent buffers carry values of the current step.
 """
 
 import math
@@ -29,58 +29,58 @@ from vllm_kvcompress.engine.worker import cpu as worker_cpu
 
 
 def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
-    """CPU engines that start from now on run `backend`; returns what its kernels were given."""
-    seen = SimpleNamespace(calls=0, plans=0, splits=set())
+    """Let CPU engines that start later use `backend`; return counters of its kernel calls."""
+    counters = SimpleNamespace(calls=0, plans=0, splits=set())
     chosen = AttentionBackendEnum[backend]
     monkeypatch.setattr(
         CpuPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: chosen.get_path())
     )
     monkeypatch.setattr(worker_cpu.CompressingCPUWorker, "backends", attention_cuda.BACKENDS)
 
-    # TRITON_ATTN asks which chip it is on before it stores K and V
+    # TRITON_ATTN queries the GPU's compute capability before it stores K and V
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def attend(
-        *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, block_table, **more
+        *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, block_table, **options
     ):
-        seen.calls += 1
-        seen.plans += more["scheduler_metadata"] is not None
-        seen.splits.add(more["num_splits"])
-        assert more["causal"] is True
-        assert more["fa_version"] == version
+        counters.calls += 1
+        counters.plans += options["scheduler_metadata"] is not None
+        counters.splits.add(options["num_splits"])
+        assert options["causal"] is True
+        assert options["fa_version"] == version
         assert len(seqused_k) == len(block_table) == len(cu_seqlens_q) - 1
         group, size = q.shape[1] // k.shape[2], k.shape[1]
-        for row, tokens in enumerate(seqused_k.tolist()):
-            start, stop = cu_seqlens_q[row : row + 2].tolist()
+        for request_index, tokens in enumerate(seqused_k.tolist()):
+            start, stop = cu_seqlens_q[request_index : request_index + 2].tolist()
             assert tokens <= max_seqlen_k
             assert stop - start <= max_seqlen_q
             if stop == start:
                 continue
-            pages = block_table[row, : math.ceil(tokens / size)].long()
+            pages = block_table[request_index, : math.ceil(tokens / size)].long()
             keys, values = (x[pages].flatten(0, 1)[:tokens].float() for x in (k, v))
             keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
             logits = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys)
-            own = torch.arange(tokens - (stop - start), tokens)[:, None]
-            unseen = torch.arange(tokens) > own
-            if (window := (more.get("window_size") or [-1])[0]) >= 0:
-                unseen |= torch.arange(tokens) < own - window
-            logits = (logits * more["softmax_scale"]).masked_fill(unseen, -torch.inf)
-            if (sinks := more.get("s_aux")) is not None:
+            positions = torch.arange(tokens - (stop - start), tokens)[:, None]
+            masked = torch.arange(tokens) > positions
+            if (window := (options.get("window_size") or [-1])[0]) >= 0:
+                masked |= torch.arange(tokens) < positions - window
+            logits = (logits * options["softmax_scale"]).masked_fill(masked, -torch.inf)
+            if (sinks := options.get("s_aux")) is not None:
                 sink = sinks.float()[:, None, None].expand(-1, stop - start, 1)
                 logits = torch.cat([logits, sink], -1)
             weights = logits.softmax(-1)[..., :tokens]
             out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
     def store(key, value, key_cache, value_cache, slots, *_):
-        here = slots[slots >= 0]
-        where = here // key_cache.shape[1], here % key_cache.shape[1]
-        key_cache[where], value_cache[where] = (
+        valid_slots = slots[slots >= 0]
+        index = valid_slots // key_cache.shape[1], valid_slots % key_cache.shape[1]
+        key_cache[index], value_cache[index] = (
             key[: len(slots)][slots >= 0],
             value[: len(slots)][slots >= 0],
         )
 
-    def plan(**given):
-        return torch.zeros(1 + 4 * given["batch_size"], dtype=torch.int32)
+    def plan(**sizes):
+        return torch.zeros(1 + 4 * sizes["batch_size"], dtype=torch.int32)
 
     stand_ins = {
         "flash_attn_varlen_func": attend,
@@ -92,32 +92,32 @@ def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(flash_attn, name, stand_in, raising=False)
-    return seen
+    return counters
 
 
 class Graphs:
-    """Captured whole-graph decode steps of the engines that start after it was made.
+    """Full-graph decode steps of engines that start after this object is created.
 
     Args:
-        sizes: requests of the graphs; a step is padded to the next one.
-        drafts: that every request brings.
+        sizes: numbers of requests of the graphs; a step is padded to the next size.
+        drafts: draft tokens per request.
     """
 
     def __init__(self, monkeypatch: Any, sizes: tuple[int, ...], drafts: int = 0) -> None:
         self.sizes, self.replays, self.padded = sizes, 0, 0
-        self._each = each = 1 + drafts
+        self._each = tokens_per_request = 1 + drafts
         self._captured: dict[int, Any] = {}
         self._addresses: dict[int, list[int]] = {}
         dispatch = ModelCudaGraphManager.dispatch
 
         def dispatching(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs):
-            fit = [size for size in sizes if size * each >= num_tokens]
-            if uniform_token_count == each and fit and self._captured:
+            fitting_sizes = [size for size in sizes if size * tokens_per_request >= num_tokens]
+            if uniform_token_count == tokens_per_request and fitting_sizes and self._captured:
                 return BatchExecutionDescriptor(
                     cg_mode=CUDAGraphMode.FULL,
-                    num_tokens=fit[0] * each,
-                    num_reqs=fit[0],
-                    uniform_token_count=each,
+                    num_tokens=fitting_sizes[0] * tokens_per_request,
+                    num_reqs=fitting_sizes[0],
+                    uniform_token_count=tokens_per_request,
                 )
             return dispatch(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
@@ -125,7 +125,7 @@ class Graphs:
         monkeypatch.setattr(ModelCudaGraphManager, "run_fullgraph", lambda _, desc: self._run(desc))
 
     def capture(self, engine: Any) -> None:
-        """As vLLM does after its KV cache is there, before the first request."""
+        """Capture the graphs; vLLM does this after it allocates the KV cache."""
         self._runner = runner = engine.worker.model_runner
         self._compressor = engine.worker.compressor
         with torch.inference_mode():
@@ -144,18 +144,18 @@ class Graphs:
                 self._addresses[size] = self._reads(size)
 
     def _reads(self, size: int) -> list[int]:
-        """Where a graph's attention kernels read: pages, tables, lengths, of every layer."""
-        every = self._captured[size].attn_metadata.values()
-        metadata = next(own for own in every if hasattr(own, "kvcompress"))
+        """Return the addresses that a graph's attention kernels read: pages, tables and lengths."""
+        all_metadata = self._captured[size].attn_metadata.values()
+        metadata = next(candidate for candidate in all_metadata if hasattr(candidate, "kvcompress"))
         layers = [metadata.kvcompress[i] for i in range(len(self._compressor.pool.layer_offset))]
-        tensors = [x for own in layers for x in (own.block_table, own.seq_lens)]
+        tensors = [x for candidate in layers for x in (candidate.block_table, candidate.seq_lens)]
         return [x.data_ptr() for x in (self._compressor.pool.pages, *tensors)]
 
     def _run(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
         assert not self._compressor.watching, "a replayed graph runs no Python"
         self.replays += 1
         requests = desc.num_reqs
-        assert self._reads(requests) == self._addresses[requests], "moved"
+        assert self._reads(requests) == self._addresses[requests], "a captured tensor moved"
         runner, rows = self._runner, desc.num_tokens
         captured = self._captured[requests]
         self.padded += bool((runner.input_buffers.seq_lens[:requests] == 0).any())

@@ -1,7 +1,8 @@
-"""Pretend, in a process of its own, that vLLM's CPU build sits on a GPU.
+"""Run vLLM's CPU build as if it were on a GPU, in a separate process.
 
-Its Python files are those of the CUDA build but for the compiled extensions, so everything up to
-the first call into a device is what CUDA decides. Run: ``python cuda_platform.py MODEL H200``.
+The CPU and CUDA builds have the same Python files and differ in their compiled extensions, so all
+decisions before the first device call are those of CUDA. Run:
+``python cuda_platform.py MODEL H200``.
 """
 
 import json
@@ -14,7 +15,7 @@ GPUS = {"H200": ((9, 0), 141, 132), "B200": ((10, 0), 180, 148)}
 
 
 def pretend(gpu: str) -> None:
-    """Before anything of vLLM is imported."""
+    """Replace vLLM's platform by CUDA on `gpu`; call this before vLLM is imported."""
     capability, memory, units = GPUS[gpu]
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
@@ -43,7 +44,7 @@ def pretend(gpu: str) -> None:
 
 
 def decide(model: str) -> dict[str, object]:
-    """What the plugin and vLLM make of a model on this platform."""
+    """Return the choices of the plugin and of vLLM for a model on this platform."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform

@@ -1,11 +1,12 @@
-"""An engine whose freed blocks wait for the steps under way, as on a decode server with a GPU.
+"""Make an engine defer block frees until in-flight steps end, as on a GPU decode server.
 
-vLLM switches async scheduling off on a CPU. Where a test leaves it on, this stands in for the rest:
-what vLLM's scheduler does as soon as steps overlap and a connector pulls.
+vLLM's scheduler does this when steps overlap and a connector pulls prompts. The test must allow
+async scheduling, which vLLM disables on a CPU.
 """
 
 
 def defer_frees(llm):
+    """Let the engine's scheduler defer the frees of blocks from now on."""
     from vllm_kvcompress.engine.scheduling.next_step import NextStep
 
     scheduler = llm.scheduler

@@ -1,4 +1,4 @@
-"""Checkpoints that bring the scales of a quantised KV cache, and what it makes of keys."""
+"""Write checkpoints with scales for a quantised KV cache, and emulate its rounding."""
 
 import json
 from pathlib import Path
@@ -13,23 +13,24 @@ SCHEME = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynam
 
 
 def scales(layer: int) -> tuple[float, float]:
-    """Of keys and of values; no two layers share one, and none is a power of two.
+    """Return the scales of keys and values of a layer.
 
-    Small enough that the largest values are cut, as a checkpoint's may be.
+    All scales differ and none is a power of two. They are small enough that the largest values
+    saturate, as with some published checkpoints.
     """
     return 0.013 + 0.004 * layer, 0.021 - 0.003 * layer
 
 
 def scaled(name: str, folder: Path, to: Path, **scheme: object) -> str:
-    """A checkpoint that brings its scales, as compressed-tensors writes them."""
-    plain = Path(make(name, folder))
-    config = json.loads((plain / "config.json").read_text())
+    """Write checkpoint `name` with scales in compressed-tensors format to `to`; return its path."""
+    source = Path(make(name, folder))
+    config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = dict(
         quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={},
         kv_cache_scheme={**SCHEME, **scheme},
     )  # fmt: skip
     (to / "config.json").write_text(json.dumps(config))
-    weights = load_file(plain / "model.safetensors")
+    weights = load_file(source / "model.safetensors")
     for layer in range(SHAPES[name].layers):
         for part, scale in zip("kv", scales(layer), strict=True):
             weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([scale])
@@ -38,10 +39,10 @@ def scaled(name: str, folder: Path, to: Path, **scheme: object) -> str:
 
 
 def as_cached(part: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """What vLLM's CPU kernels make of keys or values, in float64: they cut digits off."""
-    top = torch.finfo(dtype).max
-    exact = (part.float() / scale).clamp(-top, top)
-    near = exact.to(dtype)
-    too_far = near.float().abs() > exact.abs()
-    cut = torch.where(too_far, near.view(torch.uint8) - 1, near.view(torch.uint8))
-    return cut.view(dtype).double() * scale
+    """Return keys or values as vLLM quantises them on a CPU (rounding towards zero), in float64."""
+    max_value = torch.finfo(dtype).max
+    exact = (part.float() / scale).clamp(-max_value, max_value)
+    rounded = exact.to(dtype)
+    rounded_up = rounded.float().abs() > exact.abs()
+    truncated = torch.where(rounded_up, rounded.view(torch.uint8) - 1, rounded.view(torch.uint8))
+    return truncated.view(dtype).double() * scale

@@ -1,7 +1,7 @@
-"""Qwen3.5's text model without torchvision, which vLLM imports with it and a text does not need.
+"""Run Qwen3.5's text model without torchvision, which vLLM imports but text does not need.
 
-There is no build of it for the CPU's torch on every machine. What is imported over the stand-in
-stays imported, so it is used in a fork of this process alone.
+torchvision has no build for the CPU build of torch on some machines. Modules imported with the stub
+stay imported, so it is only used in a fork of this process.
 """
 
 import importlib.machinery
@@ -18,7 +18,7 @@ _MODES = ("BICUBIC", "BILINEAR", "NEAREST", "NEAREST_EXACT", "BOX", "HAMMING", "
 
 
 class _Anything(ModuleType):
-    """Has a class of any name, as annotations and tables of interpolation modes want."""
+    """A module with a class for any attribute, for annotations and interpolation modes."""
 
     __path__ = ()
     __version__ = "0.28.0"
@@ -26,29 +26,29 @@ class _Anything(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {mode: at for at, mode in enumerate(_MODES)})
+        return type(name, (), {mode: number for number, mode in enumerate(_MODES)})
 
 
 def in_a_fork(run: Callable[[], Any]) -> Any:
-    """What `run` returns, in a process with torchvision or its stand-in."""
+    """Run `run` in a fork of this process with torchvision or its stub; return its result."""
     fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=_running, args=(run, theirs))
+    receiver, sender = fork.Pipe()
+    process = fork.Process(target=_running, args=(run, sender))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return ours.recv()
+        return receiver.recv()
     finally:
         process.join()
 
 
-def _running(run: Callable[[], Any], end: Any) -> None:
+def _running(run: Callable[[], Any], sender: Any) -> None:
     if find_spec("torchvision") is None:
         for name in _MODULES:
             module = _Anything(f"torchvision{name}")
             module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
             sys.modules[module.__name__] = module
             if name:
-                above, _, last = module.__name__.rpartition(".")
-                setattr(sys.modules[above], last, module)
-    end.send(run())
+                parent_name, _, child_name = module.__name__.rpartition(".")
+                setattr(sys.modules[parent_name], child_name, module)
+    sender.send(run())

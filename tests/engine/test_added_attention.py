@@ -1,8 +1,8 @@
-"""Answers that are bounded by methods which add up attention: H2O and D2O, against float64.
+"""Decode budgets with methods that accumulate attention, H2O and D2O, against float64.
 
-`test_decode_budgets` has what every method shares. Here each token has the sum of what all rows
-since the prompt's first paid it, and goes on with that when it is packed; D2O merges what it drops
-into what it keeps, by a threshold that moves.
+`test_decode_budgets` tests the parts common to all methods. Here each token has the sum of the
+attention of all queries since the start of the prompt, and keeps it when it is packed. D2O merges
+dropped tokens into kept ones, with a threshold that changes over time.
 """
 
 import math
@@ -13,14 +13,14 @@ import torch
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import ANSWER, BUDGET, INTERVAL, PROMPT, Replay, rounded
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from test_decode_budgets import BUDGET, INTERVAL, OUTPUT_TOKENS, PROMPT, Replay, round_to_pages
 from vllm_kvcompress.engine.worker.footprint import sizes_of
-from vllm_kvcompress.planning.memory import sums_per_block
+from vllm_kvcompress.planning.memory import sum_bytes_per_block
 
 
 class Sums(Replay):
-    """Also how much attention every held token was paid, per KV head."""
+    """Float64 replay that also tracks the accumulated attention of every kept token, by KV head."""
 
     def __init__(self, method, shape, seen, *args, **named) -> None:
         super().__init__(method, shape, seen, *args, **named)
@@ -52,44 +52,44 @@ class Sums(Replay):
                 self.paid[layer][kv] = np.append(self.paid[layer][kv], 0) + row
 
     def scores(self, layer, computed):
-        own = np.stack(self.paid[layer])
-        return own[:, : own.shape[1] - self.w], own
+        sums = np.stack(self.paid[layer])
+        return sums[:, : sums.shape[1] - self.w], sums
 
     def pack(self, computed, cap, lengths):
-        before = [[list(own) for own in heads] for heads in self.held]
+        before = [[list(positions) for positions in heads] for heads in self.held]
         if self.method == "h2o":
             super().pack(computed, cap, lengths)
         else:
             self.merge(computed, cap, lengths)
         for layer, heads in enumerate(before):
-            for kv, own in enumerate(heads):
-                kept = [own.index(at) for at in self.held[layer][kv]]
+            for kv, positions in enumerate(heads):
+                kept = [positions.index(at) for at in self.held[layer][kv]]
                 self.paid[layer][kv] = self.paid[layer][kv][kept]
 
     def merge(self, computed, cap, lengths):
-        """D2O's: sinks, heavy and recent tokens stay, and take in what is near enough to them."""
+        """Apply D2O: keep sinks, heavy and recent tokens, and merge similar dropped tokens in."""
         shape = self.shape
         if self.counts is None:
-            most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK
+            max_tokens = (self.max_layer_pages + computed // BLOCK - self.first_block) * BLOCK
             sums = [np.stack(heads) for heads in self.paid]
-            given = ref.d2o_budgets(sums, cap * BLOCK, most)
-            given = ref.apportion(given, sum(given), lengths)
-            self.counts = rounded(given, cap, 1, [n // BLOCK for n in lengths])
+            layer_tokens = ref.d2o_budgets(sums, cap * BLOCK, max_tokens)
+            layer_tokens = ref.apportion(layer_tokens, sum(layer_tokens), lengths)
+            self.counts = round_to_pages(layer_tokens, cap, 1, [n // BLOCK for n in lengths])
         for layer in range(shape.layers):
             k, v = (self.parts[layer, name] for name in "kv")
-            for kv, own in enumerate(self.held[layer]):
+            for kv, positions in enumerate(self.held[layer]):
                 chosen = ref.heavy_recent(self.paid[layer][kv], self.counts[layer] * BLOCK)
                 new_k, new_v, self.tau[layer][kv] = ref.merge(
-                    k[own, kv], v[own, kv], chosen, threshold=self.tau[layer][kv]
+                    k[positions, kv], v[positions, kv], chosen, threshold=self.tau[layer][kv]
                 )
-                self.held[layer][kv] = [own[at] for at in chosen]
+                self.held[layer][kv] = [positions[at] for at in chosen]
                 k[self.held[layer][kv], kv], v[self.held[layer][kv], kv] = new_k, new_v
         self.first_block, self.pages = computed // BLOCK, cap
         self.packed_at.append(computed)
 
 
 @pytest.mark.parametrize("method", ["h2o", "d2o"][: 1 if V2 else None])
-def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
+def test_every_step_matches_the_reference(method, checkpoints_folder):
     name = "llama-gqa"
     with engine(
         make(name, checkpoints_folder),
@@ -99,38 +99,39 @@ def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
         max_num_batched_tokens=32,
     ) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(PROMPT, seed=5), ANSWER)
+        llm.submit("r", tokens(PROMPT, seed=5), OUTPUT_TOKENS)
         llm.drain()
         assert llm.free_blocks == free
     replay = Sums(method, SHAPES[name], seen)
-    for position in range(PROMPT, PROMPT + ANSWER - 1):
+    for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
         replay.step(position)
     assert len(replay.packed_at) >= 3
 
 
-def held_of(llm, move, prompt):
-    """What a compressed prompt holds: positions ``[L][Hkv]``, keys and values in that order."""
-    pool, held = llm.compressor.pool, []
-    tables, _ = pool.held([0], 64)
+def kept_tokens_of(llm, move, prompt):
+    """Return the kept positions ``[L][Hkv]`` of a compressed prompt, with their keys and values."""
+    pool, layers = llm.compressor.pool, []
+    tables, _ = pool.row_tables([0], 64)
     for layer, count in enumerate(move.counts.tolist()):
-        stays = count * BLOCK
+        kept_tokens = count * BLOCK
         tail = torch.arange(prompt // BLOCK * BLOCK, prompt)
         pages = tables[0, layer, : count + 1]
         keys, values = llm.compressor.packer.mover.read(pages)
         keys, values = keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
         heads = []
-        for kv, kept in enumerate(move.kept[layer, :, :stays].long()):
-            own = torch.cat([kept, tail])
-            heads.append((own.tolist(), keys[kv, : len(own)], values[kv, : len(own)]))
-        held.append(heads)
-    return held
+        for kv, kept in enumerate(move.kept[layer, :, :kept_tokens].long()):
+            positions = torch.cat([kept, tail])
+            count_held = len(positions)
+            heads.append((positions.tolist(), keys[kv, :count_held], values[kv, :count_held]))
+        layers.append(heads)
+    return layers
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
-def test_an_answer_goes_on_from_what_its_prompt_kept(method, checkpoints_folder):
-    """Its tokens' attention, tail included, and where it merges its thresholds are the prompt's."""
-    name, prompt, budget, answer = "llama-gqa", 401, 160, 200
+def test_output_continues_from_the_prompts_kept_tokens(method, checkpoints_folder):
+    """The output continues with the prompt's attention sums (tail included) and thresholds."""
+    name, prompt, budget, output_tokens = "llama-gqa", 401, 160, 200
     shape, moves = SHAPES[name], []
     config = settings(method, 0.3, decode_budget=budget, decode_interval=2 * INTERVAL)
     with engine(
@@ -141,35 +142,37 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(method, checkpoints_folder)
         max_num_batched_tokens=150,
     ) as llm:
         seen, mover = llm.record_attention(), llm.compressor.packer.mover
-        own = mover.move
+        original_move = mover.move
 
-        def moving(move):
+        def recording_move(move):
             moves.append(move)
-            return own(move)
+            return original_move(move)
 
-        mover.move = moving
-        llm.submit("r", tokens(prompt, seed=5), answer)
+        mover.move = recording_move
+        llm.submit("r", tokens(prompt, seed=5), output_tokens)
         while not llm.compressor.compressed:
             llm.step()
-        (footprint,) = llm.holdings()
-        start = footprint.pages, footprint.most_pages, footprint.first_block
+        (footprint,) = llm.footprints()
+        start = footprint.pages, footprint.max_layer_pages, footprint.first_block
         llm.step()
-        held = held_of(llm, moves[0], prompt)
+        kept_layers = kept_tokens_of(llm, moves[0], prompt)
         if method == "d2o":
-            (near,) = llm.compressor.pool.thresholds.read([*llm.compressor.pool._slots.values()])
+            (thresholds,) = llm.compressor.pool.thresholds.read(
+                [*llm.compressor.pool._slots.values()]
+            )
         llm.drain()
-    replay = Sums(method, shape, seen, prompt, budget, answer)
-    replay.pages, replay.most_pages, replay.first_block = start
+    replay = Sums(method, shape, seen, prompt, budget, output_tokens)
+    replay.pages, replay.max_layer_pages, replay.first_block = start
     replay.interval = 2 * INTERVAL
-    for layer, heads in enumerate(held):
+    for layer, heads in enumerate(kept_layers):
         for kv, (positions, keys, values) in enumerate(heads):
             replay.held[layer][kv] = positions
             replay.paid[layer][kv] = replay.paid[layer][kv][positions]
             replay.parts[layer, "k"][positions, kv] = keys.double().numpy()
             replay.parts[layer, "v"][positions, kv] = values.double().numpy()
             if method == "d2o":
-                replay.tau[layer][kv] = near[layer, kv].item()
-    for position in range(prompt, prompt + answer - 1):
+                replay.tau[layer][kv] = thresholds[layer, kv].item()
+    for position in range(prompt, prompt + output_tokens - 1):
         replay.step(position)
     assert len(replay.packed_at) >= 2
 
@@ -177,104 +180,106 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(method, checkpoints_folder)
 LENGTHS = (20, 150, 301, 64)
 PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS]
 BOTH = settings("h2o", 0.4, decode_budget=96, decode_interval=INTERVAL, allow_override="d2o")
-ASKED = [{"kv_compress": method} for method in ("h2o", "d2o")]
+OVERRIDES = [{"kv_compress": method} for method in ("h2o", "d2o")]
 
 
-@first_runner
-def test_an_answer_depends_on_its_own_tokens(checkpoints_folder, keep_async_scheduling):
-    """Not on its neighbours, chunks, the prefix cache or how steps are scheduled."""
+@model_runner_v1_only
+def test_outputs_depend_only_on_the_prompt(checkpoints_folder, async_scheduling_allowed):
+    """Outputs do not depend on concurrent requests, chunks, the prefix cache or scheduling."""
     model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=BOTH, enable_prefix_caching=False) as llm:
         alone = [
-            [llm.generate([prompt], 150, extra_args=asked)[0] for prompt in PROMPTS]
-            for asked in ASKED
+            [llm.generate([prompt], 150, extra_args=override)[0] for prompt in PROMPTS]
+            for override in OVERRIDES
         ]
         pool = llm.compressor.pool
         blocks = llm.worker.vllm_config.cache_config.num_gpu_blocks
-        each = sums_per_block(sizes_of(llm.worker.vllm_config), llm.worker.settings)
-        assert pool.sums._sums.nbytes <= blocks * each < 1.1 * pool.sums._sums.nbytes
+        block_bytes = sum_bytes_per_block(sizes_of(llm.worker.vllm_config), llm.worker.settings)
+        assert pool.sums._sums.nbytes <= blocks * block_bytes < 1.1 * pool.sums._sums.nbytes
     assert alone[0] != alone[1]
     crowd = dict(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=1024)
     with engine(model, additional_config=BOTH, async_scheduling=True, **crowd) as llm:
         free = llm.free_blocks
-        for turn in (1, -1):
-            for index, asked in enumerate(ASKED):
-                for at, prompt in list(enumerate(PROMPTS))[::turn]:
-                    llm.submit(f"{index}.{at}", prompt, 150, extra_args=asked)
-            got = {name.split("-")[0]: answer for name, answer in llm.drain().items()}
-            assert [[got[f"{i}.{at}"] for at in range(4)] for i in range(2)] == alone
-        llm.settle()
+        for order in (1, -1):
+            for index, override in enumerate(OVERRIDES):
+                for prompt_index, prompt in list(enumerate(PROMPTS))[::order]:
+                    llm.submit(f"{index}.{prompt_index}", prompt, 150, extra_args=override)
+            outputs = {name.split("-")[0]: output for name, output in llm.drain().items()}
+            assert [[outputs[f"{i}.{p}"] for p in range(4)] for i in range(2)] == alone
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
 
     tight = dict(blocks=14, max_model_len=416, enable_prefix_caching=False)
     with engine(model, additional_config=BOTH, **tight) as llm:
         in_place = llm.watch_packing(lambda finished: finished.pack_request.in_place)
-        for index, asked in enumerate(ASKED):
-            got = llm.generate([PROMPTS[2]], 110, extra_args=asked)[0]
-            assert got == alone[index][2][:110]
-        assert in_place == [True, True], "the pool was meant to have no room beside the prompt"
+        for index, override in enumerate(OVERRIDES):
+            (output,) = llm.generate([PROMPTS[2]], 110, extra_args=override)
+            assert output == alone[index][2][:110]
+        assert in_place == [True, True], "the pool should have no free blocks beside the prompt"
 
 
-@first_runner
-def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
-    """Sums and thresholds are of what is computed again: nothing of the first time is left."""
+@model_runner_v1_only
+def test_preempted_request_continues_as_a_prompt_of_its_tokens(checkpoints_folder):
+    """After a preemption, sums and thresholds are recomputed and do not include the first run."""
     model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]
-    # in tokens: a ratio would be of a longer prompt then
+    # The budget is in tokens, because a ratio would apply to the longer prompt after a preemption.
     config = settings("h2o", 100, decode_budget=128, decode_interval=INTERVAL, allow_override="d2o")
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
-        cuts, got = llm.watch_preemptions(), {}
-        for i, (prompt, asked) in enumerate(zip(prompts, ASKED, strict=True)):
-            llm.submit(str(i), prompt, 150, extra_args=asked)
+        cuts, outputs = llm.watch_preemptions(), {}
+        for i, (prompt, override) in enumerate(zip(prompts, OVERRIDES, strict=True)):
+            llm.submit(str(i), prompt, 150, extra_args=override)
         for step in range(1000):
             if step in (20, 90, 120):
                 assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             for request_id, output in llm.step().items():
-                got[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+                outputs[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break
-        assert {len(each) for each in cuts.values()} == {3}
-        for i, (prompt, asked) in enumerate(zip(prompts, ASKED, strict=True)):
-            llm.alone(prompt, 150, got[str(i)], cuts[str(i)], extra_args=asked)
+        assert {len(request_cuts) for request_cuts in cuts.values()} == {3}
+        for i, (prompt, override) in enumerate(zip(prompts, OVERRIDES, strict=True)):
+            llm.assert_matches_solo_run(
+                prompt, 150, outputs[str(i)], cuts[str(i)], extra_args=override
+            )
 
 
-@first_runner
-def test_an_answer_that_is_never_packed_leaves_a_neighbours_sums_alone(checkpoints_folder):
-    """It may read the neighbour's blocks by the prefix cache, beside which those sums lie."""
+@model_runner_v1_only
+def test_unpacked_request_does_not_change_sums_of_shared_blocks(checkpoints_folder):
+    """The short request shares blocks through the prefix cache, and their sums are shared too."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(100, seed=3)
     config = settings("h2o", decode_budget=160, decode_interval=INTERVAL)
-    beside = prompt[:96] + tokens(4, seed=4)
+    same_prefix = prompt[:96] + tokens(4, seed=4)
     with engine(model, additional_config=config) as llm:
-        judged, add = [], llm.compressor.adder.add
+        added, add = [], llm.compressor.adder.add
 
-        def adding(latest):
-            judged.extend(pack_request.request_id.split("-")[0] for pack_request, _ in latest)
-            add(latest)
+        def recording_add(additions):
+            added.extend(addition.request_id.split("-")[0] for addition, _ in additions)
+            add(additions)
 
-        llm.compressor.adder.add = adding
+        llm.compressor.adder.add = recording_add
         llm.submit("long", prompt, 150)
         for _ in range(3):
             llm.step()
-        llm.submit("short", beside, 45)
+        llm.submit("short", same_prefix, 45)
         llm.step()
-        own = [
+        long_blocks, short_blocks = (
             {block.block_id for block in llm.manager.req_to_blocks[request.request_id]}
             for request in llm.running()
-        ]
-        assert len(own[0] & own[1]) == 3, "the second was meant to read the first one's blocks"
-        done = {name.split("-")[0]: answer for name, answer in llm.drain().items()}
-        assert set(judged) == {"long"}
+        )
+        assert len(long_blocks & short_blocks) == 3, "the requests should share three blocks"
+        done = {name.split("-")[0]: output for name, output in llm.drain().items()}
+        assert set(added) == {"long"}
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         assert done["long"] == llm.generate([prompt], 150)[0]
-        assert done["short"] == llm.generate([beside], 45)[0]
+        assert done["short"] == llm.generate([same_prefix], 45)[0]
 
 
-@first_runner
-def test_what_holds_everything_changes_nothing(checkpoints_folder):
+@model_runner_v1_only
+def test_budget_above_the_length_changes_nothing(checkpoints_folder):
     path, prompts = make("llama-gqa", checkpoints_folder), [PROMPTS[0], PROMPTS[3]]
     with engine(path, max_num_seqs=4, max_model_len=1024) as llm:
-        want = llm.generate(prompts, 200)
+        expected = llm.generate(prompts, 200)
     config = settings("d2o", decode_budget=1024, decode_interval=INTERVAL, allow_override="h2o")
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
-        for asked in ASKED:
-            assert llm.generate(prompts, 200, extra_args=asked) == want
-        assert not llm.manager.compression_stats.repacked
+        for override in OVERRIDES:
+            assert llm.generate(prompts, 200, extra_args=override) == expected
+        assert not llm.manager.compression_stats.repacked_answers

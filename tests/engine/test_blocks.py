@@ -1,9 +1,9 @@
-"""Memory: what a compressed request holds, when it comes back, and who may use it then."""
+"""KV blocks of compressed requests: how many they hold, and when they return them to the pool."""
 
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -15,56 +15,56 @@ def model(checkpoints_folder):
     return make("llama-gqa", checkpoints_folder)
 
 
-def blocks_of(length: int, layers: int, budget: float) -> int:
-    """K for one prompt, from the lengths alone."""
+def packed_blocks(length: int, layers: int, budget: float) -> int:
+    """Return K, the number of packed blocks of a prompt, from lengths alone."""
     config = CompressionConfig.parse(settings(budget=budget)["kvcompress"])
-    plan = page_plan(config.prompt(layers, length), BLOCK)
+    plan = page_plan(config.budget_spec(layers, length), BLOCK)
     assert plan is not None
     return plan.blocks
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("length", [LENGTH, LENGTH // BLOCK * BLOCK, LENGTH // BLOCK * BLOCK + 1])
-def test_while_decoding_a_request_holds_k_and_its_tail(model, length):
+def test_decoding_request_holds_its_packed_blocks_and_tail(model, length):
     with engine(model, additional_config=settings(budget=0.2)) as llm:
-        before = llm.free_blocks
+        free_before = llm.free_blocks
         llm.submit("r", tokens(length, seed=1), 70)
         llm.step()
         total = llm.pool.num_gpu_blocks - 1
-        kept, seen = blocks_of(length, 4, 0.2), 0
+        packed, num_steps = packed_blocks(length, 4, 0.2), 0
         while llm.running():
             request = llm.running()[0]
             tail = -(-request.num_computed_tokens // BLOCK) - length // BLOCK
-            assert llm.manager.num_blocks_held(request.request_id) == kept + tail
-            assert before - llm.free_blocks == kept + tail
-            usage = llm.scheduler.make_stats().kv_cache_usage  # what /metrics shows
-            assert usage == pytest.approx((kept + tail) / total)
-            seen += 1
+            assert llm.manager.num_blocks_held(request.request_id) == packed + tail
+            assert free_before - llm.free_blocks == packed + tail
+            usage = llm.scheduler.make_stats().kv_cache_usage  # shown in /metrics
+            assert usage == pytest.approx((packed + tail) / total)
+            num_steps += 1
             llm.step()
-        assert seen >= 69
-        assert llm.free_blocks == before
+        assert num_steps >= 69
+        assert llm.free_blocks == free_before
 
 
-@first_runner
-def test_the_blocks_come_back_in_the_step_that_compresses(model):
+@model_runner_v1_only
+def test_blocks_are_freed_in_the_step_that_compresses(model):
     with engine(model, additional_config=settings(budget=0.2)) as llm:
-        free = llm.free_blocks
+        free_before = llm.free_blocks
         llm.submit("r", tokens(LENGTH, seed=1), 5)
         llm.step()
         tail = -(-LENGTH // BLOCK) - LENGTH // BLOCK
-        assert free - llm.free_blocks == blocks_of(LENGTH, 4, 0.2) + tail
+        assert free_before - llm.free_blocks == packed_blocks(LENGTH, 4, 0.2) + tail
         llm.drain()
 
 
-@first_runner
-def test_a_pool_for_four_serves_twelve_at_once(model):
-    """Admission sees the blocks that came back: three times the requests, none preempted."""
+@model_runner_v1_only
+def test_pool_for_four_uncompressed_requests_runs_twelve(model):
+    """Admission uses the freed blocks: three times the requests run, and none is preempted."""
     length, count = 640, 12
-    full = -(-(length + 24) // BLOCK)
+    uncompressed_blocks = -(-(length + 24) // BLOCK)
     with engine(
         model,
         additional_config=settings(budget=0.2),
-        blocks=1 + 4 * full,
+        blocks=1 + 4 * uncompressed_blocks,
         max_model_len=length + 64,
         max_num_seqs=32,
         enable_prefix_caching=False,
@@ -72,41 +72,43 @@ def test_a_pool_for_four_serves_twelve_at_once(model):
         prompts = [tokens(length, seed=i) for i in range(count)]
         for i, prompt in enumerate(prompts):
             llm.submit(str(i), prompt, 24)
-        most, done = 0, {}
+        max_running, done = 0, {}
         while llm.llm.llm_engine.has_unfinished_requests():
             done.update(llm.step())
-            most = max(most, len(llm.running()))
+            max_running = max(max_running, len(llm.running()))
             assert all(request.num_preemptions == 0 for request in llm.running())
-        assert most >= 12
+        assert max_running >= 12
         assert len(done) == count
         assert all(len(output.outputs[0].token_ids) == 24 for output in done.values())
-        assert llm.free_blocks == 4 * full
+        assert llm.free_blocks == 4 * uncompressed_blocks
 
 
-def test_trap_17_without_free_blocks_the_prompts_own_blocks_serve(model):
-    """A pool that just fits the prompt: packed in place, never refused, never wrong."""
+def test_trap_17_prompts_are_packed_in_place_without_free_blocks(model):
+    """In a pool that just fits the prompt, it is packed into its own blocks, and outputs are right.
+
+    Blocks that became destinations must not be found by their old hash.
+    """
     length = 640
-    full = -(-(length + 24) // BLOCK)
+    uncompressed_blocks = -(-(length + 24) // BLOCK)
     prompts = [tokens(length, seed=5), tokens(length, seed=6)]
     with engine(model, additional_config=settings(budget=0.5)) as llm:
-        roomy = [llm.generate([prompt], 8)[0] for prompt in prompts]
+        expected = [llm.generate([prompt], 8)[0] for prompt in prompts]
     for caching in (True, False):
         with engine(
             model,
             additional_config=settings(budget=0.5),
-            blocks=1 + full,
+            blocks=1 + uncompressed_blocks,
             max_model_len=length + 24,
             enable_prefix_caching=caching,
         ) as llm:
-            used = llm.watch_packing(lambda finished: finished.pack_request.in_place)
-            assert [llm.generate([prompt], 8)[0] for prompt in prompts] == roomy
-            assert used == [True, True]
-            assert llm.free_blocks == full
-            # what became a destination must not be found by its old hash
-            assert llm.generate(prompts[::-1], 8) == roomy[::-1]
+            in_place = llm.watch_packing(lambda done: done.pack_request.in_place)
+            assert [llm.generate([prompt], 8)[0] for prompt in prompts] == expected
+            assert in_place == [True, True]
+            assert llm.free_blocks == uncompressed_blocks
+            assert llm.generate(prompts[::-1], 8) == expected[::-1]
 
 
-def test_aborts_at_every_stage_give_everything_back(model):
+def test_aborted_requests_return_their_blocks_at_every_stage(model):
     with engine(
         model,
         additional_config=settings(),
@@ -114,17 +116,18 @@ def test_aborts_at_every_stage_give_everything_back(model):
         max_num_seqs=8,
         max_model_len=2048,
     ) as llm:
-        free = llm.free_blocks
-        for steps in (2, 7, 9) if V2 else range(12):
-            llm.submit(f"a{steps}", tokens(600, seed=steps), 20)
-            llm.submit(f"b{steps}", tokens(200, seed=steps), 4)
-            for _ in range(steps):
+        free_before = llm.free_blocks
+        for num_steps in (2, 7, 9) if V2 else range(12):
+            llm.submit(f"a{num_steps}", tokens(600, seed=num_steps), 20)
+            llm.submit(f"b{num_steps}", tokens(200, seed=num_steps), 4)
+            for _ in range(num_steps):
                 llm.step()
-            ids = [r.request_id for r in (*llm.scheduler.running, *llm.scheduler.waiting)]
-            external = [i for i in ids if i.startswith(f"a{steps}")]
-            llm.llm.llm_engine.abort_request(external, internal=True)
+            requests = (*llm.scheduler.running, *llm.scheduler.waiting)
+            request_ids = [request.request_id for request in requests]
+            aborted = [name for name in request_ids if name.startswith(f"a{num_steps}")]
+            llm.llm.llm_engine.abort_request(aborted, internal=True)
             llm.drain()
-            assert llm.free_blocks == free
+            assert llm.free_blocks == free_before
         assert not llm.manager.planner.schedules
         assert not llm.manager._packed
         assert not llm.manager._cacheable

@@ -1,7 +1,7 @@
-"""Where the parts of a chat stand: found by vLLM's own renderer, checked by what they decode to.
+"""Parts of a chat, found with vLLM's renderer and checked by decoding their tokens.
 
-Templates are written here in the manner of each family: where it puts the system prompt and the
-tools, and what it writes around them.
+The templates imitate each model family: where it puts the system prompt and the tools, and the text
+around them.
 """
 
 import asyncio
@@ -109,8 +109,8 @@ def renderer(demo_model):
     return renderer_from_config(arguments.create_engine_config())
 
 
-def made(renderer, template, messages, tools=None, **more):
-    """The parts of a chat, and its tokens."""
+def rendered_chat(renderer, template, messages, tools=None, **more):
+    """Return the parts of a chat and its token ids."""
     from vllm.renderers.params import ChatParams
 
     kwargs = {"add_generation_prompt": True, "tools": tools, "tokenize": False, **more}
@@ -126,10 +126,10 @@ def decoded(renderer, ids, spans):
 
 @pytest.mark.parametrize("with_tools", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_decode_to_their_text(family, with_tools, renderer):
-    """And a token more at either end at most: one that has letters of its neighbour too."""
+def test_spans_decode_to_the_text_of_their_part(family, with_tools, renderer):
+    """At each end a span has at most one more token, which it shares with the adjacent text."""
     tools = TOOLS if with_tools and family != "gemma" else None
-    parts, ids = made(renderer, FAMILIES[family], chat(), tools)
+    parts, ids = rendered_chat(renderer, FAMILIES[family], chat(), tools)
     for word, text in (("system", SYSTEM.strip()), ("question", LAST)):
         (found,) = decoded(renderer, ids, parts.spans(word))
         assert text in found
@@ -147,52 +147,52 @@ def test_parts_decode_to_their_text(family, with_tools, renderer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_while_others_are_served_the_same_is_found(family, renderer):
+def test_async_rendering_finds_the_same_spans(family, renderer):
     from vllm.renderers.params import ChatParams
 
-    from vllm_kvcompress.engine.frontend.chat_parts import install, parts_of, wanted
+    from vllm_kvcompress.engine.frontend.chat_parts import install, needed_parts, parts_of
 
     install()
     tools = None if family == "gemma" else TOOLS
-    own, ids = made(renderer, FAMILIES[family], chat(), tools)
+    sync_parts, ids = rendered_chat(renderer, FAMILIES[family], chat(), tools)
     kwargs = {"add_generation_prompt": True, "tools": tools, "tokenize": False}
     params = ChatParams(chat_template=FAMILIES[family], chat_template_kwargs=kwargs)
 
-    async def asked():
-        wanted.set(("system", "question"))
-        # contents may come as what can be read but once, in parts
+    async def render():
+        needed_parts.set(("system", "question"))
+        # contents may be iterators of parts, which can be read only once
         messages = [{**m, "content": iter([_text(m["content"])])} for m in chat()]
         return await renderer.render_chat_async([messages], params)
 
-    _, (prompt,) = asyncio.run(asked())
+    _, (prompt,) = asyncio.run(render())
     assert prompt["prompt_token_ids"] == ids
     assert "prompt_token_offsets" not in prompt
     for word in ("system", "question"):
-        assert parts_of(prompt).spans(word) == own.spans(word)
+        assert parts_of(prompt).spans(word) == sync_parts.spans(word)
 
 
 def _text(text):
     return {"type": "text", "text": text}
 
 
-def test_a_default_system_prompt_is_the_templates_and_no_part(renderer):
-    parts, _ = made(renderer, CHATML, chat(system=None), TOOLS)
+def test_a_default_system_prompt_is_not_a_part(renderer):
+    parts, _ = rendered_chat(renderer, CHATML, chat(system=None), TOOLS)
     assert parts.spans("system") == ()
 
 
-def test_messages_of_both_roles_that_instruct(renderer):
+def test_system_and_developer_messages_are_both_found(renderer):
     template = TOOLS_FIRST
     messages = [*chat(), {"role": "developer", "content": "Be brief."}, *chat()[-1:]]
-    parts, ids = made(renderer, template, messages)
+    parts, ids = rendered_chat(renderer, template, messages)
     first, second = decoded(renderer, ids, parts.spans("system"))
     assert SYSTEM.strip() in first
     assert "Be brief." in second
 
 
-def test_contents_may_be_plain_strings_in_a_list(renderer):
-    """vLLM takes them, joined by line breaks."""
+def test_contents_can_be_strings_in_a_list(renderer):
+    """vLLM accepts them and joins them with line breaks."""
     messages = [{"role": "system", "content": [SYSTEM.strip(), "Be brief."]}, *chat(system=None)]
-    parts, ids = made(renderer, CHATML, messages)
+    parts, ids = rendered_chat(renderer, CHATML, messages)
     (found,) = decoded(renderer, ids, parts.spans("system"))
     assert SYSTEM.strip() in found
     assert "Be brief." in found
@@ -202,13 +202,13 @@ def test_contents_may_be_plain_strings_in_a_list(renderer):
     ("messages", "word", "why"),
     [
         ([*chat(), {"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}],
-         "question", "hold more than text"),
+         "question", "contain more than text"),
         ([*[{"role": "system", "content": f"Rule {n}."} for n in range(33)], *chat(system=None)],
          "system", "more than 32 messages"),
         ([{**chat()[0], "tools": TOOLS}, *chat()[1:]], "tools", "some of them are in its messages"),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_not_left_unprotected(messages, word, why, renderer):
+def test_parts_that_cannot_be_found_are_refused(messages, word, why, renderer):
     from vllm.renderers.params import ChatParams
 
     params = ChatParams(chat_template=TOOLS_FIRST, chat_template_kwargs={"tools": TOOLS})
@@ -219,10 +219,10 @@ def test_what_is_not_understood_is_not_left_unprotected(messages, word, why, ren
         parts.spans(word)
 
 
-def test_of_a_long_question_both_ends(renderer):
-    """A document in the last message competes, what is asked before and behind it does not."""
+def test_both_ends_of_a_long_question_are_protected(renderer):
+    """A document in the last message is not protected; the text before and after it is."""
     question = "Summarise this:\n" + "The lamp is blue. " * 300 + "\nIn one line, please."
-    parts, ids = made(renderer, CHATML, chat(last=question))
+    parts, ids = rendered_chat(renderer, CHATML, chat(last=question))
     spans = parts.spans("question")
     assert [stop - start for start, stop in spans] == [256, 256]
     first, last = decoded(renderer, ids, spans)
@@ -230,10 +230,10 @@ def test_of_a_long_question_both_ends(renderer):
     assert "In one line, please." in last
 
 
-def test_an_answer_that_is_to_go_on(renderer):
+def test_a_continued_assistant_message_is_found(renderer):
     messages = [*chat(), {"role": "assistant", "content": "The lamp"}]
     more = {"continue_final_message": True, "add_generation_prompt": False}
-    parts, ids = made(renderer, CHATML, messages, **more)
+    parts, ids = rendered_chat(renderer, CHATML, messages, **more)
     (found,) = decoded(renderer, ids, parts.spans("question"))
     assert LAST in found
 
@@ -249,20 +249,20 @@ def test_an_answer_that_is_to_go_on(renderer):
          "in another order"),
     ],
 )  # fmt: skip
-def test_a_template_that_writes_a_part_twice(template, word, why, renderer):
-    parts, _ = made(renderer, template, chat(), TOOLS)
+def test_a_template_that_repeats_a_part_is_refused(template, word, why, renderer):
+    parts, _ = rendered_chat(renderer, template, chat(), TOOLS)
     with pytest.raises(PartError, match=why):
         parts.spans(word)
 
 
-def test_a_template_that_leaves_a_part_out_has_nothing_to_protect(renderer):
-    parts, _ = made(renderer, GEMMA, chat(), TOOLS)
+def test_a_template_that_omits_a_part_has_no_span(renderer):
+    parts, _ = rendered_chat(renderer, GEMMA, chat(), TOOLS)
     assert parts.spans("tools") == ()
 
 
-def test_where_letters_are_hard_to_tell(renderer):
-    """Many tokens of one letter, and a text that ends as its stand-in would."""
+def test_ambiguous_text_at_part_borders(renderer):
+    """Several tokens per character, and text that ends like the placeholder."""
     system = "Q🦜é—“ answer in emoji 🦜Q"
-    parts, ids = made(renderer, CHATML, chat(system=system))
+    parts, ids = rendered_chat(renderer, CHATML, chat(system=system))
     (found,) = decoded(renderer, ids, parts.spans("system"))
     assert system in found

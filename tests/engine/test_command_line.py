@@ -1,4 +1,4 @@
-"""The flags: what they become, and how a wrong one ends the command."""
+"""Command-line flags: the settings that they become, and the errors of wrong ones."""
 
 import argparse
 import re
@@ -7,6 +7,7 @@ import pytest
 
 from checkpoints import make
 from configuring import configure
+from vllm_kvcompress.engine.startup.cli_args import add_flags
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -19,6 +20,7 @@ def model(checkpoints_folder):
 # -- the command line ------------------------------------------------------------------------
 
 
+OLD_FLAG = ["--kv-lookahead-yields", "never"]
 ALIASES = ["--kv-alias", "fast=tova:64", "--kv-alias", "slow=off"]
 
 
@@ -40,7 +42,7 @@ def engine_args(*arguments: str):
 
 
 def test_flags_reach_additional_config(model):
-    got = engine_args(
+    parsed = engine_args(
         "--model",
         model,
         "--kv-compress",
@@ -56,7 +58,7 @@ def test_flags_reach_additional_config(model):
         "--additional-config",
         '{"other": 1}',
     )
-    assert got.additional_config == {
+    assert parsed.additional_config == {
         "other": 1,
         "kvcompress": {
             "compress": "snapkv",
@@ -69,9 +71,9 @@ def test_flags_reach_additional_config(model):
 
 
 @pytest.mark.parametrize("method", ["off", "cake"])
-def test_what_a_manifest_calls_none_is_not_given(method, model):
-    def settings(budget, whole):
-        flags = ["--kv-compress", method, "--kv-decode-budget", budget, "--kv-max-whole", whole]
+def test_the_value_none_leaves_a_flag_unset(method, model):
+    def settings(budget, max_whole):
+        flags = ["--kv-compress", method, "--kv-decode-budget", budget, "--kv-max-whole", max_whole]
         return engine_args(model, *flags).additional_config["kvcompress"]
 
     assert settings("none", "none") == {"compress": method}
@@ -80,19 +82,47 @@ def test_what_a_manifest_calls_none_is_not_given(method, model):
         assert settings("512", "4096") == asked
 
 
-def test_flags_win_over_additional_config_and_a_wrong_one_is_refused(model):
-    given = '{"kvcompress": {"compress": "cake", "budget": 0.5, "window": 8}}'
-    got = engine_args("--model", model, "--additional-config", given, "--kv-budget", "0.1")
-    assert got.additional_config["kvcompress"] == {"compress": "cake", "budget": 0.1, "window": 8}
+def test_flags_win_over_additional_config(model):
+    json_text = '{"kvcompress": {"compress": "cake", "budget": 0.5, "window": 8}}'
+    parsed = engine_args("--model", model, "--additional-config", json_text, "--kv-budget", "0.1")
+    assert parsed.additional_config["kvcompress"] == {
+        "compress": "cake",
+        "budget": 0.1,
+        "window": 8,
+    }
     wrong = ("--additional-config", '{"kvcompress": "cake"}', "--kv-budget", "0.1")
     with pytest.raises(SystemExit, match="2"):
         engine_args("--model", model, *wrong)
 
 
+def test_the_old_flag_still_sets_the_renamed_key(model):
+    flags = ["--kv-compress", "cake", *OLD_FLAG]
+    settings = engine_args("--model", model, *flags).additional_config["kvcompress"]
+    assert settings == {"compress": "cake", "lookahead_on_pressure": "never"}
+
+
+def test_the_old_key_in_json_still_sets_the_renamed_key(model):
+    json_text = '{"compress": "cake", "lookahead_yields": "waiting"}'
+    for flag, text in (
+        ("--kv-compress-config", json_text),
+        ("--additional-config", f'{{"kvcompress": {json_text}}}'),
+    ):
+        settings = engine_args("--model", model, flag, text).additional_config["kvcompress"]
+        assert settings == {"compress": "cake", "lookahead_on_pressure": "waiting"}
+
+
+def test_the_old_flag_is_hidden_from_the_help():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    shown = parser.format_help()
+    assert "--kv-lookahead-on-pressure WHEN" in shown
+    assert "yields" not in shown
+
+
 def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
     for text, budget in (("1024", 1024), ("1.0", 1.0), ("0.25", 0.25)):
-        got = engine_args("--model", model, "--kv-compress", "cake", "--kv-budget", text)
-        value = got.additional_config["kvcompress"]["budget"]
+        parsed = engine_args("--model", model, "--kv-compress", "cake", "--kv-budget", text)
+        value = parsed.additional_config["kvcompress"]["budget"]
         assert (value, type(value)) == (budget, type(budget))
 
 
@@ -120,6 +150,22 @@ def test_without_flags_nothing_is_added(model):
         (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2", "--kv-alias", "b=x:1"], "'x'"),
         (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
         (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
+        (["--kv-compress", "cake", "--kv-budget", "1_000"], "got '1_000'"),
+        (["--kv-compress", "cake", "--kv-budget", "\u0660.\u0662"], "ratio in (0, 1]"),
+        (["--kv-compress", "cake", "--kv-min-prompt", "1_000"], "digits 0 to 9"),
+        (["--kv-compress-config", '{"compress": "cake", "compress": "off"}'], "is given twice"),
+        (
+            ["--kv-compress-config", '{"compress": "cake", "scorer_params": {"a": 1, "a": 2}}'],
+            "'a' is given twice",
+        ),
+        (
+            ["--additional-config", '{"kvcompress": {"compress": "cake", "compress": "off"}}'],
+            "'compress' is given twice",
+        ),
+        (
+            ["--additional-config", '{"kvcompress": {}, "kvcompress": {"compress": "off"}}'],
+            "'kvcompress' is given twice",
+        ),
     ],
 )
 def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
@@ -132,7 +178,27 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--additional-config", '{"kvcompres": {"compress": "cake"}}'], "did you mean 'kvcomp"),
+        (["--additional-config", '{"kv_compress": {"compress": "cake"}}'], "got 'kv_compress'"),
+        (["--additional-config", '{"KVCompress": {"compress": "cake"}}'], "got 'KVCompress'"),
+        (["--additional-config", '{"vllm_kvcompress": {}}'], "got 'vllm_kvcompress'"),
+        (["--additional-config", '{"kv_budget": 0.1}'], "write {'kvcompress': {'budget': 0.1}}"),
+        (["--kv-compress", "cake", "--additional-config", '{"kv-compres": 1}'], "did you mean"),
+        (["--additional-config.kvcompres.compress", "cake"], "did you mean 'kvcompress'"),
         (["--kv-budget", "0.1"], "need a method"),
+        (
+            ["--kv-compress", "cake", *OLD_FLAG, "--kv-lookahead-on-pressure", "never"],
+            "lookahead_on_pressure and its old name lookahead_yields are both set; remove",
+        ),
+        (
+            [
+                "--kv-compress-config",
+                '{"compress": "cake", "lookahead_yields": "never"}',
+                "--kv-lookahead-on-pressure",
+                "waiting",
+            ],
+            "both set; remove lookahead_yields .or --kv-lookahead-yields",
+        ),
         (["--kv-allow-override", "all"], "need a method"),
         (["--kv-alias", "fast=cake:0.2"], "need a method"),
         (["--kv-usage"], "need a method"),
@@ -170,7 +236,7 @@ def test_settings_that_contradict_each_other(arguments, message, capsys, model):
 
 
 def test_flags_for_requests_reach_the_configuration(model):
-    given = engine_args(
+    args = engine_args(
         "--model",
         model,
         "--kv-compress",
@@ -188,8 +254,8 @@ def test_flags_for_requests_reach_the_configuration(model):
         *ALIASES,
         "--kv-usage",
     )
-    given.skip_tokenizer_init = True
-    config = given.create_engine_config()
+    args.skip_tokenizer_init = True
+    config = args.create_engine_config()
     settings_ = CompressionConfig.parse(config.additional_config["kvcompress"])
     assert settings_.allow_override == ("off", "tova")
     assert settings_.budget_bounds == ((0.05, 0.5), (16, 64))
@@ -199,19 +265,68 @@ def test_flags_for_requests_reach_the_configuration(model):
     assert "Compressing" in config.scheduler_config.scheduler_cls
 
 
-def test_a_model_that_cannot_work_ends_the_command_with_one_sentence(edited, capsys):
-    given = engine_args("--model", edited(attn_logit_softcapping=50.0), "--kv-compress", "cake")
-    given.skip_tokenizer_init = True
+def test_an_unsupported_model_ends_the_command_with_one_sentence(edited, capsys):
+    args = engine_args("--model", edited(attn_logit_softcapping=50.0), "--kv-compress", "cake")
+    args.skip_tokenizer_init = True
     with pytest.raises(SystemExit, match="2"):
-        given.create_engine_config()
+        args.create_engine_config()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("vllm: error: --kv-compress cake: scores are taken before the soft cap")
+    assert last.startswith(
+        "vllm: error: --kv-compress cake: scores are computed before the soft cap"
+    )
 
 
-def test_further_names_are_refused_where_another_front_end_looks_them_up(model, monkeypatch):
-    """The engine compresses nothing, and the names would be answered with 404."""
+def test_aliases_are_refused_with_the_rust_front_end(model, monkeypatch):
+    """The Rust front end would answer aliases with 404."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     named = {"kvcompress": {"compress": "off", "alias": {"slow": "off"}}}
     with pytest.raises(ConfigError, match=r"^--kv-alias: the Rust front end .*; unset VLLM_USE_"):
         configure(model, additional_config=named)
     configure(model, additional_config={"kvcompress": {"compress": "off"}})
+
+
+@pytest.mark.parametrize("other", ["compressor", "compression", "weights", "kv_connector"])
+def test_settings_of_other_plugins_are_ignored(other, model):
+    assert engine_args(model, "--additional-config", f'{{"{other}": 1, "x": 2}}').additional_config
+    configure(model, additional_config={other: {"compress": 1}})
+
+
+def test_a_misspelt_key_is_refused_offline_too(model):
+    with pytest.raises(ConfigError, match="got 'kvcompres'; did you mean 'kvcompress'"):
+        configure(model, additional_config={"kvcompres": {"compress": "cake"}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"budget": 99999999999999999999}, "--kv-budget"),
+        ({"budget": 4097}, "--kv-budget"),
+        ({"decode_budget": 4097}, "--kv-decode-budget"),
+        ({"min_prompt": 4097}, "--kv-min-prompt"),
+        ({"alias": {"many": "cake:4097"}}, "the budget of --kv-alias many"),
+        ({"allow_override": "all", "budget_bounds": [[4097, 5000]]}, "the smallest of --kv-budget"),
+    ],
+)
+def test_lengths_above_max_model_len_are_refused(model, asked, name):
+    longest = 4096
+    with pytest.raises(ConfigError, match=f"{name}.* must be at most --max-model-len 4096:.* got"):
+        configure(
+            model,
+            max_model_len=longest,
+            additional_config={"kvcompress": {"compress": "cake", **asked}},
+        )
+
+
+def test_lengths_up_to_max_model_len_are_accepted(model):
+    raw_settings = {"compress": "cake", "budget": 4096, "min_prompt": 4096, "allow_override": "all"}
+    raw_settings["budget_bounds"] = "100:99999999"
+    configure(model, max_model_len=4096, additional_config={"kvcompress": raw_settings})
+
+
+def test_every_request_output_has_the_attribute_kv_compress(model):
+    """With compression off the attribute exists and is None."""
+    from vllm.outputs import RequestOutput
+
+    configure(model, additional_config={})
+    plain = RequestOutput("a", "", [1], None, [], finished=True)
+    assert plain.kv_compress is None

@@ -1,4 +1,4 @@
-"""KV connectors: the one that a decode server pulls with is configured, every other is refused."""
+"""KV connectors: a pulling decode server is configured, and all other uses are refused."""
 
 from types import SimpleNamespace
 
@@ -6,25 +6,29 @@ import pytest
 
 from checkpoints import HYBRIDS, make
 from configuring import configure
-from engines import first_runner, settings
+from engines import model_runner_v1_only, settings
 from vision_checkpoints import make as make_vision
 from vision_checkpoints import without_videos
 from vllm_kvcompress.engine.frontend.transfers import Pulls, prompts_of
 from vllm_kvcompress.errors import ConfigError, OverrideError
 
-pytestmark = first_runner
+pytestmark = model_runner_v1_only
 
 AHEAD = {"lookahead": 8}
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 
-def transfer(**more):
-    usual = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu"}
-    return {"kv_transfer_config": usual | more}
+def transfer(**changes):
+    defaults = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_consumer",
+        "kv_buffer_device": "cpu",
+    }
+    return {"kv_transfer_config": defaults | changes}
 
 
-def own(compress="cake-chunk", **more):
-    return {"additional_config": settings(compress, 0.3, **AHEAD | more)}
+def settings_with(compress="cake-chunk", **changes):
+    return {"additional_config": settings(compress, 0.3, **AHEAD | changes)}
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +37,29 @@ def model(checkpoints_folder):
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector"])
-def test_a_decode_server_that_pulls_is_configured(model, name):
-    config = configure(model, **transfer(kv_connector=name) | own())
+def test_a_pulling_decode_server_is_configured(model, name):
+    config = configure(model, **transfer(kv_connector=name) | settings_with())
     assert config.scheduler_config.scheduler_cls.endswith("CompressingScheduler")
 
 
 @pytest.mark.parametrize(
-    ("options", "reason", "cure"),
+    ("options", "reason", "fix"),
     [
-        (transfer(kv_role="kv_producer"), "sends their blocks by position", "kv_consumer"),
-        (transfer(kv_role="kv_both"), "sends their blocks by position", "got 'kv_both'"),
-        (transfer(kv_connector="NixlPushConnector"), "what a prefill server pushes", "NixlConn"),
-        (transfer(kv_connector="MultiConnector"), "by the place or the hash", "NixlConnector"),
-        (transfer(kv_connector="LMCacheConnectorV1"), "by the place or the hash", "remove"),
-        (transfer(kv_connector="OffloadingConnector"), "by the place or the hash", "offloading"),
-        ({"kv_offloading_size": 1}, "by the place or the hash", "--kv-offloading-size"),
+        (
+            transfer(kv_role="kv_producer"),
+            "sends the blocks of a prompt by position",
+            "kv_consumer",
+        ),
+        (transfer(kv_role="kv_both"), "sends the blocks of a prompt by position", "got 'kv_both'"),
+        (
+            transfer(kv_connector="NixlPushConnector"),
+            "pushes blocks into waiting prompts",
+            "NixlConn",
+        ),
+        (transfer(kv_connector="MultiConnector"), "by their position or hash", "NixlConnector"),
+        (transfer(kv_connector="LMCacheConnectorV1"), "by their position or hash", "remove"),
+        (transfer(kv_connector="OffloadingConnector"), "by their position or hash", "offloading"),
+        ({"kv_offloading_size": 1}, "by their position or hash", "--kv-offloading-size"),
         (
             transfer(kv_connector_module_path=NIXL),
             "connectors of other packages",
@@ -55,88 +67,98 @@ def test_a_decode_server_that_pulls_is_configured(model, name):
         ),
         (
             transfer(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
-            "reads blocks back",
+            "would read the blocks of compressed",
             "remove bidirectional_kv_xfer",
         ),
-        (transfer(enable_permute_local_kv=True), "permuted", "remove enable_permute_local_kv"),
-        (transfer(kv_buffer_device="cuda"), "a buffer on another device", "'cpu'"),
-        (transfer() | own(lookahead=0), "so no window of it can judge", "--kv-lookahead"),
+        (transfer(enable_permute_local_kv=True), "permutes", "remove enable_permute_local_kv"),
+        (transfer(kv_buffer_device="cuda"), "a transfer buffer on another device", "'cpu'"),
         (
-            transfer() | own(allow_override="off,h2o"),
+            transfer() | settings_with(lookahead=0),
+            "so it has no observation window",
+            "--kv-lookahead",
+        ),
+        (
+            transfer() | settings_with(allow_override="off,h2o"),
             "a decode server computes only the last tokens",
             "got ['h2o']",
         ),
         (
-            transfer() | own(alias={"keys": "keydiff:0.5"}),
+            transfer() | settings_with(alias={"keys": "keydiff:0.5"}),
             "a decode server computes only the last tokens",
             "got ['keydiff']",
         ),
-        (transfer() | own(max_whole=512, piece=128), "comes whole", "remove --kv-max-whole"),
+        (
+            transfer() | settings_with(max_whole=512, piece=128),
+            "arrives at once",
+            "remove --kv-max-whole",
+        ),
         (transfer() | {"tensor_parallel_size": 2}, "several ranks", "--tensor-parallel-size 1"),
         (
             transfer() | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "drafts behind a prompt that is pulled",
+            "drafts are not tested with a KV connector",
             "remove --speculative-config",
         ),
     ],
 )
-def test_all_else_is_refused_by_name(model, options, reason, cure):
+def test_other_connector_configurations_are_refused(model, options, reason, fix):
     with pytest.raises(ConfigError) as refusal:
-        configure(model, **own() | options)
+        configure(model, **settings_with() | options)
     assert reason in str(refusal.value)
-    assert cure in str(refusal.value)
+    assert fix in str(refusal.value)
 
 
 def test_models_with_other_layers_are_refused(checkpoints_folder):
     hybrid = make(next(iter(HYBRIDS)), checkpoints_folder)
     with pytest.raises(ConfigError, match="other layers than full attention are not tested"):
-        configure(hybrid, **transfer() | own())
+        configure(hybrid, **transfer() | settings_with())
 
 
 @pytest.mark.usefixtures(without_videos.__name__)
-def test_models_that_take_images_are_refused(checkpoints_folder):
-    with pytest.raises(ConfigError, match="models that take images are not tested behind"):
-        configure(make_vision("qwen3-vl", checkpoints_folder), **transfer() | own())
+def test_models_with_images_are_refused(checkpoints_folder):
+    with pytest.raises(
+        ConfigError, match="models that take images are not tested with a KV connector"
+    ):
+        configure(make_vision("qwen3-vl", checkpoints_folder), **transfer() | settings_with())
 
 
-def test_what_was_kept_travels_beside_a_connectors_parameters():
+def test_the_usage_report_travels_with_a_connectors_parameters():
     from vllm.v1.engine import EngineCoreOutput
 
-    from vllm_kvcompress.engine.messages.usage import attach_kept, take_kept
+    from vllm_kvcompress.engine.messages.usage import attach_usage, take_usage
 
-    own = {"remote_request_id": "r"}
-    output = EngineCoreOutput("r", [1], kv_transfer_params=own)
-    attach_kept(output, {"method": "cake"})
-    assert take_kept(output) == {"method": "cake"}
-    assert output.kv_transfer_params == own == {"remote_request_id": "r"}
-    assert take_kept(output) is None
+    settings_with = {"remote_request_id": "r"}
+    output = EngineCoreOutput("r", [1], kv_transfer_params=settings_with)
+    attach_usage(output, {"method": "cake"})
+    assert take_usage(output) == {"method": "cake"}
+    assert output.kv_transfer_params == settings_with == {"remote_request_id": "r"}
+    assert take_usage(output) is None
 
 
-def test_a_prompt_is_pulled_by_one_request(model):
-    """Seen where requests are generated, and again where they become the engine's."""
-    config, pulls = configure(model, **transfer() | own()), Pulls()
-    asked = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r"}
+def test_a_prompt_can_be_pulled_by_one_request_only(model):
+    """The check runs when a request is generated and again when it becomes an engine request."""
+    config, pulls = configure(model, **transfer() | settings_with()), Pulls()
+    fields = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r"}
     for _ in range(2):
-        pulls.check(config, {"kv_transfer_params": asked}, "one")
-    other = dict(asked)
+        pulls.check(config, {"kv_transfer_params": fields}, "one")
+    other = dict(fields)
     with pytest.raises(OverrideError, match="another has pulled this prompt"):
         pulls.check(config, {"kv_transfer_params": other}, "two")
-    # its refusal must not free what the first may still be reading
+    # the refusal must not free blocks that the first request may still be reading
     assert not other["do_remote_prefill"]
-    assert asked["do_remote_prefill"]
-    again = {"kv_transfer_params": dict(asked)}
+    assert fields["do_remote_prefill"]
+    again = {"kv_transfer_params": dict(fields)}
     with pytest.raises(OverrideError, match="another has pulled this prompt"):
         pulls.check(config, again, "one", begins=True)  # asked again with the same X-Request-Id
-    pulls.check(config, {"kv_transfer_params": asked | {"remote_request_id": "s"}}, "two")
+    pulls.check(config, {"kv_transfer_params": fields | {"remote_request_id": "s"}}, "two")
     pulls.check(config, {}, "three")
-    for at in range(pulls.MOST):
-        more = asked | {"remote_request_id": str(at)}
-        pulls.check(config, {"kv_transfer_params": more}, f"more {at}")
-    assert len(pulls._by_prompt) == pulls.MOST
+    for index in range(pulls.MAX_PROMPTS):
+        changes = fields | {"remote_request_id": str(index)}
+        pulls.check(config, {"kv_transfer_params": changes}, f"more {index}")
+    assert len(pulls._by_prompt) == pulls.MAX_PROMPTS
 
 
 @pytest.mark.parametrize(
-    ("asked", "prompts"),
+    ("fields", "prompts"),
     [
         ({"prompt": "one"}, 1),
         ({"prompt": [1, 2, 3]}, 1),
@@ -147,5 +169,5 @@ def test_a_prompt_is_pulled_by_one_request(model):
         ({"messages": [[{"role": "user"}], [{"role": "user"}]]}, 2),
     ],
 )
-def test_prompts_of_a_request_are_counted(asked, prompts):
-    assert prompts_of(SimpleNamespace(**asked)) == prompts
+def test_prompts_of_a_request_are_counted(fields, prompts):
+    assert prompts_of(SimpleNamespace(**fields)) == prompts

@@ -1,4 +1,4 @@
-"""How CPU_ATTN's kernels store keys and values: found, unpacked, packed; an engine on tiles."""
+"""Memory layouts of CPU_ATTN's kernels: detection, packing, and an engine on tiles."""
 
 import math
 
@@ -22,19 +22,19 @@ HEADS = 3
 
 
 def kernels(isa: str, stored: str = "auto"):
-    """vLLM's own kernel that writes tokens into a page, of bytes if it stores float8."""
+    """Return a writer that calls vLLM's kernel; its page has uint8 elements if it stores float8."""
 
     def write(keys, values, page):
         _, heads, block, width = page.shape
         halves = page.view(1, heads, 2 * block, width // 2).chunk(2, dim=2)
-        where = *halves, torch.arange(block), isa
-        ops.cpu_attn_reshape_and_cache(keys, values, *where, kv_cache_dtype=stored)
+        slots = torch.arange(block)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa, kv_cache_dtype=stored)
 
     return write
 
 
-def by_table(keys_at: torch.Tensor, values_at: torch.Tensor):
-    """A writer that puts element (t, d) where the tables ``[block, D]`` say."""
+def table_writer(keys_at: torch.Tensor, values_at: torch.Tensor):
+    """Return a writer that stores element (t, d) at the offsets in the tables ``[block, D]``."""
 
     def write(keys, values, page):
         for head, elements in enumerate(page[0].flatten(1)):
@@ -43,7 +43,7 @@ def by_table(keys_at: torch.Tensor, values_at: torch.Tensor):
     return write
 
 
-def found(write, block, dim, dtype=torch.float32, stored=None):
+def detect(write, block, dim, dtype=torch.float32, stored=None):
     return find_layout(
         write,
         block_size=block,
@@ -55,40 +55,41 @@ def found(write, block, dim, dtype=torch.float32, stored=None):
     )
 
 
-def comes_back(layout, write, block, dim, dtype) -> None:
-    """What `write` left is read; what is packed lies as `write` would have left it."""
-    given = torch.randn(5, 2, block, HEADS, dim).to(dtype)
-    # pages of a pool have whatever strides the pool's layout gives them
+def check_round_trip(layout, write, block, dim, dtype) -> None:
+    """Check that `layout` reads pages written by `write`, and packs pages as `write` does."""
+    tokens = torch.randn(5, 2, block, HEADS, dim).to(dtype)
+    # the pool's pages are not contiguous
     pool = torch.full((9, HEADS + 1, block, 2 * dim), torch.nan, dtype=dtype)[:, 1:]
-    where = torch.tensor([7, 0, 3, 8, 4])
-    for (keys, values), page in zip(given, where, strict=True):
+    pages = torch.tensor([7, 0, 3, 8, 4])
+    for (keys, values), page in zip(tokens, pages, strict=True):
         part = torch.zeros(1, HEADS, block, 2 * dim, dtype=dtype)
         write(keys, values, part)
         pool[page] = part[0]
-    keys, values = read(layout, pool, where)
-    assert torch.equal(keys, given[:, 0].permute(0, 2, 3, 1))
-    assert torch.equal(values, given[:, 1].transpose(1, 2))
+    keys, values = read(layout, pool, pages)
+    assert torch.equal(keys, tokens[:, 0].permute(0, 2, 3, 1))
+    assert torch.equal(values, tokens[:, 1].transpose(1, 2))
     if isinstance(layout, Tiled):
-        at, slot = (torch.randint(n, (HEADS, 41)) for n in (len(where), block))
+        index, slot = (torch.randint(n, (HEADS, 41)) for n in (len(pages), block))
         head = torch.arange(HEADS)[:, None]
-        for got, x in zip(layout.tokens(pool, where[at], slot), (keys.mT, values), strict=True):
-            assert torch.equal(got, x[at, head, slot])
-        to = torch.tensor([2, 6, 1, 5])
-        layout.pack(pool, to, keys[1:], values[1:].mT.contiguous().mT)
-        assert torch.equal(pool[to], pool[where[1:]])
-        none = torch.empty(HEADS, 0, dim, dtype=dtype).unflatten(1, (0, block)).transpose(0, 1)
-        layout.pack(pool, where[:0], none.mT, none)
-        layout.pack(pool, where[:0], *read(layout, pool, where[:0]))
+        single_tokens = layout.tokens(pool, pages[index], slot)
+        for actual, part in zip(single_tokens, (keys.mT, values), strict=True):
+            assert torch.equal(actual, part[index, head, slot])
+        targets = torch.tensor([2, 6, 1, 5])
+        layout.pack(pool, targets, keys[1:], values[1:].mT.contiguous().mT)
+        assert torch.equal(pool[targets], pool[pages[1:]])
+        empty = torch.empty(HEADS, 0, dim, dtype=dtype).unflatten(1, (0, block)).transpose(0, 1)
+        layout.pack(pool, pages[:0], empty.mT, empty)
+        layout.pack(pool, pages[:0], *read(layout, pool, pages[:0]))
         assert not pool.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (96, 96), (512, 128)])
 @pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=needs_avx512)])
-def test_vllms_own_kernels(isa, block, dim, dtype):
-    layout = found(kernels(isa), block, dim, dtype)
+def test_layout_of_vllms_kernels(isa, block, dim, dtype):
+    layout = detect(kernels(isa), block, dim, dtype)
     assert isinstance(layout, Tiled if isa == "amx" else Strided)
-    comes_back(layout, kernels(isa), block, dim, dtype)
+    check_round_trip(layout, kernels(isa), block, dim, dtype)
 
 
 @needs_avx512
@@ -96,21 +97,21 @@ def test_vllms_own_kernels(isa, block, dim, dtype):
 @pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (512, 128)])
 @pytest.mark.parametrize("name", FLOAT8)
 @pytest.mark.parametrize("isa", ["vec", "amx"])
-def test_vllms_own_kernels_of_bytes(isa, name, block, dim, dtype):
+def test_layout_of_vllms_float8_kernels(isa, name, block, dim, dtype):
     stored = FLOAT8[name]
-    layout = found(kernels(isa, name), block, dim, dtype, stored)
+    layout = detect(kernels(isa, name), block, dim, dtype, stored)
     assert isinstance(layout, Tiled if isa == "amx" else Strided)
-    given = torch.randn(2, block, HEADS, dim).to(stored)
+    tokens = torch.randn(2, block, HEADS, dim).to(stored)
     pages = torch.zeros(3, HEADS, block, 2 * dim, dtype=torch.uint8)
-    keys, values = given.to(dtype)
+    keys, values = tokens.to(dtype)
     kernels(isa, name)(keys, values, pages[1:2])
-    got = read(layout, pages.view(stored), torch.tensor([1]))
-    for part, want in zip((got[0][0].mT, got[1][0]), given.transpose(1, 2), strict=True):
-        assert torch.equal(part.to(dtype), want.to(dtype))
+    keys, values = read(layout, pages.view(stored), torch.tensor([1]))
+    for part, expected in zip((keys[0].mT, values[0]), tokens.transpose(1, 2), strict=True):
+        assert torch.equal(part.to(dtype), expected.to(dtype))
 
 
 @needs_avx512
-def test_amx_pages_are_the_tiles_of_the_formulas():
+def test_amx_pages_follow_the_documented_formulas():
     block, dim, page = 64, 96, torch.zeros(1, 1, 64, 192, dtype=torch.bfloat16)
     keys, values = torch.randn(2, block, 1, dim, dtype=torch.bfloat16)
     kernels("amx")(keys, values, page)
@@ -122,7 +123,7 @@ def test_amx_pages_are_the_tiles_of_the_formulas():
 
 @st.composite
 def products(draw):
-    """Digits of t and d of K and V, in any order in memory."""
+    """Draw a layout of K and V as digits of t and d in any order in memory."""
     axes = []
     for axis in ("kt", "kd", "vt", "vd"):
         lengths = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
@@ -145,25 +146,25 @@ def products(draw):
 
 @given(products(), st.sampled_from([torch.bfloat16, torch.float32]))
 @hypothesis_settings(max_examples=60, derandomize=True, deadline=None)
-def test_any_product_of_digits_is_found(product, dtype):
+def test_any_mixed_radix_layout_is_detected(product, dtype):
     block, dim, tables = product
-    write = by_table(*tables)
-    comes_back(found(write, block, dim, dtype), write, block, dim, dtype)
+    write = table_writer(*tables)
+    check_round_trip(detect(write, block, dim, dtype), write, block, dim, dtype)
 
 
-def no_order():
+def random_offsets():
     places = torch.randperm(32 * 8, generator=torch.Generator().manual_seed(5)).view(2, 16, 8)
-    return by_table(*places)
+    return table_writer(*places)
 
 
-def lost():
+def overlapping_values():
     keys, values = torch.arange(2 * 16 * 8).view(2, 16, 8)
-    return by_table(keys, values // 2 * 2)
+    return table_writer(keys, values // 2 * 2)
 
 
-def heads_that_differ():
+def different_heads():
     keys, values = torch.arange(2 * 16 * 8).view(2, 16, 8)
-    same = by_table(keys, values)
+    same = table_writer(keys, values)
 
     def write(k, v, page):
         same(k, v, page)
@@ -172,35 +173,43 @@ def heads_that_differ():
     return write
 
 
-def rounded():
+def rounded_keys():
     keys, values = torch.arange(2 * 16 * 8).view(2, 16, 8)
-    same = by_table(keys, values)
+    same = table_writer(keys, values)
     return lambda k, v, page: same((k * 128).round() / 128, v, page)
 
 
-@pytest.mark.parametrize("writer", [no_order, lost, heads_that_differ, rounded])
-def test_what_has_no_order_is_refused(writer):
-    """Elements that arrive changed too: a scale, a smaller dtype."""
-    with pytest.raises(ConfigError, match=r"how the kernels 'test' store .* page of 16 tokens"):
-        found(writer(), 16, 8)
+@pytest.mark.parametrize(
+    "writer", [random_offsets, overlapping_values, different_heads, rounded_keys]
+)
+def test_unknown_layout_is_rejected(writer):
+    """Also if the kernel changes elements, as a scale or a smaller dtype would."""
+    message = r"the layout in which the kernels 'test' store .* page of 16 tokens"
+    with pytest.raises(ConfigError, match=message):
+        detect(writer(), 16, 8)
 
 
 PROMPTS = [tokens(n, seed=n) for n in (700, 333, 161)]
-# each reads or moves in its own way; the engine's own is tova, and merges values alone
+# These methods read or move tokens in different ways. The engine's default, tova, merges values.
+# The pool "in place" only fits one prompt.
 METHODS = ("cake", "d2o", "h2o", "caote", "chunkkv", "keydiff", "tova")
 LONGEST = len(PROMPTS[0]) + 8
 POOLS = {
     "fresh": (METHODS, PROMPTS, 80),
-    "in place": (("cake", "d2o", "tova"), PROMPTS[:1], 1 + -(-LONGEST // BLOCK)),  # it just fits
+    "in place": (
+        ("cake", "d2o", "tova"),
+        PROMPTS[:1],
+        1 + -(-LONGEST // BLOCK),
+    ),
 }
 
 
 @needs_avx512
 @pytest.mark.parametrize("pool", POOLS)
-def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, monkeypatch):
-    """Chunked, with the prefix cache; in place where the pool holds one prompt."""
+def test_tiled_and_strided_layouts_generate_the_same_outputs(pool, checkpoints_folder, monkeypatch):
+    """With chunked prefill and the prefix cache; packs in place if the pool fits one prompt."""
     methods, prompts, blocks = POOLS[pool]
-    answers = {}
+    outputs = {}
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         with engine(
@@ -213,29 +222,31 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
             max_model_len=LONGEST,
         ) as llm:
             assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
-            moved = llm.watch_packing(lambda done: done.pack_request.in_place)
-            answers[kind] = [
+            in_place = llm.watch_packing(lambda done: done.pack_request.in_place)
+            outputs[kind] = [
                 llm.generate(prompts, 6, extra_args={"kv_compress": name} if name else None)
                 for name in methods
             ]
-            # its tail holds the window: no layer keeps a page
-            answers[kind] += [llm.generate(prompts[-1:], 6, extra_args={"kv_budget": 0.01})]
-            asked = len(prompts) * len(methods)
-            assert moved == [*[pool == "in place"] * asked, False]
-    assert answers["tiles"] == answers["vectors"]
+            # With this budget the tail contains the window, so no layer keeps a page.
+            outputs[kind] += [llm.generate(prompts[-1:], 6, extra_args={"kv_budget": 0.01})]
+            num_requests = len(prompts) * len(methods)
+            assert in_place == [*[pool == "in place"] * num_requests, False]
+    assert outputs["tiles"] == outputs["vectors"]
 
 
 @needs_avx512
-def test_what_is_packed_again_on_tiles_is_as_on_vectors(checkpoints_folder, monkeypatch):
-    """Answers, and a prompt in pieces, the last of which has a tail."""
-    answers, asked = {}, [{"kv_compress": name} for name in ("cake-chunk", "d2o")]
+def test_repacking_generates_the_same_outputs_on_tiled_and_strided_layouts(
+    checkpoints_folder, monkeypatch
+):
+    """Packs outputs, and a prompt in pieces whose last piece has a tail."""
+    outputs, overrides = {}, [{"kv_compress": name} for name in ("cake-chunk", "d2o")]
     bounds = {"decode_budget": 64, "decode_interval": BLOCK, "max_whole": 350, "piece": 4 * BLOCK}
     config = settings("cake-chunk", 0.3, allow_override="d2o", **bounds)
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         with engine(
             make("llama-gqa", checkpoints_folder),
-            blocks=1 + 64,  # all of whose pages the stand-in copies for each layer
+            blocks=1 + 64,  # few, because the AMX stand-in copies all pages for each layer
             dtype="bfloat16",
             additional_config=config,
             max_num_seqs=4,
@@ -243,6 +254,6 @@ def test_what_is_packed_again_on_tiles_is_as_on_vectors(checkpoints_folder, monk
         ) as llm:
             packed = llm.watch_repacking()
             prompts = [PROMPTS[1][:300], PROMPTS[2][:20], PROMPTS[0][:405]]
-            answers[kind] = [llm.generate(prompts, 80, extra_args=method) for method in asked]
+            outputs[kind] = [llm.generate(prompts, 80, extra_args=method) for method in overrides]
             assert len({name.split("-")[0] for name in packed}) == 6
-    assert answers["tiles"] == answers["vectors"]
+    assert outputs["tiles"] == outputs["vectors"]

@@ -1,4 +1,4 @@
-"""FLASH_ATTN and TRITON_ATTN on Model Runner V2, eager and through replayed graphs."""
+"""FLASH_ATTN and TRITON_ATTN on Model Runner V2, in eager mode and with replayed CUDA graphs."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from engines import V2, engine, settings, v2_drafts, with_states
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not V2, reason="CUDA runs Model Runner V2 alone"),
+    pytest.mark.skipif(not V2, reason="CUDA only uses Model Runner V2"),
 ]
 
 LENGTHS = (300, 700, 90, 513)
@@ -18,50 +18,50 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @pytest.fixture
 def start(monkeypatch, checkpoints_folder):
-    """Start an engine on a CUDA backend; what its attention kernels saw is ``engine.seen``."""
+    """Return a function that creates an engine on a CUDA backend and a log of its kernel calls."""
     import cuda_on_cpu
 
-    def starting(backend="FLASH_ATTN", model="llama-gqa", version=3, layout=None, **options):
+    def create(backend="FLASH_ATTN", model="llama-gqa", version=3, layout=None, **options):
         if layout is not None:
             monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
         seen = cuda_on_cpu.use(monkeypatch, backend, version=version)
         return engine(make(model, checkpoints_folder), **options), seen
 
-    return starting
+    return create
 
 
 @pytest.fixture(scope="module")
-def on_the_cpu(checkpoints_folder):
-    """CPU_ATTN's answers: the same method on another backend, V1's cache layout and kernels."""
+def cpu_outputs(checkpoints_folder):
+    """Outputs of CPU_ATTN with the same method."""
     with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
         return llm.generate(PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoints_folder):
+def uncompressed_outputs(checkpoints_folder):
     with engine(make("llama-gqa", checkpoints_folder)) as llm:
         return llm.generate(PROMPTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flash_attention_answers_as_cpu_attention(start, on_the_cpu, layout):
+def test_flash_attention_matches_cpu_attention(start, cpu_outputs, layout):
     opened, seen = start(layout=layout, additional_config=settings())
     with opened as llm:
         free = llm.free_blocks
-        assert llm.generate(PROMPTS) == on_the_cpu
+        assert llm.generate(PROMPTS) == cpu_outputs
         assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
-        llm.settle()
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
         assert llm.worker.vllm_config.cache_config.kv_cache_layout == layout
     assert seen.calls
     assert seen.splits == {0}
-    assert not seen.plans, "a work plan that was made for other lengths than a layer's"
+    assert not seen.plans, "a precomputed work plan would have the lengths of another layer"
 
 
-def test_uncompressed_answers_do_not_change(start, whole):
+def test_uncompressed_outputs_do_not_change(start, uncompressed_outputs):
     opened, _ = start(additional_config=settings(budget=1.0))
     with opened as llm:
-        assert llm.generate(PROMPTS) == whole
+        assert llm.generate(PROMPTS) == uncompressed_outputs
 
 
 OPT_IN = {
@@ -74,11 +74,11 @@ OPT_IN = {
 
 
 @pytest.mark.parametrize("compress", ["cake", "streamingllm", "tova", *OPT_IN])
-def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
-    """Rows come and go, so that graphs are padded, and a row's request and slot change.
+def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
+    """Requests start and finish, so graphs are padded and rows change their request and slot.
 
-    Growing answers leave their queries from within the graph, and are packed again behind it; the
-    steps that pack a piece run without one.
+    Growing outputs store their queries inside the graph and are packed after it. Steps that pack a
+    piece run without a graph.
     """
     import cuda_on_cpu
 
@@ -98,7 +98,7 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
             ]
             names.append(llm.submit("late", PROMPTS[1][:450], 9))
             done = llm.drain()
-            llm.settle()
+            llm.finish_in_flight_steps()
             assert llm.free_blocks == free
             assert len(repacked) >= (2 if grows or "pieces" in compress else 0)
             return [done[name] for name in names]
@@ -112,19 +112,19 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
 
 @pytest.mark.skipif(not v2_drafts(), reason="this vLLM's Model Runner V2 does not draft")
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_trap_08_a_prompt_that_ends_with_rows_for_drafts_is_seen(
+def test_trap_08_prompt_end_padded_with_drafts_is_observed(
     ahead, start, monkeypatch, checkpoints_folder
 ):
-    """A graph has as many rows for each request as it brings drafts, and one more.
+    """A graph has one token per draft, plus one, for each request.
 
-    A prompt of which one token is left gets as many, and vLLM runs it as a decode. Nobody needs to
-    see that where it looks ahead: the graph keeps the queries, and those of drafts that were not
-    taken are written over.
+    vLLM pads a prompt with one token left to that size and runs it as a decode. With a look-ahead
+    this step needs no observation: the graph stores the queries, and queries of rejected drafts are
+    overwritten.
     """
     import cuda_on_cpu
     import interpreter
 
-    interpreter.mend()
+    interpreter.install_fixes()
     drafts, config = (
         3,
         settings("snapkv" if ahead else "tova", lookahead=ahead, allow_override="all"),
@@ -148,14 +148,14 @@ def test_trap_08_a_prompt_that_ends_with_rows_for_drafts_is_seen(
         assert llm.compressor.compressed == 1
         assert graphs.replays > replays
         assert llm.generate(PROMPTS, 10) == expected[1:]
-        llm.settle()
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
     assert graphs.padded
 
 
 @pytest.mark.parametrize("last", [1, 2])
-def test_trap_08_a_prompt_that_ends_with_one_token_is_seen(start, monkeypatch, last):
-    """vLLM runs a chunk of one token as a decode: as a graph, whose layers nobody could watch."""
+def test_trap_08_one_token_prompt_end_is_observed(start, monkeypatch, last):
+    """vLLM runs a one-token chunk as a decode step, whose graph would hide the layers from us."""
     import cuda_on_cpu
 
     prompt = tokens(384 + last, seed=9)
@@ -165,25 +165,27 @@ def test_trap_08_a_prompt_that_ends_with_one_token_is_seen(start, monkeypatch, l
         opened, _ = start(additional_config=settings(), **options)
         with opened as llm:
             graphs.capture(llm)
-            answer = llm.generate([prompt])
+            (output,) = llm.generate([prompt])
             assert llm.compressor.compressed == 1
             assert graphs.replays
-            return answer[0]
+            return output
 
     assert run(max_num_batched_tokens=128, max_num_seqs=4) == run(max_num_seqs=4)
 
 
-def test_prefix_hits_and_chunks_on_flash_attention(start, on_the_cpu):
+def test_flash_attention_with_prefix_cache_and_chunked_prefill(start, cpu_outputs):
     opened, _ = start(additional_config=settings(), max_num_batched_tokens=96, max_num_seqs=8)
     with opened as llm:
-        assert llm.generate(PROMPTS) == on_the_cpu
-        assert llm.generate(PROMPTS) == on_the_cpu  # warm
-        assert llm.generate(PROMPTS[::-1]) == on_the_cpu[::-1]
+        assert llm.generate(PROMPTS) == cpu_outputs
+        assert llm.generate(PROMPTS) == cpu_outputs  # warm
+        assert llm.generate(PROMPTS[::-1]) == cpu_outputs[::-1]
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "graphs"])
-def test_windows_and_sinks_beside_full_layers(start, monkeypatch, checkpoints_folder, replayed):
-    """Windowed layers run vLLM's own classes on tables of their own, captured or not."""
+def test_sliding_windows_and_sinks_match_cpu_attention(
+    start, monkeypatch, checkpoints_folder, replayed
+):
+    """Sliding-window layers use vLLM's classes and their own block tables, captured or not."""
     import cuda_on_cpu
 
     model, options = "gpt-oss", dict(additional_config=settings(), max_num_seqs=4)
@@ -197,23 +199,23 @@ def test_windows_and_sinks_beside_full_layers(start, monkeypatch, checkpoints_fo
         free = llm.free_blocks
         assert llm.generate(PROMPTS) == expected
         assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
-        llm.settle()
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
     assert seen.calls
     assert graphs is None or graphs.replays >= 5
 
 
-def test_flash_attention_2(start, on_the_cpu):
-    """All other tests here are on version 3."""
+def test_flash_attention_2_matches_cpu_attention(start, cpu_outputs):
+    """All other tests in this file use version 3."""
     opened, seen = start(version=2, additional_config=settings())
     with opened as llm:
-        assert llm.generate(PROMPTS) == on_the_cpu
+        assert llm.generate(PROMPTS) == cpu_outputs
     assert seen.splits == {0}
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # rows of padding
-def test_triton_attention_and_our_kernels_all_interpreted(start, monkeypatch):
-    """The whole CUDA path: vLLM's Triton attention, and every op of ours on its Triton kernel."""
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from padding rows
+def test_interpreted_triton_kernels_match_flash_attention(start, monkeypatch):
+    """Run the full CUDA path: vLLM's Triton attention and the Triton kernel of each of our ops."""
     import interpreter
     from kvcompress_kernels import contract
 
@@ -222,56 +224,56 @@ def test_triton_attention_and_our_kernels_all_interpreted(start, monkeypatch):
     opened, _ = start("FLASH_ATTN", **options)
     with opened as llm:
         expected = llm.generate(prompts, 4)
-    interpreter.mend()
-    monkeypatch.setattr(contract, "triton_takes", lambda tensor: True)
+    interpreter.install_fixes()
+    monkeypatch.setattr(contract, "runs_triton", lambda tensor: True)
     opened, _ = start("TRITON_ATTN", **options)
     with opened as llm:
         assert llm.generate(prompts, 4) == expected
         assert llm.compressor.compressed == 1
 
 
-def test_warming_up_leaves_nothing_behind(start, on_the_cpu):
+def test_warm_up_leaves_no_state(start, cpu_outputs):
     opened, _ = start(additional_config=settings())
     with opened as llm:
         free = llm.free_blocks
         llm.compressor.warm_up(2048)
         assert llm.compressor.compressed == 0
-        assert llm.generate(PROMPTS) == on_the_cpu
-        llm.settle()
+        assert llm.generate(PROMPTS) == cpu_outputs
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
 
 
-def test_the_tables_never_move(start):
-    """Graphs hold their addresses."""
+def test_tables_keep_their_addresses(start):
+    """CUDA graphs record their addresses."""
     opened, _ = start(additional_config=settings())
     with opened as llm:
         pool = llm.compressor.pool
-        held = [pool._tables, pool._lengths, pool._packed, pool._row_slots]
-        before = [tensor.data_ptr() for tensor in held]
+        persistent = [pool._tables, pool._lengths, pool._packed, pool._row_slots]
+        before = [tensor.data_ptr() for tensor in persistent]
         tables, lengths = pool.tables(
             [0], torch.zeros(4, 3, dtype=torch.int32), torch.ones(4).int(), 4
         )
         llm.generate(PROMPTS)
-        assert before == [tensor.data_ptr() for tensor in held]
+        assert before == [tensor.data_ptr() for tensor in persistent]
         assert tables[0].data_ptr() == pool._tables.data_ptr()
         assert [x.data_ptr() for x in lengths] == [x.data_ptr() for x in pool._lengths]
 
 
-# vLLM's Triton kernel alone divides nothing by nothing in this model's steps, in rows of no token
+# vLLM's own Triton kernel divides 0 by 0 in padding rows with this model.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 @with_states
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_a_model_with_states_answers_as_on_cpu_attention(start, backend, checkpoints_folder):
-    """A block of 96 tokens, in our Triton kernels too."""
+def test_state_space_model_matches_cpu_attention(start, backend, checkpoints_folder):
+    """The model has blocks of 96 tokens, which our Triton kernels must support."""
     options = dict(additional_config=settings(), max_model_len=1024, enable_prefix_caching=False)
     prompts = PROMPTS[::2]
     with engine(make("granite-96", checkpoints_folder), **options) as llm:
-        want = llm.generate(prompts, 4)
+        expected = llm.generate(prompts, 4)
     opened, _ = start(backend, model="granite-96", **options)
     with opened as llm:
         free = llm.free_blocks
         assert llm.manager.block_size == 96
-        assert llm.generate(prompts, 4) == want
+        assert llm.generate(prompts, 4) == expected
         assert llm.compressor.compressed == 1
-        llm.settle()
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free

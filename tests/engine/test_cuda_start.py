@@ -1,4 +1,4 @@
-"""What is decided on CUDA before a kernel runs: classes, refusals by name, memory."""
+"""Start of an engine on CUDA, before any kernel runs: classes, refusals and memory."""
 
 import json
 import os
@@ -33,7 +33,7 @@ CAKE = CompressionConfig.parse({"compress": "cake"})
 
 @pytest.fixture
 def cuda(monkeypatch, checkpoints_folder):
-    """A configuration as it comes out of vLLM on CUDA."""
+    """Return a configuration as vLLM creates it on CUDA."""
     model = make("llama-gqa", checkpoints_folder)
     config = EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
@@ -47,22 +47,22 @@ def cuda(monkeypatch, checkpoints_folder):
 
 
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "TRITON_ATTN"])
-def test_cuda_gets_its_worker(cuda, backend):
+def test_cuda_uses_the_compressing_gpu_worker(cuda, backend):
     cuda.config.attention_config.backend = backend and AttentionBackendEnum[backend]
     configure(cuda.config, CAKE)
     assert cuda.config.parallel_config.worker_cls.endswith("worker.cuda.CompressingGPUWorker")
 
 
 @pytest.mark.parametrize("backend", ["FLASHINFER", "FLEX_ATTENTION"])
-def test_other_backends_are_refused_by_name(cuda, backend):
+def test_other_backends_are_rejected_by_name(cuda, backend):
     cuda.config.attention_config.backend = AttentionBackendEnum[backend]
     with pytest.raises(ConfigError, match=rf"FLASH_ATTN.*TRITON_ATTN.*got {backend}; pass --att"):
         configure(cuda.config, CAKE)
     assert cuda.config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
 
 
-def test_a_backend_that_vllm_chose_itself_is_refused_by_name(checkpoints_folder):
-    """Where nothing was asked for: what the built model has."""
+def test_backend_chosen_by_vllm_is_rejected_by_name(checkpoints_folder):
+    """Without --attention-backend, the built model's backend is checked."""
     with (
         engine(make("llama-gqa", checkpoints_folder)) as llm,
         pytest.raises(ConfigError, match=r"vLLM chose \['CPU_ATTN'\]; pass --attention-backend FL"),
@@ -70,7 +70,7 @@ def test_a_backend_that_vllm_chose_itself_is_refused_by_name(checkpoints_folder)
         refuse_other_backends(llm.worker.vllm_config, attention_cuda.BACKENDS)
 
 
-def test_the_v1_runner_on_cuda_is_refused(cuda, monkeypatch):
+def test_model_runner_v1_on_cuda_is_rejected(cuda, monkeypatch):
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(
@@ -84,56 +84,54 @@ def test_the_v1_runner_on_cuda_is_refused(cuda, monkeypatch):
         configure(cuda.config, CAKE)
 
 
-def test_a_worker_must_not_outlive_a_failed_step(cuda):
+def test_fault_tolerance_is_rejected(cuda):
     cuda.config.parallel_config.enable_fault_tolerance = True
     with pytest.raises(ConfigError, match="remove --enable-fault-tolerance"):
         configure(cuda.config, CAKE)
 
 
-def test_the_backends_that_are_accepted_are_those_we_have():
+def test_accepted_backends_are_the_implemented_ones():
     assert {backend.name for backend in attention_cuda.BACKENDS} == {*refusals.CUDA_BACKENDS}
 
 
 @pytest.mark.parametrize(("version", "support"), [(3, "ALWAYS"), (2, "UNIFORM_BATCH")])
-def test_graphs_are_what_the_configured_flash_attention_can(monkeypatch, version, support):
+def test_graph_support_follows_the_flash_attention_version(monkeypatch, version, support):
     monkeypatch.setattr(attention_cuda, "get_flash_attn_version", lambda: version)
     found = attention_cuda.CompressedFlashBuilder.get_cudagraph_support(None, None)
     assert found.name == support
 
 
-def test_other_chips_are_refused(cuda):
+def test_other_platforms_are_rejected(cuda):
     cuda.platform.is_cuda = lambda: False
     cuda.platform.device_name = "rocm"
     with pytest.raises(ConfigError, match="on CUDA and on CPUs, and this is rocm"):
         configure(cuda.config, CAKE)
 
 
-# -- memory ---------------------------------------------------------------------------------------
-
-
-def test_the_page_pools_tables_are_counted(checkpoints_folder):
-    """To the byte; a method that reads the whole attention takes its column sums besides."""
+def test_device_bytes_count_the_page_pools_tables(checkpoints_folder):
+    """Exact to the byte; a method that reads all attention also needs memory for column sums."""
     options = dict(max_num_seqs=5, max_model_len=1000, additional_config=settings("snapkv"))
     with engine(make("llama-gqa", checkpoints_folder), **options) as llm:
         config, pool = llm.worker.vllm_config, llm.compressor.pool
-        held = pool._tables.nbytes + pool._packed.nbytes
+        tables = pool._tables.nbytes + pool._packed.nbytes
         layers, kv_heads, heads, longest, dim = 4, 2, 4, 1000, 32
-        assert held == (5 + 1 + 16) * layers * 32 * 4  # 5 rows and 32 blocks, to the next 16
+        # 5 request slots and slot 0, 16 rows (5 rounded up), and 32 blocks of 4 bytes
+        assert tables == (5 + 1 + 16) * layers * 32 * 4
         scores = layers * kv_heads * longest * 12 + 4 * heads * longest * 4
-        # of 16 prompts, and of the layers that are scored together
+        # of 16 prompts, plus one copy for the layers that share a launch
         queries = (16 + 1) * layers * 32 * heads * dim * 4
-        pages = page_plan(llm.worker.settings.prompt(layers, longest), 32).pages
-        # what a request protects of its window may need a page of its own, and another is cut
+        pages = page_plan(llm.worker.settings.budget_spec(layers, longest), 32).pages
+        # protected tokens in the window may need one more page per layer, and rounding another
         staged = (pages + 2 * layers) * 32 * 2 * dim * 4
-        assert device_bytes(config, llm.worker.settings) == held + scores + queries + staged
+        assert device_bytes(config, llm.worker.settings) == tables + scores + queries + staged
         d2o = CompressionConfig.parse({"compress": "d2o"})
         sums = layers * heads * longest * 4
-        assert device_bytes(config, d2o) >= held + scores + sums + staged * kv_heads
+        assert device_bytes(config, d2o) >= tables + scores + sums + staged * kv_heads
 
 
 @pytest.fixture
 def gpu_worker(monkeypatch, cuda):
-    """A worker whose vLLM found 10 GB for the KV cache."""
+    """Return a worker for which vLLM has measured 10 GB of memory for the KV cache."""
     configure(cuda.config, CAKE)
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 10_000_000_000)
     worker = CompressingGPUWorker.__new__(CompressingGPUWorker)
@@ -142,7 +140,7 @@ def gpu_worker(monkeypatch, cuda):
     return worker
 
 
-def test_trap_13_buffers_come_off_the_kv_cache(gpu_worker):
+def test_trap_13_compression_buffers_reduce_the_kv_cache(gpu_worker):
     taken = device_bytes(gpu_worker.vllm_config, gpu_worker.settings)
     assert taken > 0
     assert gpu_worker.determine_available_memory() == 10_000_000_000 - taken
@@ -150,7 +148,7 @@ def test_trap_13_buffers_come_off_the_kv_cache(gpu_worker):
     assert gpu_worker.peak_activation_memory == 7 + taken
 
 
-def test_a_saved_plans_size_is_not_one_given_by_hand(gpu_worker, monkeypatch):
+def test_size_that_vllm_restores_is_not_treated_as_explicit(gpu_worker, monkeypatch):
     def found(self) -> int:
         self.cache_config.kv_cache_memory_bytes = 10_000_000_000
         return 10_000_000_000
@@ -159,32 +157,29 @@ def test_a_saved_plans_size_is_not_one_given_by_hand(gpu_worker, monkeypatch):
     assert gpu_worker.determine_available_memory() < 10_000_000_000
 
 
-def test_a_size_given_by_hand_is_kept(gpu_worker):
+def test_explicit_kv_cache_size_is_unchanged(gpu_worker):
     gpu_worker.cache_config.kv_cache_memory_bytes = 10_000_000_000
     assert gpu_worker.determine_available_memory() == 10_000_000_000
 
 
-def test_no_room_beside_the_buffers(gpu_worker, monkeypatch):
+def test_too_little_memory_is_rejected(gpu_worker, monkeypatch):
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 1000)
     with pytest.raises(ConfigError, match="1000 are left for it and the KV cache; raise --gpu-mem"):
         gpu_worker.determine_available_memory()
-
-
-# -- vLLM's own decisions on CUDA ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("gpu", "first_of_vllm", "versions"),
     [
         ("H200", "FLASH_ATTN", [3]),
-        # until 0.33 its build for Blackwell is none of the extensions that are pretended
+        # before vLLM 0.33, the pretended extensions do not include a build for Blackwell
         ("B200", "FLASHINFER", [None, 4]),
     ],
 )
-def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_vllm, versions):
-    """Graphs, torch.compile, async scheduling, FlashAttention 3: as vLLM alone would choose.
+def test_compression_keeps_vllms_defaults_on_cuda(checkpoints_folder, gpu, first_of_vllm, versions):
+    """Graphs, torch.compile, async scheduling and FlashAttention 3 are as vLLM chooses alone.
 
-    On Blackwell vLLM's first choice is a backend that is not ours: FLASH_ATTN is chosen there.
+    On Blackwell vLLM prefers a backend that we do not support, so we choose FLASH_ATTN.
     """
     script = Path(__file__).with_name("cuda_platform.py")
     done = subprocess.run(
@@ -198,7 +193,8 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_
     line = next((x for x in done.stdout.splitlines() if x.startswith("DECIDED ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-3000:]
     assert (
-        "the attention backend is FLASH_ATTN, since none was asked for" in done.stdout + done.stderr
+        "the attention backend is FLASH_ATTN, the first that --kv-compress supports here"
+        in done.stdout + done.stderr
     )
     found = json.loads(line.removeprefix("DECIDED "))
     assert found.pop("flash_attention") in versions
@@ -216,29 +212,29 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_
     }
 
 
-def test_the_first_of_ours_that_vllm_takes_is_chosen(cuda, monkeypatch):
-    """Where FLASH_ATTN cannot run, as on Turing; where none can, nothing is changed."""
-    config, taken = cuda.config, {"TRITON_ATTN"}
+def test_first_supported_backend_is_chosen(cuda, monkeypatch):
+    """TRITON_ATTN if FLASH_ATTN cannot run, as on Turing; if neither can, nothing changes."""
+    config, supported = cuda.config, {"TRITON_ATTN"}
 
-    def as_vllm(*model):
-        if config.attention_config.backend.name not in taken:
+    def get_attn_backend(*model):
+        if config.attention_config.backend.name not in supported:
             raise ValueError("compute capability\nnot supported")
 
-    monkeypatch.setattr(backend_choice, "get_attn_backend", as_vllm)
+    monkeypatch.setattr(backend_choice, "get_attn_backend", get_attn_backend)
     configure(config, CAKE)
     assert config.attention_config.backend.name == "TRITON_ATTN"
     config.attention_config.backend = None
-    taken.clear()
-    with pytest.raises(ConfigError, match=r"takes neither here \(compute capability not supp"):
+    supported.clear()
+    with pytest.raises(ConfigError, match=r"accepts neither here \(compute capability not supp"):
         configure(config, CAKE)
     assert config.attention_config.backend is None
 
 
-def test_a_backend_for_full_attention_alone_is_judged_too(cuda):
+def test_backend_per_attention_kind_is_checked(cuda):
     attention = cuda.config.attention_config
     attention.backend_per_kind = {"full_attention": AttentionBackendEnum.FLASHINFER}
     with pytest.raises(ConfigError, match=r"got FLASHINFER; remove --attention-config.backend_per"):
         configure(cuda.config, CAKE)
     attention.backend_per_kind = {"full_attention": AttentionBackendEnum.TRITON_ATTN}
     configure(cuda.config, CAKE)
-    assert attention.backend is None  # it was chosen
+    assert attention.backend is None  # the per-kind backend is enough

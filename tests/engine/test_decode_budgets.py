@@ -1,8 +1,8 @@
-"""Answers whose memory is bounded: what stays at every step, against float64, and how much.
+"""Decode budgets: tokens kept during decoding, and their number, compared with float64.
 
-The reference sees the queries, keys and values that the attention layers received. It replays the
-answer: when it is packed, what each layer may keep, which tokens that are, and what every step
-attends to.
+The reference gets the queries, keys and values that the attention layers received. It replays the
+output: when the request is packed, how many tokens each layer keeps, which ones, and the attention
+of every step.
 """
 
 import math
@@ -13,10 +13,10 @@ import torch
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
-PROMPT, BUDGET, INTERVAL, ANSWER = 45, 64, 32, 150
+PROMPT, BUDGET, INTERVAL, OUTPUT_TOKENS = 45, 64, 32, 150
 WINDOWS = {"streamingllm": 0, "tova": 1}
 METHODS = [
     "snapkv",
@@ -32,79 +32,91 @@ METHODS = [
 
 
 def scores_of(method, q, k, v, w, allocator_window=None, *, scored_by_output=False):
-    """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``.
+    """Return scores ``[Hkv, P]`` of a layer's tokens by its last w queries ``[w, Hq, d]``.
 
-    And CAKE's figures, which may be of fewer queries.
+    The second value is CAKE's statistics, which may use fewer queries, or None.
     """
     slots = ref.with_sinks(np.zeros((q.shape[1], *k.shape[1:])), getattr(q, "sinks", None))
     if w:
         slots[:, -w:] = q.transpose(1, 0, 2)
     cake = method in ("cake", "cake-chunk")
     stats = ref.cake_stats(slots, k, allocator_window or w) if cake else None
-    if scored_by_output and method in ref.BY_ANSWER:
-        return ref.BY_ANSWER[method](slots, k, v, w, allocator_window), stats
+    if scored_by_output and method in ref.OUTPUT_SCORERS:
+        return ref.OUTPUT_SCORERS[method](slots, k, v, w, allocator_window), stats
     return ref.WINDOW_SCORERS[method](slots, k, v, w), stats
 
 
-def rounded(shares, total, low, caps):
-    """Pages: whole ones of each layer's tokens, and one more for the largest remainders."""
+def round_to_pages(shares, total, low, caps):
+    """Return each layer's pages, `total` in sum, by largest remainders.
+
+    If layers raised to `low` pages take too many, the others give up pages in proportion to their
+    pages above `low`.
+    """
     held = [min(max(n, low * BLOCK), cap * BLOCK) for n, cap in zip(shares, caps, strict=True)]
-    whole = [n // BLOCK for n in held]
-    assert sum(whole) <= total
+    pages = [n // BLOCK for n in held]
+    if sum(pages) > total:
+        return ref.apportion([n - low * BLOCK for n in held], total, caps, low)
     order = sorted(range(len(held)), key=lambda i: (-(held[i] % BLOCK), i))
-    while sum(whole) < total:
+    while sum(pages) < total:
         for i in order:
-            if sum(whole) < total and whole[i] < caps[i]:
-                whole[i] += 1
-    return whole
+            if sum(pages) < total and pages[i] < caps[i]:
+                pages[i] += 1
+    return pages
 
 
-def budgets(method, stats, layers, most, pages, w, lengths):
-    """Tokens of each layer: what one cannot hold goes to the others, in proportion."""
-    total, past = pages * BLOCK, most - w
+def budgets(method, stats, layers, max_tokens, pages, w, lengths):
+    """Return each layer's tokens. Other layers get, in proportion, what one layer cannot hold."""
+    total, past = pages * BLOCK, max_tokens - w
     base = pages * BLOCK // layers - w
     if method in ("cake", "cake-chunk"):
         weights = [h * s for h, s in stats]
-        given = ref.apportion(
+        shares = ref.apportion(
             [x / max(weights) for x in weights], total - layers * w, [past] * layers
         )
     elif method == "pyramidkv":
-        given = ref.pyramid_budgets(layers, base, past)
+        shares = ref.pyramid_budgets(layers, base, past)
     else:
-        given = [min(base, past)] * layers
-    given = ref.apportion(given, sum(given), [length - w for length in lengths])
-    return [n + w for n in given]
+        shares = [min(base, past)] * layers
+    shares = ref.apportion(shares, sum(shares), [length - w for length in lengths])
+    return [n + w for n in shares]
 
 
-def least_pages(w, tail, guarded):
-    """Pages of what stands in any case before a tail: of the window, of the protected, or one."""
-    return -(-(max((w if guarded else max(w, 1)) - tail, 0) + guarded) // BLOCK)
+def min_pages(w, tail, guarded):
+    """Return the pages for the window and the protected tokens before the tail, at least one."""
+    return max(-(-(max(w - tail, 0) + guarded) // BLOCK), 1)
 
 
-def kept_of_heads(scores, held, past, keep, size, protected):
-    """Per KV head the slots that are kept of the first `past`: those of protected tokens, in any
-    case, and of the others, side by side, the best tokens or chunks."""
-    own = [[j for j in range(past) if held_by[j] in protected] for held_by in held]
-    others = [sorted(set(range(past)) - set(slots)) for slots in own]
-    rows = [row[slots] for row, slots in zip(scores, others, strict=True)]
+def round_up_to_blocks(pages, layers):
+    """Return the pages of the blocks that hold `pages`, so that the last block is filled."""
+    return -(-pages // layers) * layers
+
+
+def kept_slots_per_head(scores, held, past, keep, size, protected):
+    """Return, for each KV head, the kept slots among the first `past` slots.
+
+    Protected tokens are always kept. The best tokens, or chunks of `size` tokens, fill the rest.
+    """
+    protected_slots = [[j for j in range(past) if held_by[j] in protected] for held_by in held]
+    other_slots = [sorted(set(range(past)) - set(slots)) for slots in protected_slots]
+    head_scores = [row[slots] for row, slots in zip(scores, other_slots, strict=True)]
     if size:
-        rows = [sum(rows)] * len(rows)
+        head_scores = [sum(head_scores)] * len(head_scores)
     kept = []
-    for row, slots, free in zip(rows, own, others, strict=True):
-        left = keep - len(slots)
-        best = ref.chunks(row, left, size) if size else ref.best(row, left)
-        kept.append(sorted([*slots, *(free[j] for j in best)]))
+    for row, slots, others in zip(head_scores, protected_slots, other_slots, strict=True):
+        remaining = keep - len(slots)
+        best = ref.chunks(row, remaining, size) if size else ref.best(row, remaining)
+        kept.append(sorted([*slots, *(others[j] for j in best)]))
     return kept
 
 
 class Replay:
-    """What each layer and KV head holds, as positions."""
+    """Replays a request in float64: the token positions that each layer and KV head holds."""
 
     protected: frozenset[int] = frozenset()
 
-    def __init__(self, method, shape, seen, prompt=PROMPT, budget=BUDGET, answer=ANSWER) -> None:
+    def __init__(self, method, shape, seen, prompt=PROMPT, budget=BUDGET, num_output=OUTPUT_TOKENS):
         self.method, self.shape = method, shape
-        self.prompt, self.budget, self.last = prompt, budget, prompt + answer
+        self.prompt, self.budget, self.last = prompt, budget, prompt + num_output
         self.w, self.interval = WINDOWS.get(method, 8), INTERVAL
         self.allocator_window: int | None = None
         self.scored_by_output = False
@@ -123,50 +135,50 @@ class Replay:
             [list(range(prompt)) for _ in range(shape.kv_heads)] for _ in range(shape.layers)
         ]
         self.counts: list[int] | None = None
-        self.first_block = self.pages = self.most_pages = 0
+        self.first_block = self.pages = self.max_layer_pages = 0
         self.packed_at: list[int] = []
 
     def sink(self, layer: int, head: int):
-        own = getattr(self.parts[layer, "q"], "sinks", None)
-        return None if own is None else own[head]
+        sinks = getattr(self.parts[layer, "q"], "sinks", None)
+        return None if sinks is None else sinks[head]
 
     def step(self, position: int) -> None:
-        """The step that computes `position`: what it attends to, and what is packed after it."""
+        """Check the step that computes `position`, and replay the packing after it."""
         self.look(position)
         self.after(position + 1)
 
     def look(self, position: int) -> None:
-        """What `position` attends to: what is held, and itself."""
+        """Check that `position` attends to the held positions and itself."""
         shape = self.shape
         for layer in range(shape.layers):
             q, k, v, out = (self.parts[layer, name] for name in ("q", "k", "v", "out"))
             for kv in range(shape.kv_heads):
                 self.held[layer][kv].append(position)
-                own = np.asarray(self.held[layer][kv])
-                keys, values = k[own, kv], v[own, kv]
+                positions = np.asarray(self.held[layer][kv])
+                keys, values = k[positions, kv], v[positions, kv]
                 longest, largest = np.linalg.norm(keys, axis=-1).max(), np.abs(values).max()
                 for head in range(
                     kv * shape.heads // shape.kv_heads, (kv + 1) * shape.heads // shape.kv_heads
                 ):
                     query = np.asarray(q)[position, head]
                     logits = keys @ query / math.sqrt(shape.head_dim)
-                    want = ref.softmax(logits, self.sink(layer, head)) @ values
+                    expected = ref.softmax(logits, self.sink(layer, head)) @ values
                     reach = longest * np.linalg.norm(query)
                     rounding = 2 * FLOAT32_EPS * reach / math.sqrt(shape.head_dim)
                     bound = (1e-6 + rounding) * largest
-                    assert np.abs(out[position, head] - want).max() <= bound, (
+                    assert np.abs(out[position, head] - expected).max() <= bound, (
                         position,
                         layer,
                         head,
                     )
 
     def after(self, computed: int) -> None:
-        """Pack the answer, if its length says so."""
+        """Pack the request if the number of computed tokens requires it."""
         if computed % BLOCK or computed // BLOCK * BLOCK - self.first_block * BLOCK < self.interval:
             return
         layers = self.shape.layers
         least = layers * max(-(-(self.w + len(self.protected)) // BLOCK), 1)
-        cap = max(self.pages, layers * self.budget // BLOCK, least)
+        cap = max(self.pages, round_up_to_blocks(layers * self.budget // BLOCK, layers), least)
         lengths = [len(heads[0]) for heads in self.held]
         if sum(lengths) // BLOCK <= cap or computed - self.prompt < self.w:
             return
@@ -175,56 +187,61 @@ class Replay:
         self.pack(computed, cap, lengths)
 
     def scores(self, layer: int, computed: int):
-        """What the last w queries make of what a layer holds (`scores_of`)."""
+        """Return the scores of a layer's tokens by the last w queries (`scores_of`)."""
         q, k, v = (self.parts[layer, name] for name in "qkv")
         keys, values = (
-            np.stack([part[own, kv] for kv, own in enumerate(self.held[layer])]) for part in (k, v)
+            np.stack([part[positions, kv] for kv, positions in enumerate(self.held[layer])])
+            for part in (k, v)
         )
         latest = q[computed - self.w : computed]
-        which = {
-            "allocator_window": self.allocator_window,
-            "scored_by_output": self.scored_by_output,
-        }
-        return scores_of(self.method, latest, keys, values, self.w, **which)
+        return scores_of(
+            self.method,
+            latest,
+            keys,
+            values,
+            self.w,
+            allocator_window=self.allocator_window,
+            scored_by_output=self.scored_by_output,
+        )
 
     def guarded(self, end: int) -> int:
-        """Protected tokens before `end`."""
+        """Return the number of protected tokens before `end`."""
         return sum(at < end for at in self.protected)
 
     @property
     def chunk(self):
-        """Tokens in a chunk; None where tokens are chosen one by one."""
-        if self.scored_by_output and self.method in ref.BY_ANSWER:
+        """Return the tokens in a chunk, None if tokens are selected one by one."""
+        if self.scored_by_output and self.method in ref.OUTPUT_SCORERS:
             return None
         return ref.CHUNKS.get(self.method)
 
     def pack(self, computed: int, cap: int, lengths: list[int]) -> None:
         shape, w = self.shape, self.w
-        found = []
-        for layer in range(shape.layers):
-            found.append(self.scores(layer, computed))
+        layer_scores = [self.scores(layer, computed) for layer in range(shape.layers)]
         if self.counts is None:
-            # what the host knows of the longest layer, which depends on lengths alone
-            most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK
-            figures = [stats for _, stats in found]
+            # The host's bound on the longest layer, from lengths alone.
+            max_tokens = (self.max_layer_pages + computed // BLOCK - self.first_block) * BLOCK
+            stats = [layer_stats for _, layer_stats in layer_scores]
             always_kept = w + self.guarded(computed - w)
-            shares = budgets(self.method, figures, shape.layers, most, cap, always_kept, lengths)
+            shares = budgets(
+                self.method, stats, shape.layers, max_tokens, cap, always_kept, lengths
+            )
             low = max(-(-always_kept // BLOCK), 1)
-            self.counts = rounded(shares, cap, low, [n // BLOCK for n in lengths])
+            self.counts = round_to_pages(shares, cap, low, [n // BLOCK for n in lengths])
         size = self.chunk
-        for layer, (scores, _) in enumerate(found):
+        for layer, (scores, _) in enumerate(layer_scores):
             keep = self.counts[layer] * BLOCK - w
             past = lengths[layer] - w
-            kept = kept_of_heads(scores, self.held[layer], past, keep, size, self.protected)
-            for kv, own in enumerate(self.held[layer]):
-                self.held[layer][kv] = [own[j] for j in kept[kv]] + own[past:]
+            kept = kept_slots_per_head(scores, self.held[layer], past, keep, size, self.protected)
+            for kv, positions in enumerate(self.held[layer]):
+                self.held[layer][kv] = [positions[j] for j in kept[kv]] + positions[past:]
         self.first_block, self.pages = computed // BLOCK, cap
         self.packed_at.append(computed)
 
 
 @pytest.mark.parametrize("method", METHODS[3:4] if V2 else METHODS)
-def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
-    """Blocks too: at most those of the budget, of an interval and one, from the first time on."""
+def test_decode_budget_keeps_the_reference_tokens(method, checkpoints_folder):
+    """Once packed, a request holds at most the blocks of its budget and interval, and one more."""
     name = "llama-gqa"
     with engine(
         make(name, checkpoints_folder),
@@ -233,47 +250,49 @@ def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
         max_model_len=1024,
     ) as llm:
         seen, free, packed = llm.record_attention(), llm.free_blocks, []
-        llm.submit("r", tokens(PROMPT, seed=5), ANSWER)
+        llm.submit("r", tokens(PROMPT, seed=5), OUTPUT_TOKENS)
         while llm.llm.llm_engine.has_unfinished_requests():
             llm.step()
             (request,) = llm.scheduler.running or [None]
             if request is not None:
                 held = llm.manager.num_blocks_held(request.request_id)
                 assert free - llm.free_blocks == held
-                (footprint,) = llm.holdings() or [None]
+                (footprint,) = llm.footprints() or [None]
                 if footprint is not None and footprint.frozen:
                     packed.append(footprint.first_block * BLOCK)
                     assert held <= BUDGET // BLOCK + INTERVAL // BLOCK + 1
         assert llm.free_blocks == free
     replay = Replay(method, SHAPES[name], seen)
-    for position in range(PROMPT, PROMPT + ANSWER - 1):
+    for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
         replay.step(position)
     assert sorted(set(packed)) == replay.packed_at
     assert len(replay.packed_at) >= 3
 
 
-def kept_of(llm, seen, prompt):
-    """``[L][Hkv]``: positions of the prompt that the pages of a compressed request hold."""
+def held_positions(llm, seen, prompt):
+    """Return ``[L][Hkv]`` lists of the prompt positions that a compressed request's pages hold."""
     pool, held = llm.compressor.pool, []
     (slot,) = pool._slots.values()
     for layer, count in enumerate(pool._num_packed[slot].tolist()):
         keys, _ = llm.compressor.packer.mover.read(pool._packed[slot, layer, :count].long())
         keys = keys.permute(1, 0, 3, 2).flatten(1, 2)
         heads, dim = keys.shape[0], keys.shape[2]
-        own = torch.cat([part.flatten(1) for part in seen[layer]["k"]])[:prompt]
-        own = own.view(prompt, heads, dim)
-        where = [{own[i, h].numpy().tobytes(): i for i in range(prompt)} for h in range(heads)]
+        prompt_keys = torch.cat([part.flatten(1) for part in seen[layer]["k"]])[:prompt]
+        prompt_keys = prompt_keys.view(prompt, heads, dim)
+        positions = [
+            {prompt_keys[i, h].numpy().tobytes(): i for i in range(prompt)} for h in range(heads)
+        ]
         tail = list(range(prompt // BLOCK * BLOCK, prompt))
         held.append(
-            [[where[h][row.numpy().tobytes()] for row in keys[h]] + tail for h in range(heads)]
+            [[positions[h][key.numpy().tobytes()] for key in keys[h]] + tail for h in range(heads)]
         )
     return held
 
 
-@first_runner
-def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
-    """Layers hold different numbers of tokens then: none is given more pages than it has."""
-    name, method, prompt, budget, answer = "llama-gqa", "pyramidkv", 401, 160, 200
+@model_runner_v1_only
+def test_decode_budget_after_a_compressed_prompt(checkpoints_folder):
+    """Layers then hold different numbers of tokens, and none gets more pages than it holds."""
+    name, method, prompt, budget, num_output = "llama-gqa", "pyramidkv", 401, 160, 200
     shape = SHAPES[name]
     config = settings(method, 0.3, decode_budget=budget, decode_interval=2 * INTERVAL)
     with engine(
@@ -284,54 +303,58 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
         max_num_batched_tokens=150,
     ) as llm:
         seen = llm.record_attention()
-        llm.submit("r", tokens(prompt, seed=5), answer)
+        llm.submit("r", tokens(prompt, seed=5), num_output)
         while not llm.compressor.compressed:
             llm.step()
-        held = kept_of(llm, seen, prompt)
-        (footprint,) = llm.holdings()
-        pages, most_pages, first = footprint.pages, footprint.most_pages, footprint.first_block
+        held = held_positions(llm, seen, prompt)
+        (footprint,) = llm.footprints()
+        pages, max_layer_pages, first = (
+            footprint.pages,
+            footprint.max_layer_pages,
+            footprint.first_block,
+        )
         llm.drain()
-    replay = Replay(method, shape, seen, prompt, budget, answer)
-    replay.held, replay.pages, replay.most_pages, replay.first_block = (
+    replay = Replay(method, shape, seen, prompt, budget, num_output)
+    replay.held, replay.pages, replay.max_layer_pages, replay.first_block = (
         held,
         pages,
-        most_pages,
+        max_layer_pages,
         first,
     )
     replay.interval = 2 * INTERVAL
     assert len({len(heads[0]) for heads in held}) > 1
-    for position in range(prompt, prompt + answer - 1):
+    for position in range(prompt, prompt + num_output - 1):
         replay.step(position)
     assert len(replay.packed_at) >= 2
     assert sum(replay.counts) == shape.layers * budget // BLOCK
 
 
-@first_runner
-def test_a_budget_that_holds_everything_changes_nothing(checkpoints_folder):
+@model_runner_v1_only
+def test_decode_budget_that_keeps_everything_does_not_change_outputs(checkpoints_folder):
     path, prompts = (
         make("llama-gqa", checkpoints_folder),
         [tokens(PROMPT, seed=5), tokens(7, seed=6)],
     )
     with engine(path, max_num_seqs=4, max_model_len=1024) as llm:
-        want = llm.generate(prompts, 3 * INTERVAL + 4)
+        expected = llm.generate(prompts, 3 * INTERVAL + 4)
     config = settings(decode_budget=1024, decode_interval=INTERVAL)
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
-        assert llm.generate(prompts, 3 * INTERVAL + 4) == want
-        assert not llm.manager.compression_stats.repacked
+        assert llm.generate(prompts, 3 * INTERVAL + 4) == expected
+        assert not llm.manager.compression_stats.repacked_answers
 
 
 LENGTHS = (20, 150, 301, 64, 97, 260)
 PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS[: 3 if V2 else None]]
-LONG = 60 if V2 else 130
-GROWING = settings("cake", 0.3, decode_budget=BUDGET, decode_interval=INTERVAL)
+NUM_OUTPUT = 60 if V2 else 130
+BOUNDED = settings("cake", 0.3, decode_budget=BUDGET, decode_interval=INTERVAL)
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoints_folder):
-    """Each answer by itself."""
+def single_outputs(checkpoints_folder):
+    """The output of each prompt when it runs alone."""
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=GROWING, enable_prefix_caching=False) as llm:
-        return [llm.generate([prompt], LONG)[0] for prompt in PROMPTS]
+    with engine(model, additional_config=BOUNDED, enable_prefix_caching=False) as llm:
+        return [llm.generate([prompt], NUM_OUTPUT)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -339,62 +362,62 @@ def alone(checkpoints_folder):
     [
         pytest.param(
             {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 1024},
-            marks=first_runner,
+            marks=model_runner_v1_only,
             id="chunks",
         ),
-        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
+        pytest.param({"enable_prefix_caching": False}, marks=model_runner_v1_only, id="batch"),
         pytest.param({"async_scheduling": True}, id="async"),
     ],
 )
-def test_an_answer_depends_on_its_own_tokens(
-    more, alone, checkpoints_folder, keep_async_scheduling
+def test_output_does_not_depend_on_concurrent_requests(
+    more, single_outputs, checkpoints_folder, async_scheduling_allowed
 ):
-    """Not on its neighbours, chunks, the prefix cache or how steps are scheduled."""
+    """Nor on chunk sizes, the prefix cache or async scheduling."""
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=GROWING, **more) as llm:
+    with engine(model, additional_config=BOUNDED, **more) as llm:
         free = llm.free_blocks
-        assert llm.generate(PROMPTS, LONG) == alone
+        assert llm.generate(PROMPTS, NUM_OUTPUT) == single_outputs
         if "async_scheduling" in more:
             assert llm.core.batch_queue is not None
-            llm.settle()
-        assert llm.generate(PROMPTS[::-1], LONG)[::-1] == alone
+            llm.finish_in_flight_steps()
+        assert llm.generate(PROMPTS[::-1], NUM_OUTPUT)[::-1] == single_outputs
         assert llm.free_blocks == free
 
 
-@first_runner
-def test_two_answers_to_one_prompt(checkpoints_folder):
-    """n=2: each is a request of its own, and the prompt's blocks are shared until they part."""
+@model_runner_v1_only
+def test_parallel_samples_have_separate_decode_budgets(checkpoints_folder):
+    """n=2: each sample is a request, and the prompt's blocks are shared until one is packed."""
     model, sampled = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
-    with engine(model, additional_config=GROWING) as llm:
-        apart = [llm.outputs(PROMPTS, LONG, seed=seed, **sampled) for seed in (7, 8)]
-        together = llm.outputs(PROMPTS, LONG, n=2, seed=7, **sampled)
-    for output, pair in zip(together, zip(*apart, strict=True), strict=True):
-        answers = [list(answer.token_ids) for answer in output.outputs]
-        assert answers == [list(one.outputs[0].token_ids) for one in pair]
-        assert answers[0] != answers[1]
+    with engine(model, additional_config=BOUNDED) as llm:
+        separate = [llm.outputs(PROMPTS, NUM_OUTPUT, seed=seed, **sampled) for seed in (7, 8)]
+        together = llm.outputs(PROMPTS, NUM_OUTPUT, n=2, seed=7, **sampled)
+    for result, pair in zip(together, zip(*separate, strict=True), strict=True):
+        samples = [list(sample.token_ids) for sample in result.outputs]
+        assert samples == [list(single.outputs[0].token_ids) for single in pair]
+        assert samples[0] != samples[1]
 
 
-@first_runner
-def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
-    """Before an answer was packed, in the step after which it is, and between two times."""
+@model_runner_v1_only
+def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(checkpoints_folder):
+    """Before the output is packed, in the step before its packing, and between two packings."""
     model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]
-    # in tokens: a ratio would be of a longer prompt then
+    # The budget is in tokens, because a ratio would apply to the longer prompt.
     config = settings("cake", 100, decode_budget=128, decode_interval=INTERVAL)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
-        free, cuts = llm.free_blocks, llm.watch_preemptions()
+        free, preemptions = llm.free_blocks, llm.watch_preemptions()
         for i, prompt in enumerate(prompts):
-            llm.submit(str(i), prompt, LONG)
-        seen, got = set(), {}
+            llm.submit(str(i), prompt, NUM_OUTPUT)
+        seen_frozen, outputs = set(), {}
         for step in range(1000):
             if step in (20, 75, 110):
                 assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             for request_id, output in llm.step().items():
-                got[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
-            seen |= {footprint.frozen for footprint in llm.holdings()}
+                outputs[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+            seen_frozen |= {footprint.frozen for footprint in llm.footprints()}
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break
-        assert seen == {False, True}
+        assert seen_frozen == {False, True}
         assert llm.free_blocks == free
-        assert {len(each) for each in cuts.values()} == {3}
+        assert {len(times) for times in preemptions.values()} == {3}
         for i, prompt in enumerate(prompts):
-            llm.alone(prompt, LONG, got[str(i)], cuts[str(i)])
+            llm.assert_matches_solo_run(prompt, NUM_OUTPUT, outputs[str(i)], preemptions[str(i)])

@@ -1,6 +1,6 @@
-"""Blocks that are freed while steps overlap and a connector may write: when others may have them.
+"""Deferred frees: with overlapping steps and a KV connector, freed blocks wait for running steps.
 
-A stand-in: the engine is real, with async scheduling, and no connector is there (`deferred`).
+The engine is real and uses async scheduling. `defer_frees` sets what a connector would set.
 """
 
 from types import SimpleNamespace
@@ -9,10 +9,10 @@ import pytest
 
 from checkpoints import make, tokens
 from deferred_frees import defer_frees
-from engines import engine, first_runner, settings
+from engines import engine, model_runner_v1_only, settings
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 
-pytestmark = first_runner
+pytestmark = model_runner_v1_only
 
 M, LENGTH = 8, 417
 
@@ -26,11 +26,11 @@ def model(checkpoints_folder):
     return make("llama-two-layers", checkpoints_folder)
 
 
-def test_a_block_is_nobody_elses_before_the_step_that_reads_it_has_ended(
-    model, keep_async_scheduling, watched
+def test_blocks_are_not_free_before_the_step_that_reads_them_ends(
+    model, async_scheduling_allowed, watched
 ):
-    """Two requests share a prefix, and are packed in steps that overlap with the next ones."""
-    prompt, answers, freed = tokens(LENGTH, seed=1), [], []
+    """Two requests share a prefix, and are packed in steps that overlap with the next steps."""
+    prompt, outputs, freed_blocks = tokens(LENGTH, seed=1), [], []
     prompts = [prompt, prompt[:200] + tokens(217, seed=2), tokens(300, seed=3)]
     for deferred in (False, True):
         with engine(
@@ -40,137 +40,137 @@ def test_a_block_is_nobody_elses_before_the_step_that_reads_it_has_ended(
             max_num_seqs=4,
             max_num_batched_tokens=512,
         ) as llm:
-            seen = Seen(llm)
+            watch = FreeWatch(llm)
             if deferred:
                 defer_frees(llm)
-            free = llm.free_blocks
-            llm.generate([prompt[:200]], 1)  # their prefix is found in the cache
-            answers.append(llm.generate(prompts, 40))
-            llm.settle()
-            assert llm.free_blocks == free
-            assert seen.packed == 3
-            # without it they are free at once, which is what the fence is for
-            assert seen.early == (0 if deferred else seen.returned)
-            assert seen.overlapped > 0
-        freed.append(watched("freed_blocks"))
-    assert answers[0] == answers[1]
-    # the tally of both engines, and twice that of the first
-    assert freed[1][""] == 2 * freed[0][""] > 0
+            free_before = llm.free_blocks
+            llm.generate([prompt[:200]], 1)  # puts the shared prefix into the prefix cache
+            outputs.append(llm.generate(prompts, 40))
+            llm.finish_in_flight_steps()
+            assert llm.free_blocks == free_before
+            assert watch.packed == 3
+            # Without deferring, all blocks are free at once, so this test can fail.
+            assert watch.freed_early == (0 if deferred else watch.freed)
+            assert watch.overlapped > 0
+        freed_blocks.append(watched("freed_blocks"))
+    assert outputs[0] == outputs[1]
+    # `watched` adds up the counts of both engines.
+    assert freed_blocks[1][""] == 2 * freed_blocks[0][""] > 0
 
 
-class Seen:
-    """Which blocks are free while a step that packs is under way.
+class FreeWatch:
+    """Records which blocks are free while a step that packs is running.
 
-    early: blocks that this step's packing reads and that were in the pool before it had ended.
-    returned: those that were in the pool once it had.
-    overlapped: steps that were scheduled meanwhile.
+    packed: number of packings.
+    freed_early: blocks read by a packing that were free before its step had ended.
+    freed: blocks read by a packing that were free once its step had ended.
+    overlapped: steps that were scheduled while another one was running.
     """
 
     def __init__(self, llm):
-        self.early = self.returned = self.overlapped = self.packed = 0
-        scheduler, manager, under_way = llm.scheduler, llm.manager, {}
-        schedule, update, hand_over = (
-            scheduler.schedule,
-            scheduler.update_from_output,
-            manager._hand_over,
-        )
-        reads = []
+        self.freed_early = self.freed = self.overlapped = self.packed = 0
+        scheduler, manager, running = llm.scheduler, llm.manager, {}
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+        apply_pack, read_blocks = manager._apply_pack, []
 
-        def handing_over(pending):
-            pack, footprint, own = pending
-            kept = {block.block_id for block in own}
-            read = manager.ordinary(pack.request_id, footprint, pack.tokens)
-            reads.extend(block for block in read if block.block_id not in kept)
+        def recording_apply_pack(pending):
+            pack, footprint, reused = pending
+            reused_ids = {block.block_id for block in reused}
+            blocks = manager.unpacked_blocks(pack.request_id, footprint, pack.tokens)
+            read_blocks.extend(block for block in blocks if block.block_id not in reused_ids)
             self.packed += 1
-            return hand_over(pending)
+            return apply_pack(pending)
 
-        def scheduling(*args, **kwargs):
-            self.overlapped += bool(under_way)
+        def recording_schedule(*args, **kwargs):
+            self.overlapped += bool(running)
             output = schedule(*args, **kwargs)
-            if reads:
-                under_way[id(output)] = list(reads)
-                self.early += sum(block.ref_cnt == 0 for block in reads)
-                reads.clear()
+            if read_blocks:
+                running[id(output)] = list(read_blocks)
+                self.freed_early += sum(block.ref_cnt == 0 for block in read_blocks)
+                read_blocks.clear()
             return output
 
-        def updating(output, *args, **kwargs):
-            done = under_way.pop(id(output), [])
-            free = [block for block in done if block.ref_cnt == 0]
+        def recording_update(output, *args, **kwargs):
+            blocks = running.pop(id(output), [])
+            free_blocks = [block for block in blocks if block.ref_cnt == 0]
             result = update(output, *args, **kwargs)
             if llm.scheduler.defer_block_free:
-                assert not free
-            self.returned += sum(block.ref_cnt == 0 for block in done)
+                assert not free_blocks
+            self.freed += sum(block.ref_cnt == 0 for block in blocks)
             return result
 
-        scheduler.schedule, scheduler.update_from_output = scheduling, updating
-        manager._hand_over = handing_over
+        scheduler.schedule, scheduler.update_from_output = recording_schedule, recording_update
+        manager._apply_pack = recording_apply_pack
 
 
-def test_what_waits_is_counted_once_and_only_if_nobody_else_reads_it():
-    """Else look-aheads would give way for blocks that come back by themselves."""
-    mine, shared, both = (SimpleNamespace(block_id=i, ref_cnt=n) for i, n in enumerate((1, 2, 2)))
-    scheduler = SimpleNamespace(
-        defer_block_free=True, deferred_frees=[(1, [mine, shared, both]), (2, [both])]
+def test_deferred_blocks_counts_each_block_once_and_no_shared_block():
+    """A lower count would compress look-aheads early although enough blocks return anyway."""
+    only, shared, twice = (
+        SimpleNamespace(block_id=block_id, ref_cnt=ref_cnt)
+        for block_id, ref_cnt in enumerate((1, 2, 2))
     )
-    assert DeferredFree(None, scheduler).held() == 2
+    scheduler = SimpleNamespace(
+        defer_block_free=True, deferred_frees=[(1, [only, shared, twice]), (2, [twice])]
+    )
+    assert DeferredFree(None, scheduler).deferred_blocks() == 2
     scheduler.defer_block_free = False
-    assert DeferredFree(None, scheduler).held() == 0
+    assert DeferredFree(None, scheduler).deferred_blocks() == 0
 
 
-def test_without_a_connector_nothing_waits(model):
-    """vLLM frees at once, and so do we."""
+def test_blocks_are_freed_at_once_without_a_connector(model):
     with engine(model, additional_config=config()) as llm:
-        assert not llm.manager.deferred_free.holds
+        assert not llm.manager.deferred_free.is_deferring
         llm.generate([tokens(LENGTH, seed=4)], 20)
         assert not llm.scheduler.deferred_frees
 
 
-@pytest.mark.parametrize("leaves", ["preempted", "aborted"])
-@pytest.mark.parametrize("answered", [M - 2, M + 2, M + 12])
-def test_who_leaves_while_a_step_is_under_way_keeps_its_blocks_until_it_is_over(
-    leaves, answered, model, keep_async_scheduling
+@pytest.mark.parametrize("action", ["preempted", "aborted"])
+@pytest.mark.parametrize("output_tokens", [M - 2, M + 2, M + 12])
+def test_request_removed_during_a_step_frees_its_blocks_after_it(
+    action, output_tokens, model, async_scheduling_allowed
 ):
-    """Before its prompt is packed, in the step that does so or the next, and long after."""
+    """Before its prompt is packed, in the step that packs it or the next one, and long after."""
     prompts = [tokens(LENGTH, seed=1), tokens(300, seed=3)]
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "async_scheduling": True}
     with engine(model, additional_config=config(), **options) as llm:
-        want = [llm.generate([prompt], 40)[0] for prompt in prompts]
+        expected = [llm.generate([prompt], 40)[0] for prompt in prompts]
         defer_frees(llm)
-        free, cuts = llm.free_blocks, llm.watch_preemptions()
-        for at, prompt in enumerate(prompts):
-            llm.submit(str(at), prompt, 40)
-        done, left = {}, False
+        free_before, preemptions = llm.free_blocks, llm.watch_preemptions()
+        for index, prompt in enumerate(prompts):
+            llm.submit(str(index), prompt, 40)
+        done, removed = {}, False
         while llm.llm.llm_engine.has_unfinished_requests():
             done |= {key: list(each.outputs[0].token_ids) for key, each in llm.step().items()}
             request = next((each for each in llm.running() if each.request_id[0] == "0"), None)
-            if not left and request is not None and request.num_output_tokens == answered:
-                left = True
+            if not removed and request is not None and request.num_output_tokens == output_tokens:
+                removed = True
                 held = [*llm.manager.req_to_blocks[request.request_id]]
                 held += llm.manager._packed.get(request.request_id, [])
                 held = [block for block in held if not block.is_null]
-                leave(llm, request, leaves)
+                remove(llm, request, action)
                 assert llm.scheduler.deferred_frees
                 assert all(block.ref_cnt == 1 for block in held)
                 llm.step()
-                # the step that was under way is over, and whoever wants them may have them
-                waiting = {
+                # The running step has ended, so its blocks are free.
+                deferred_ids = {
                     id(block) for _, blocks in llm.scheduler.deferred_frees for block in blocks
                 }
-                assert not any(id(block) in waiting for block in held)
-        llm.settle()
-        assert left
-        assert llm.free_blocks == free
+                assert not any(id(block) in deferred_ids for block in held)
+        llm.finish_in_flight_steps()
+        assert removed
+        assert llm.free_blocks == free_before
         assert not llm.scheduler.deferred_frees
-    answers = {key.split("-")[0]: answer for key, answer in done.items()}
-    assert answers["1"] == want[1]
-    if leaves == "preempted":
-        assert answers["0"][: cuts["0"][0]] == want[0][: cuts["0"][0]]
-        # nothing was dropped before its look-ahead was over
-        assert answered > M or answers["0"] == want[0]
+    outputs = {key.split("-")[0]: output for key, output in done.items()}
+    assert outputs["1"] == expected[1]
+    if action == "preempted":
+        resumed_at = preemptions["0"][0]
+        assert outputs["0"][:resumed_at] == expected[0][:resumed_at]
+        # Nothing was dropped before the look-ahead was over, so the output must be equal.
+        assert output_tokens > M or outputs["0"] == expected[0]
 
 
-def leave(llm, request, how):
-    if how == "aborted":
+def remove(llm, request, action):
+    if action == "aborted":
         llm.llm.llm_engine.abort_request([request.request_id], internal=True)
     else:
         llm.preempt(request)

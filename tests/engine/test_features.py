@@ -1,14 +1,14 @@
-"""vLLM's default features beside compression: each keeps its own meaning."""
+"""vLLM features such as logprobs, LoRA and structured output work with compression."""
 
 import json
 
 import pytest
 
-from checkpoints import make, talking, tokens
+from checkpoints import make, text_checkpoint, tokens
 from engines import V2, engine, settings
 
 PROMPT = tokens(400, seed=11)
-# each of its tokens costs Triton's interpreter as much as a step
+# in Triton's interpreter, each prompt token costs as much as a step
 LOGGED = PROMPT[:200] if V2 else PROMPT
 
 
@@ -19,38 +19,40 @@ def model(checkpoints_folder):
 
 @pytest.fixture(scope="module")
 def logprobs(model):
-    """Uncompressed and compressed, the same prompt with log-probabilities of prompt and answer."""
+    """Return vLLM's and the compressed output of one prompt, with prompt and output logprobs."""
 
-    def ask(llm):
+    def run(llm):
         return llm.outputs([LOGGED], 4, prompt_logprobs=1, logprobs=3)[0]
 
     with engine(model) as llm:
-        plain = ask(llm)
+        uncompressed = run(llm)
     with engine(model, additional_config=settings(budget=0.1)) as llm:
-        ours = ask(llm)
+        compressed = run(llm)
         assert llm.compressor.compressed == 1
-    return plain, ours
+    return uncompressed, compressed
 
 
-def test_trap_20_prompt_logprobs_are_the_full_caches(logprobs):
-    """They are computed in prefill, before anything is dropped."""
-    plain, ours = logprobs
-    assert len(ours.prompt_logprobs) == len(LOGGED)
-    for mine, theirs in zip(ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
-        assert {k: v.logprob for k, v in mine.items()} == pytest.approx(
-            {k: v.logprob for k, v in theirs.items()}, abs=1e-4
+def test_trap_20_prompt_logprobs_match_the_uncompressed_model(logprobs):
+    """Prompt logprobs are computed during prefill, before tokens are dropped."""
+    uncompressed, compressed = logprobs
+    assert len(compressed.prompt_logprobs) == len(LOGGED)
+    for logprobs_of_token, expected in zip(
+        compressed.prompt_logprobs[1:], uncompressed.prompt_logprobs[1:], strict=True
+    ):
+        assert {k: v.logprob for k, v in logprobs_of_token.items()} == pytest.approx(
+            {k: v.logprob for k, v in expected.items()}, abs=1e-4
         )
 
 
-def test_logprobs_of_the_first_token_are_the_full_caches(logprobs):
-    plain, ours = (output.outputs[0].logprobs[0] for output in logprobs)
-    assert {k: v.logprob for k, v in ours.items()} == pytest.approx(
-        {k: v.logprob for k, v in plain.items()}, abs=1e-5
+def test_first_token_logprobs_match_the_uncompressed_model(logprobs):
+    uncompressed, compressed = (output.outputs[0].logprobs[0] for output in logprobs)
+    assert {k: v.logprob for k, v in compressed.items()} == pytest.approx(
+        {k: v.logprob for k, v in uncompressed.items()}, abs=1e-5
     )
 
 
 @pytest.mark.skipif(V2, reason="LoRA kernels do not run under Triton's interpreter")
-def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
+def test_trap_21_lora_and_plain_requests_match_vllm(model, tmp_path):
     import torch
     from safetensors.torch import save_file
     from vllm import SamplingParams
@@ -84,58 +86,58 @@ def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
         done = llm.llm.generate(inputs, params, lora_request=loras, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in done]
 
-    # vLLM's CPU LoRA answers differently in mixed batches, also without us: compare like with like.
+    # vLLM's CPU LoRA gives other outputs in mixed batches, so compare the same batches.
     batches = [[None], [adapter], [None, adapter, None], [adapter, None]]
     lora = dict(enable_lora=True, max_lora_rank=8, max_loras=1, enable_prefix_caching=False)
     with engine(model, **lora) as llm:
-        plain = [run(llm, batch) for batch in batches]
-        assert plain[0] != plain[1]
+        uncompressed = [run(llm, batch) for batch in batches]
+        assert uncompressed[0] != uncompressed[1]
     with engine(model, additional_config=settings(budget=1.0), **lora) as llm:
-        assert [run(llm, batch) for batch in batches] == plain
+        assert [run(llm, batch) for batch in batches] == uncompressed
     config = settings(budget=0.2, max_whole=450, piece=96, probe=16, probe_first=16)
     with engine(model, additional_config=config, **lora) as llm:
-        ours = [run(llm, batch) for batch in batches]
-        assert [[out[0] for out in batch] for batch in ours] == [
-            [out[0] for out in batch] for batch in plain
+        compressed = [run(llm, batch) for batch in batches]
+        assert [[out[0] for out in batch] for batch in compressed] == [
+            [out[0] for out in batch] for batch in uncompressed
         ]
         assert llm.compressor.compressed == 7
-        # in pieces, that the prompt's end judges: the adapter's, whatever chunks there are
-        long, answers = tokens(600, seed=12), []
-        for room in (512, 40, 70):
-            llm.scheduler.max_num_scheduled_tokens = room
-            answers.append(run(llm, [adapter], long))
-        assert answers[0] == answers[1] == answers[2] != run(llm, [None], long)
+        # pieces are scored by the prompt's end with the adapter, for all chunk sizes
+        long_prompt, outputs = tokens(600, seed=12), []
+        for max_batched_tokens in (512, 40, 70):
+            llm.scheduler.max_num_scheduled_tokens = max_batched_tokens
+            outputs.append(run(llm, [adapter], long_prompt))
+        assert outputs[0] == outputs[1] == outputs[2] != run(llm, [None], long_prompt)
 
 
 @pytest.mark.skipif(V2, reason="vLLM's bitmask kernel does not run under Triton's interpreter")
-def test_structured_output_holds_on_a_compressed_prompt(demo_model, checkpoints_folder):
+def test_structured_output_works_on_a_compressed_prompt(demo_model, checkpoints_folder):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_kvcompress.serving.text import english
 
     with engine(
-        talking(checkpoints_folder, demo_model),
+        text_checkpoint(checkpoints_folder, demo_model),
         additional_config=settings(budget=0.3, max_whole=400, piece=192),
         skip_tokenizer_init=False,
         max_model_len=1024,
     ) as llm:
         texts = [
             f"{english()[:length]}\nIs this about Python? Answer yes or no:"
-            for length in (1200, 1500, 2700)  # the last one goes in pieces
+            for length in (1200, 1500, 2700)  # the last prompt is prefilled in pieces
         ]
         params = SamplingParams(
             temperature=0,
             max_tokens=8,
             structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
         )
-        answers = llm.llm.generate(texts, params, use_tqdm=False)
+        outputs = llm.llm.generate(texts, params, use_tqdm=False)
         assert llm.compressor.compressed == 3
-        assert [len(answer.prompt_token_ids) > 400 for answer in answers] == [False, False, True]
-        assert {answer.outputs[0].text for answer in answers} <= {"yes", "no"}
+        assert [len(output.prompt_token_ids) > 400 for output in outputs] == [False, False, True]
+        assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 
 
-def test_stop_strings_and_lengths_are_vllms(model):
+def test_stop_tokens_and_length_limits_work(model):
     with engine(model, additional_config=settings()) as llm:
         first = llm.generate([PROMPT], 10)[0]
         stopped = llm.outputs([PROMPT], 10, stop_token_ids=[first[4]])[0].outputs[0]
@@ -146,7 +148,7 @@ def test_stop_strings_and_lengths_are_vllms(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(V2, reason="torch.compile does not depend on the model runner")
-def test_a_compiled_model_answers_as_an_eager_one(checkpoints_folder, tool):
+def test_a_compiled_model_matches_an_eager_one(checkpoints_folder, tool):
     tool("g++", "Debian's package g++")
     model = make("llama-two-layers", checkpoints_folder)
     with engine(model, additional_config=settings()) as llm:

@@ -1,4 +1,4 @@
-"""Work of a decode step, counted and not timed."""
+"""Host work in a decode step, measured in function calls instead of time."""
 
 import sys
 
@@ -11,14 +11,14 @@ pytestmark = pytest.mark.skipif(V2, reason="the builder is the same on both mode
 
 
 def calls_to_build(model: str, method: str, requests: int) -> int:
-    """Python and C function calls inside the metadata builder, in one step that only decodes."""
+    """Return the Python and C function calls of the metadata builder in one decode-only step."""
     with engine(model, additional_config=settings(method), enable_prefix_caching=False) as llm:
         for i in range(requests):
             llm.submit(str(i), tokens(300, seed=i), 8)
         llm.step()
         while any(request.is_prefill_chunk for request in llm.running()):
             llm.step()
-        llm.step()  # whatever is done once is done
+        llm.step()  # finish one-time work
         builder = llm.worker.model_runner.attn_groups[0][0].metadata_builders[0]
         build, count = builder.build, 0
 
@@ -41,16 +41,16 @@ def calls_to_build(model: str, method: str, requests: int) -> int:
     return count
 
 
-# A work plan is 16 calls, and made once per distinct row of lengths: at most once per layer,
-# however many requests there are. SnapKV's layers share one.
+# A work plan takes 16 calls and is made once per distinct vector of lengths, so at most once per
+# layer. SnapKV's layers share one.
 @pytest.mark.parametrize(("method", "plans"), [("snapkv", 0), ("cake", 3)])
 def test_python_work_per_step_does_not_grow_with_layers_times_requests(
     method, plans, checkpoints_folder
 ):
-    """Six more requests cost as many calls with 4 layers as with 1."""
-    grown = {}
+    """Adding six requests adds as many calls with 4 layers as with 1."""
+    added_calls = {}
     for name in ("llama-one-layer", "llama-gqa"):
         model = make(name, checkpoints_folder)
-        grown[name] = calls_to_build(model, method, 8) - calls_to_build(model, method, 2)
-    assert grown["llama-gqa"] <= grown["llama-one-layer"] + 16 * plans
-    assert grown["llama-one-layer"] <= 10 * 6
+        added_calls[name] = calls_to_build(model, method, 8) - calls_to_build(model, method, 2)
+    assert added_calls["llama-gqa"] <= added_calls["llama-one-layer"] + 16 * plans
+    assert added_calls["llama-one-layer"] <= 10 * 6

@@ -1,4 +1,4 @@
-"""Where nothing may change, nothing changes; and the first token never does."""
+"""Uncompressed outputs equal vLLM's, and the first token is the same at every budget."""
 
 import pytest
 
@@ -7,79 +7,83 @@ from engines import V2, engine, settings
 
 LENGTHS = (300, 129, 640, 31, 1) if V2 else (700, 333, 90, 1500, 128, 127, 1)
 PROMPTS = [tokens(n, seed=n) for n in LENGTHS]
-SOME = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS]
-# every method on one checkpoint, two methods on all
-METHODS = dict.fromkeys(SOME, ("pyramidkv", "cake"))
+CHECKPOINTS = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS]
+# four methods on one checkpoint, two on the others
+METHODS = dict.fromkeys(CHECKPOINTS, ("pyramidkv", "cake"))
 METHODS["llama-gqa"] = ("snapkv", "pyramidkv", "streamingllm", "cake")
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoints_folder):
-    """vLLM's own output per checkpoint, made once."""
-    made = {}
+def vllm_outputs(checkpoints_folder):
+    """Return a function that returns vLLM's outputs for a checkpoint, computed once."""
+    by_checkpoint = {}
 
     def outputs(name: str):
-        if name not in made:
+        if name not in by_checkpoint:
             with engine(make(name, checkpoints_folder)) as llm:
                 assert type(llm.worker).__module__.startswith("vllm.")
-                made[name] = llm.generate(PROMPTS)
-        return made[name]
+                by_checkpoint[name] = llm.generate(PROMPTS)
+        return by_checkpoint[name]
 
     return outputs
 
 
-@pytest.fixture(scope="module", params=SOME)
-def own(request, checkpoints_folder, plain):
-    """A checkpoint's name, and its engine, of which requests may ask for any method."""
-    plain(request.param)  # before this engine, lest there be two
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def named_engine(request, checkpoints_folder, vllm_outputs):
+    """Return a checkpoint's name, and its engine, which allows all per-request overrides."""
+    vllm_outputs(request.param)  # first, so that only one engine exists at a time
     config = settings("cake", 1.0, allow_override="all")
     with engine(make(request.param, checkpoints_folder), additional_config=config) as llm:
         yield request.param, llm
 
 
-def test_budget_one_is_vllms_own_output(own, plain):
-    name, llm = own
-    assert llm.generate(PROMPTS) == plain(name)
+def test_budget_one_matches_vllms_output(named_engine, vllm_outputs):
+    name, llm = named_engine
+    assert llm.generate(PROMPTS) == vllm_outputs(name)
     assert llm.compressor.compressed == 0
 
 
-@pytest.mark.parametrize("name", SOME[:2])
-def test_trap_16_prompts_under_the_threshold_are_vllms_own_output(name, plain, checkpoints_folder):
+@pytest.mark.parametrize("name", CHECKPOINTS[:2])
+def test_trap_16_prompts_below_min_prompt_match_vllms_output(
+    name, vllm_outputs, checkpoints_folder
+):
     config = settings("cake", 0.1, min_prompt=max(LENGTHS) + 1)
     with engine(make(name, checkpoints_folder), additional_config=config) as llm:
-        assert llm.generate(PROMPTS) == plain(name)
+        assert llm.generate(PROMPTS) == vllm_outputs(name)
         assert llm.compressor.compressed == 0
 
 
-def test_first_token_is_the_full_caches_with_every_method(own, plain):
-    name, llm = own
+def test_the_first_token_matches_vllm_with_every_method(named_engine, vllm_outputs):
+    name, llm = named_engine
     packed = llm.watch_packing(lambda finished: finished.pack_request)
     for method in METHODS[name]:
         packed.clear()
         assert llm.llm.reset_prefix_cache()
-        got = llm.generate(PROMPTS, extra_args={"kv_compress": method, "kv_budget": 0.2})
-        whole = [length for length in LENGTHS if length >= 128]
-        assert sorted(pack_request.plan.tokens for pack_request in packed) == sorted(whole)
+        outputs = llm.generate(PROMPTS, extra_args={"kv_compress": method, "kv_budget": 0.2})
+        compressed_lengths = [length for length in LENGTHS if length >= 128]
+        assert sorted(pack_request.plan.tokens for pack_request in packed) == sorted(
+            compressed_lengths
+        )
         assert {pack_request.settings.compress for pack_request in packed} == {method}
-        assert [out[0] for out in got] == [out[0] for out in plain(name)]
-        # a prompt that was left whole is untouched by its compressed neighbours
-        for length, mine, theirs in zip(LENGTHS, got, plain(name), strict=True):
+        assert [out[0] for out in outputs] == [out[0] for out in vllm_outputs(name)]
+        # compressed concurrent requests do not change the outputs of uncompressed prompts
+        for length, output, vllm_output in zip(LENGTHS, outputs, vllm_outputs(name), strict=True):
             if length < 128:
-                assert mine == theirs
+                assert output == vllm_output
 
 
-@pytest.mark.parametrize("own", ["llama-gqa"], indirect=True)
+@pytest.mark.parametrize("named_engine", ["llama-gqa"], indirect=True)
 @pytest.mark.parametrize("budget", [0.9, 0.1] if V2 else [0.9, 0.5, 0.1, 100])
-def test_first_token_at_every_budget(budget, own, plain):
-    name, llm = own
+def test_the_first_token_matches_vllm_at_every_budget(budget, named_engine, vllm_outputs):
+    name, llm = named_engine
     assert llm.llm.reset_prefix_cache()
     before = llm.compressor.compressed
-    got = llm.generate(PROMPTS, extra_args={"kv_budget": budget})
+    outputs = llm.generate(PROMPTS, extra_args={"kv_budget": budget})
     assert llm.compressor.compressed > before
-    assert [out[0] for out in got] == [out[0] for out in plain(name)]
+    assert [out[0] for out in outputs] == [out[0] for out in vllm_outputs(name)]
 
 
-def test_without_the_setting_nothing_is_overridden(checkpoints_folder):
+def test_without_the_setting_vllm_is_unchanged(checkpoints_folder):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler

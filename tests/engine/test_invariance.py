@@ -1,4 +1,4 @@
-"""What a compressed request answers depends on its own tokens and on nothing else."""
+"""A compressed request's output depends only on its own tokens."""
 
 import pytest
 
@@ -18,14 +18,14 @@ def model(checkpoints_folder):
 
 
 @pytest.fixture(scope="module")
-def alone(model):
-    """Each prompt by itself, prefilled in one piece, no prefix cache."""
+def solo_outputs(model):
+    """Return the output of each prompt alone, prefilled in one chunk without the prefix cache."""
     with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], NEW)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("chunk", [64, 256])
-def test_chunk_size_does_not_matter(chunk, model, alone):
+def test_chunk_size_does_not_change_outputs(chunk, model, solo_outputs):
     with engine(
         model,
         additional_config=settings(),
@@ -33,39 +33,39 @@ def test_chunk_size_does_not_matter(chunk, model, alone):
         max_num_seqs=min(chunk, 64),
         max_model_len=2048,
     ) as llm:
-        assert llm.generate(FEW, NEW) == alone[: len(FEW)]
+        assert llm.generate(FEW, NEW) == solo_outputs[: len(FEW)]
         assert llm.compressor.compressed == len(FEW)
 
 
 @pytest.mark.parametrize("size", [4] if V2 else [8, 64])
-def test_batch_size_does_not_matter(size, model, alone):
+def test_batch_size_does_not_change_outputs(size, model, solo_outputs):
     with engine(model, additional_config=settings(), max_num_seqs=128) as llm:
-        assert llm.generate(PROMPTS[:size], NEW) == alone[:size]
+        assert llm.generate(PROMPTS[:size], NEW) == solo_outputs[:size]
         backwards = llm.generate(PROMPTS[:size][::-1], NEW)
-        assert backwards[::-1] == alone[:size]
+        assert backwards[::-1] == solo_outputs[:size]
 
 
 @pytest.mark.skipif(not V2, reason="test_methods shows it for every preset")
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "streamingllm"])
-def test_every_method_is_independent_of_its_batch(method, model):
+def test_no_method_depends_on_the_batch(method, model):
     with engine(model, additional_config=settings(method), enable_prefix_caching=False) as llm:
         single = [llm.generate([prompt], NEW)[0] for prompt in FEW]
         assert llm.generate(FEW, NEW) == single
 
 
-def test_prefix_cache_off_cold_and_warm(model, alone):
+def test_prefix_cache_hits_do_not_change_outputs(model, solo_outputs):
     with engine(model, additional_config=settings(), enable_prefix_caching=True) as llm:
         cold = llm.generate(FEW, NEW)
         warm = llm.generate(FEW, NEW)
         hits = llm.outputs(FEW[:2], NEW)
         assert all(output.num_cached_tokens > 0 for output in hits)
-    assert cold == warm == alone[: len(FEW)]
+    assert cold == warm == solo_outputs[: len(FEW)]
 
 
-def test_a_window_split_over_chunks_is_whole(model):
-    """Chunks shorter than the window: its queries come from several steps."""
+def test_a_window_split_over_chunks_gives_the_same_output(model):
+    """With chunks shorter than the window, the window's queries come from several steps."""
     with engine(model, additional_config=settings(window=48), enable_prefix_caching=False) as llm:
-        whole = llm.generate(FEW[:2], NEW)
+        expected = llm.generate(FEW[:2], NEW)
     with engine(
         model,
         additional_config=settings(window=48),
@@ -74,20 +74,22 @@ def test_a_window_split_over_chunks_is_whole(model):
         max_num_seqs=2,
         max_model_len=1024,
     ) as llm:
-        assert llm.generate(FEW[:2], NEW) == whole
+        assert llm.generate(FEW[:2], NEW) == expected
 
 
-def test_trap_03_async_scheduling_does_not_matter(model, alone, keep_async_scheduling):
+def test_trap_03_async_scheduling_does_not_change_outputs(
+    model, solo_outputs, async_scheduling_allowed
+):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     with engine(model, additional_config=settings(), async_scheduling=True) as llm:
         assert isinstance(llm.scheduler, AsyncScheduler)
         assert llm.core.batch_queue is not None
-        assert llm.generate(FEW, NEW) == alone[: len(FEW)]
+        assert llm.generate(FEW, NEW) == solo_outputs[: len(FEW)]
         assert llm.compressor.compressed == len(FEW)
 
 
-def test_preemption_equals_a_run_that_prefilled_the_same_tokens(model):
+def test_a_preempted_request_matches_one_that_prefilled_the_same_tokens(model):
     length, new, blocks = (150, 20, 14) if V2 else (320, 76, 23)
     prompts = [tokens(length, seed=i) for i in range(4)]
     with engine(
@@ -100,10 +102,10 @@ def test_preemption_equals_a_run_that_prefilled_the_same_tokens(model):
         cuts = llm.watch_preemptions()
         for i, prompt in enumerate(prompts):
             llm.submit(str(i), prompt, new)
-        got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+        outputs = {key.split("-")[0]: output for key, output in llm.drain().items()}
         assert llm.free_blocks == blocks
-    assert len(got) == 4
-    assert cuts, "the pool was meant to be too small"
+    assert len(outputs) == 4
+    assert cuts, "no request was preempted: the pool is too large"
     with engine(model, additional_config=settings("cake", 0.5), enable_prefix_caching=False) as llm:
         for i, prompt in enumerate(prompts):
-            llm.alone(prompt, new, got[str(i)], cuts.get(str(i), []))
+            llm.assert_matches_solo_run(prompt, new, outputs[str(i)], cuts.get(str(i), []))

@@ -1,4 +1,4 @@
-"""What only the built model shows: refused before its KV cache exists, in one sentence."""
+"""Refusals that need the built model. They come before its KV cache is allocated."""
 
 import json
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def full(**changes) -> FullAttentionSpec:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype):
-    """As vLLM sets it while it builds a model."""
+    """Set the default dtype, as vLLM does while it builds a model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -55,14 +55,14 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def test_equal_full_layers_are_taken():
+def test_equal_full_attention_layers_are_accepted():
     specs = compressed_specs({"a": full(), "b": full()}, CAKE)
     assert all(isinstance(spec, CompressedSpec) for spec in specs.values())
     assert {spec.num_compressed_layers for spec in specs.values()} == {2}
 
 
 @pytest.mark.parametrize(
-    ("last", "reason"),
+    ("odd_layer", "reason"),
     [
         (SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 4}, sliding_window=512), "b differs from a"),
         (full(sliding_window=128), r"b is sliding-window attention \(128 tokens\)"),
@@ -72,57 +72,63 @@ def test_equal_full_layers_are_taken():
         (full(num_kv_heads=4), "b differs from a"),
         (full(head_size=128), "b differs from a"),
         (full(dtype=torch.bfloat16), "b differs from a"),
-        (full(dtype=torch.uint8), "b keeps 64 and 64 of torch.uint8"),
-        (full(head_size_v=32), "b keeps 64 and 32 of torch.float32"),
+        (full(dtype=torch.uint8), "b has head sizes 64 and 64 in torch.uint8"),
+        (full(head_size_v=32), "b has head sizes 64 and 32 in torch.float32"),
     ],
 )
-@pytest.mark.parametrize("turned", [False, True])
-def test_trap_12_layers_that_are_not_alike(last, reason, turned):
-    layers = {"a": full(), "b": last}
-    if turned:  # the odd one first: it is found too
+@pytest.mark.parametrize("odd_first", [False, True])
+def test_trap_12_layers_of_different_shapes_are_refused(odd_layer, reason, odd_first):
+    layers = {"a": full(), "b": odd_layer}
+    if odd_first:
         layers = dict(reversed(layers.items()))
-        if not isinstance(last, SlidingWindowSpec | MambaSpec):
+        if not isinstance(odd_layer, SlidingWindowSpec | MambaSpec):
             reason = reason.replace("b differs from a", "a differs from b")
     with pytest.raises(ConfigError, match=reason) as refusal:
         compressed_specs(layers, CAKE)
     assert "without --kv-compress" in str(refusal.value)
 
 
-def test_windows_and_states_without_a_full_layer_and_beside_one():
+def test_window_and_state_layers_need_a_full_attention_layer():
     window = SlidingWindowSpec(**SHAPE, sliding_window=512)
-    with pytest.raises(ConfigError, match="all of this model's have a sliding window or keep a st"):
+    with pytest.raises(
+        ConfigError, match="all layers of this model have a sliding window or keep a state"
+    ):
         compressed_specs({"a": window, "b": window}, CAKE)
     specs = compressed_specs({"a": window, "b": full(), "c": window, "d": full()}, CAKE)
     assert specs["a"] is specs["c"] is window
     assert specs["b"] == specs["d"]
     assert (type(specs["b"]), specs["b"].num_compressed_layers) == (CompressedSpec, 2)
     page = full().page_size_bytes
-    # a state is none of a number of tokens: without the prefix cache its block is the longest text
+    # Without the prefix cache, vLLM sets a state's block size to the maximum sequence length.
     state = MambaSpec(
         block_size=8192, shapes=((4, 4),), dtypes=(torch.float32,), page_size_padded=page
     )
-    beside = compressed_specs({"a": state, "b": full()}, CAKE)
-    assert (beside["a"], type(beside["b"])) == (state, CompressedSpec)
+    with_state = compressed_specs({"a": state, "b": full()}, CAKE)
+    assert (with_state["a"], type(with_state["b"])) == (state, CompressedSpec)
     for mixed in ([specs["b"], window], [window, specs["b"]]):
-        with pytest.raises(AssertionError):  # what vLLM's grouping takes for an answer
+        with pytest.raises(AssertionError):  # vLLM groups layers by catching it
             type(specs["b"]).merge(mixed)
 
 
-def test_an_interval_between_two_blocks():
+def test_decode_interval_must_be_a_multiple_of_the_block():
     settings = CompressionConfig.parse(
         {"compress": "cake", "decode_budget": 64, "decode_interval": 48}
     )
-    with pytest.raises(ConfigError, match="has 32 tokens here, got 48; set it to 32"):
+    with pytest.raises(
+        ConfigError, match="must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
+    ):
         compressed_specs({"a": full()}, settings)
 
 
-def test_a_piece_between_two_blocks():
+def test_piece_must_be_a_multiple_of_the_block():
     settings = CompressionConfig.parse({"compress": "cake", "max_whole": 1024, "piece": 48})
-    with pytest.raises(ConfigError, match="has 32 tokens here, got 48; set it to 32"):
+    with pytest.raises(
+        ConfigError, match="must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
+    ):
         compressed_specs({"a": full()}, settings)
 
 
-def test_a_model_without_a_cache():
+def test_model_without_a_kv_cache_is_refused():
     with pytest.raises(ConfigError, match="needs a model with a KV cache"):
         compressed_specs({}, CAKE)
 
@@ -138,24 +144,24 @@ def test_a_model_without_a_cache():
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
 @pytest.mark.parametrize("impl", [CompressedCPUImpl, CompressedFlashImpl, CompressedTritonImpl])
-def test_trap_12_attention_that_a_packed_page_cannot_serve(
+def test_trap_12_attention_that_does_not_work_with_packed_pages_is_refused(
     impl, arguments, reason, vllm_config, monkeypatch
 ):
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
-    usual = dict(alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
+    defaults = dict(alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
     with set_current_vllm_config(vllm_config):
-        impl(2, 64, 0.125, num_kv_heads=2, **usual)
+        impl(2, 64, 0.125, num_kv_heads=2, **defaults)
         with pytest.raises(ConfigError, match=reason) as refusal:
-            impl(2, 64, 0.125, num_kv_heads=2, **{**usual, **arguments})
+            impl(2, 64, 0.125, num_kv_heads=2, **{**defaults, **arguments})
     assert "without --kv-compress" in str(refusal.value)
 
 
-@pytest.mark.parametrize("stored", ["fp8_inc", "nvfp4"])
+@pytest.mark.parametrize("cache_dtype", ["fp8_inc", "nvfp4"])
 @pytest.mark.parametrize("impl", [CompressedCPUImpl, CompressedFlashImpl, CompressedTritonImpl])
-def test_a_layer_whose_cache_a_checkpoint_quantised_in_another_way(
-    impl, stored, vllm_config, monkeypatch
+def test_layers_with_an_unsupported_quantised_cache_are_refused(
+    impl, cache_dtype, vllm_config, monkeypatch
 ):
-    """However it came to be: vLLM decides it per layer, while it builds the model."""
+    """vLLM decides the cache dtype for each layer while it builds the model."""
     monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *a, **k: True,
                         raising=False)  # fmt: skip
     with (
@@ -164,37 +170,39 @@ def test_a_layer_whose_cache_a_checkpoint_quantised_in_another_way(
         pytest.raises(ConfigError, match="set --kv-cache-dtype bfloat16, this checkpoint decl"),
     ):
         impl(2, 64, 0.125, num_kv_heads=2, alibi_slopes=None, sliding_window=None,
-             kv_cache_dtype=stored)  # fmt: skip
+             kv_cache_dtype=cache_dtype)  # fmt: skip
 
 
-def test_the_cure_for_an_fp8_checkpoint_serves_it_compressed(checkpoints_folder, tmp_path):
-    """compressed-tensors with its scales: its cache is bfloat16, its answers the plain model's."""
-    plain = Path(make("llama-one-layer", checkpoints_folder))
-    config = json.loads((plain / "config.json").read_text())
+def test_fp8_checkpoint_runs_compressed_with_a_bfloat16_cache(checkpoints_folder, tmp_path):
+    """A compressed-tensors checkpoint with scales gives the unquantised model's outputs."""
+    unquantised = Path(make("llama-one-layer", checkpoints_folder))
+    config = json.loads((unquantised / "config.json").read_text())
     scheme = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
     config["quantization_config"] = dict(
         quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={},
         kv_cache_scheme=scheme,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = load_file(plain / "model.safetensors")
+    weights = load_file(unquantised / "model.safetensors")
     for name in ("k_scale", "v_scale"):
         weights[f"model.layers.0.self_attn.{name}"] = torch.tensor([0.02])
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    prompt, answers = tokens(600, seed=3), []
-    for model, more in ((str(plain), {}), (str(tmp_path), {"kv_cache_dtype": "bfloat16"})):
+    prompt, outputs = tokens(600, seed=3), []
+    for model, more in ((str(unquantised), {}), (str(tmp_path), {"kv_cache_dtype": "bfloat16"})):
         with engine(model, additional_config=settings(budget=0.3), dtype="bfloat16", **more) as llm:
-            answers.append(llm.generate([prompt], 8))
+            outputs.append(llm.generate([prompt], 8))
             assert llm.compressor.pool.pages.dtype == torch.bfloat16
-    assert answers[0] == answers[1]
+    assert outputs[0] == outputs[1]
 
 
-def test_another_plugins_backend_is_not_thrown_out():
+def test_backend_of_another_plugin_is_not_replaced():
     backend = AttentionBackendEnum.CPU_ATTN
     register_backend(backend, "somebody.elses.Backend")
     try:
         with (
-            pytest.raises(VllmHookError, match=r"already put somebody\.elses\.Backend there"),
+            pytest.raises(
+                VllmHookError, match=r"already replaced it with somebody\.elses\.Backend"
+            ),
             override_backends(attention_cpu.BACKENDS),
         ):
             pytest.fail("must not be entered")
@@ -215,7 +223,7 @@ def test_another_plugins_backend_is_not_thrown_out():
         ({"_v_scale_float": -1.0}, "one positive scale per layer"),
     ],
 )
-def test_scales_that_are_not_one_per_layer(wrong, reason, checkpoints_folder):
+def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, checkpoints_folder):
     from vllm_kvcompress.engine.worker.worker import bind_compressor
 
     model = make("llama-gqa", checkpoints_folder)
@@ -230,27 +238,27 @@ def test_scales_that_are_not_one_per_layer(wrong, reason, checkpoints_folder):
             )
 
 
-def test_a_step_that_never_laid_out_its_batch_does_not_pass_for_a_compression(checkpoints_folder):
-    """Its blocks are freed already: to go on would be to read what was never packed."""
+def test_step_without_begin_batch_raises_instead_of_continuing(checkpoints_folder):
+    """The prompt's blocks are already freed, so the next step would read unpacked blocks."""
     with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
         llm.compressor.begin_batch = lambda *batch: None
         llm.submit("r", list(range(1, 300)), 4)
-        with pytest.raises(RuntimeError, match="ran without its compressions of"):
+        with pytest.raises(RuntimeError, match="the step did not compress requests"):
             llm.step()
 
 
-def test_a_layer_that_nobody_watched_does_not_pass_for_a_compression(checkpoints_folder):
-    """What was kept would have been chosen without it."""
+def test_layer_that_was_not_observed_stops_the_step(checkpoints_folder):
+    """Its tokens would be chosen without its attention."""
     with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
         context = llm.worker.vllm_config.compilation_config.static_forward_context
         list(context.values())[2].impl._compressor = None
         llm.submit("r", list(range(1, 300)), 4)
-        with pytest.raises(RuntimeError, match="3 of 4 layers were seen in a step"):
+        with pytest.raises(RuntimeError, match="3 of 4 layers called their attention"):
             llm.step()
 
 
-def joined(config, ranks):
-    """What vLLM makes of all ranks' layers before any of them has a cache."""
+def merged_groups(config, ranks):
+    """Return vLLM's cache groups for the specs of all ranks, before any cache is allocated."""
     try:
         from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
     except ImportError:  # before 0.33
@@ -260,10 +268,10 @@ def joined(config, ranks):
     return get_global_kv_cache_groups(config, ranks)
 
 
-def test_a_rank_that_is_not_ours_does_not_start(vllm_config):
-    """vLLM compares what the ranks say of their layers."""
-    ours = compressed_specs({"model.layers.0.attn": full()}, CAKE)
-    theirs = {"model.layers.0.attn": full()}
-    for ranks in ([ours, theirs], [theirs, ours]):
+def test_rank_without_compression_does_not_start(vllm_config):
+    """vLLM compares the layer specs of all ranks."""
+    compressed = compressed_specs({"model.layers.0.attn": full()}, CAKE)
+    uncompressed = {"model.layers.0.attn": full()}
+    for ranks in ([compressed, uncompressed], [uncompressed, compressed]):
         with pytest.raises(AssertionError, match="different across workers"):
-            joined(vllm_config, ranks)
+            merged_groups(vllm_config, ranks)

@@ -1,4 +1,4 @@
-"""How layers are grouped, against vLLM's own grouping of the specs that its workers get from us."""
+"""Our layer groups against vLLM's grouping of the KV cache specs that our workers return."""
 
 import logging
 
@@ -23,24 +23,24 @@ CAKE = CompressionConfig.parse({"compress": "cake"})
 
 @prop(derandomize=True, deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from([*sorted(FULL), WINDOWED]), min_size=1, max_size=40))
-def test_groups_are_vllms(types):
+def test_layer_groups_match_vllm(types):
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    own = layer_groups(types, len(types), 128)
+    groups = layer_groups(types, len(types), 128)
     specs = {
         str(layer): SlidingWindowSpec(**SHAPE, sliding_window=128)
         if kind == WINDOWED
         else FullAttentionSpec(**SHAPE)
         for layer, kind in enumerate(types)
     }
-    if not own.full:
+    if not groups.full:
         return
-    made = compressed_specs(specs, CAKE)
-    groups = _get_kv_cache_groups_uniform_page_size(made)
-    full = [group for group in groups if isinstance(group.kv_cache_spec, CompressedSpec)]
-    assert len(full) == own.full_groups
-    assert len(groups) - len(full) == own.windowed_groups
-    assert max(len(group.layer_names) for group in groups) <= own.size
-    assert sorted(int(name) for group in full for name in group.layer_names) == list(own.full)
+    compressed = compressed_specs(specs, CAKE)
+    vllm_groups = _get_kv_cache_groups_uniform_page_size(compressed)
+    full = [group for group in vllm_groups if isinstance(group.kv_cache_spec, CompressedSpec)]
+    assert len(full) == groups.full_groups
+    assert len(vllm_groups) - len(full) == groups.windowed_groups
+    assert max(len(group.layer_names) for group in vllm_groups) <= groups.size
+    assert sorted(int(name) for group in full for name in group.layer_names) == list(groups.full)
 
 
 @prop(derandomize=True, deadline=None, max_examples=200)
@@ -49,20 +49,20 @@ def test_groups_are_vllms(types):
     in_flight=st.integers(1, 9000),
     longest=st.integers(1, 9000),
 )
-def test_blocks_of_a_window_are_vllms_and_never_more_than_the_prompts(window, in_flight, longest):
+def test_windowed_blocks_match_vllm_up_to_the_prompts_blocks(window, in_flight, longest):
     spec = SlidingWindowSpec(**SHAPE, sliding_window=window)
-    own = layer_groups(["attention", WINDOWED, WINDOWED], 3, window)
-    theirs = spec.max_admission_blocks_per_request(
+    groups = layer_groups(["attention", WINDOWED, WINDOWED], 3, window)
+    vllm_blocks = spec.max_admission_blocks_per_request(
         max_in_flight_tokens=in_flight, max_model_len=longest
     )
-    assert own.windowed_groups == 2
-    assert own.windowed_blocks(longest, in_flight, 16) == 2 * min(theirs, -(-longest // 16))
+    assert groups.windowed_groups == 2
+    assert groups.windowed_blocks(longest, in_flight, 16) == 2 * min(vllm_blocks, -(-longest // 16))
 
 
-def test_names_that_a_config_leaves_out():
+def test_layer_types_are_inferred_from_the_model_type():
     gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7}
-    every = [WINDOWED] * 5 + ["full_attention", WINDOWED]
-    assert layer_types(gemma) == tuple(every)
+    expected = [WINDOWED] * 5 + ["full_attention", WINDOWED]
+    assert layer_types(gemma) == tuple(expected)
     assert layer_types({**gemma, "sliding_window_pattern": 2})[:2] == (WINDOWED, "full_attention")
     assert layer_types({**gemma, "layer_types": ["attention"]}) == ("attention",)
     assert layer_types({"model_type": "gpt_oss", "num_hidden_layers": 2}) == (
@@ -76,7 +76,7 @@ def test_names_that_a_config_leaves_out():
     assert layer_types({"model_type": "llama"}) == ()
 
 
-def test_windows_that_are_switched_off_are_none():
-    own = layer_groups([WINDOWED, "full_attention"], 2, None)
-    assert (own.full, own.windowed, own.windowed_groups, own.size) == ((0, 1), 0, 0, 2)
-    assert own.windowed_blocks(1000, 100, 16) == 0
+def test_disabled_windows_count_as_full_attention():
+    groups = layer_groups([WINDOWED, "full_attention"], 2, None)
+    assert (groups.full, groups.windowed, groups.windowed_groups, groups.size) == ((0, 1), 0, 0, 2)
+    assert groups.windowed_blocks(1000, 100, 16) == 0

@@ -1,6 +1,6 @@
-"""Prompts that the first tokens of their answer judge: what stays, against float64, and when.
+"""Look-aheads: the first output tokens score the prompt. Kept tokens, compared with float64.
 
-The reference sees the queries, keys and values that the attention layers received.
+The reference gets the queries, keys and values that the attention layers received.
 """
 
 import functools
@@ -10,35 +10,35 @@ import pytest
 
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import INTERVAL, Replay, least_pages
-from test_probes import PROBE, Guided
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from test_decode_budgets import INTERVAL, Replay, min_pages, round_up_to_blocks
+from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import PIECE, PieceReplay
-from vllm_kvcompress.planning.schedules import LookAhead
+from vllm_kvcompress.planning.schedules import LookaheadSchedule
 
-AHEAD, BUDGET = 12, 0.3
+LOOKAHEAD, BUDGET = 12, 0.3
 WINDOWS = {"tova": 1}
 METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote"]
 
 
-def ahead(method="cake", budget=BUDGET, lookahead=AHEAD, **more):
+def lookahead_config(method="cake", budget=BUDGET, lookahead=LOOKAHEAD, **more):
     return settings(method, budget, lookahead=lookahead, **more)
 
 
-class Ahead(PieceReplay):
-    """A prompt of S tokens that is packed once m tokens of its answer are computed.
+class LookaheadReplay(PieceReplay):
+    """Replays a prompt of S tokens that is packed once m output tokens are computed.
 
-    Perhaps in pieces before that, and again and again behind it.
+    It may be packed in pieces before that, and repeatedly afterwards.
     """
 
     def __init__(self, method, shape, seen, prompt, m, *, window=None, bound=None) -> None:
         super().__init__(method, shape, seen, prompt, int(prompt * BUDGET))
-        self.ahead = m
-        usual = m + 16 if method in ref.BY_ANSWER else min(WINDOWS.get(method, 32), m)
-        self.m, self.w, self.bound = m, window or usual, bound
+        self.lookahead = m
+        default = m + 16 if method in ref.OUTPUT_SCORERS else min(WINDOWS.get(method, 32), m)
+        self.m, self.w, self.bound = m, window or default, bound
 
-    def whole(self) -> "Ahead":
-        """Begin where the prefill ends, of which nothing was dropped."""
+    def start_after_prefill(self) -> "LookaheadReplay":
+        """Start at the end of a prefill that dropped nothing."""
         self.held = [
             [list(range(self.prompt)) for _ in range(self.shape.kv_heads)]
             for _ in range(self.shape.layers)
@@ -49,149 +49,153 @@ class Ahead(PieceReplay):
         if computed < self.prompt:
             super().after(computed)
         elif computed == self.prompt + self.m:
-            self.judge(computed)
+            self.pack_lookahead(computed)
         elif self.bound is not None and computed > self.prompt + self.m:
             self.w, self.budget, self.allocator_window = min(self.w, 8), self.bound, None
             self.scored_by_output = False
             Replay.after(self, computed)
 
-    def judge(self, computed: int) -> None:
+    def pack_lookahead(self, computed: int) -> None:
         self.budget += self.m
-        # how much layers keep is judged by the answer alone
-        self.scored_by_output = self.ahead <= self.m
+        # Only the output's queries decide how much each layer keeps.
+        self.scored_by_output = self.lookahead <= self.m
         self.allocator_window = self.m if self.scored_by_output and self.m < self.w else None
         layers, tail = self.shape.layers, computed % BLOCK
-        low = least_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
-        cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
+        low = min_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
+        cap = round_up_to_blocks(max(layers * (self.budget - tail) // BLOCK, layers * low), layers)
         lengths = [len(heads[0]) for heads in self.held]
         self.pack_prompt(computed, cap, tail, low, lengths)
 
 
-# tails of the prompt and its answer: some, none, and one that the window reaches behind
-CASES = [*(("llama-gqa", method, 417, AHEAD, None) for method in METHODS)]
-OTHERS = [("cake", 404, AHEAD), ("cake", 417, 3), ("snapkv", 417, 40), ("cake", 400, 48)]
-CASES += [("llama-gqa", *other, None) for other in OTHERS]
-# the prompt's last 28 judge beside the answer's
-CASES += [("llama-gqa", method, 417, AHEAD, 40) for method in ("cake-chunk", "cake", "snapkv")]
-CASES += [("gpt-oss", "cake", 417, AHEAD, None), ("qwen3", "snapkv", 417, AHEAD, None)]
+CASES = [("llama-gqa", method, 417, LOOKAHEAD, None) for method in METHODS]
+# Different tails of prompt and output: 16 tokens, 4 tokens, 9 tokens with a window that reaches
+# before the tail, and none.
+TAILS = [("cake", 404, LOOKAHEAD), ("cake", 417, 3), ("snapkv", 417, 40), ("cake", 400, 48)]
+CASES += [("llama-gqa", *tail, None) for tail in TAILS]
+# A window of 40: the prompt's last 28 queries score beside the output's 12.
+CASES += [("llama-gqa", method, 417, LOOKAHEAD, 40) for method in ("cake-chunk", "cake", "snapkv")]
+CASES += [("gpt-oss", "cake", 417, LOOKAHEAD, None), ("qwen3", "snapkv", 417, LOOKAHEAD, None)]
 if V2:
-    CASES = [CASES[3], CASES[-2], ("llama-gqa", "cake", 417, AHEAD, 40)]
+    CASES = [CASES[3], CASES[-2], ("llama-gqa", "cake", 417, LOOKAHEAD, 40)]
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoints_folder):
-    """vLLM's own answers to a model's prompts, by their lengths."""
+def uncompressed_outputs(checkpoints_folder):
+    """vLLM's own outputs for a model's prompts, by prompt length."""
 
     @functools.cache
-    def answers(name):
-        asked = sorted((length, m) for own, _, length, m, _ in CASES if own == name)
+    def outputs(name):
+        cases = sorted((length, m) for model, _, length, m, _ in CASES if model == name)
         options = dict(max_num_batched_tokens=150, max_num_seqs=4, max_model_len=1024)
         with engine(make(name, checkpoints_folder), **options) as llm:
             return {
                 length: llm.generate([tokens(length, seed=33)], m + 1)[0]
-                for length, m in dict(asked).items()
+                for length, m in dict(cases).items()
             }
 
-    return answers
+    return outputs
 
 
 @pytest.mark.parametrize(("name", "method", "length", "m", "window"), CASES)
-def test_every_step_reads_what_the_reference_holds(
-    name, method, length, m, window, checkpoints_folder, plain
+def test_lookahead_keeps_the_reference_tokens(
+    name, method, length, m, window, checkpoints_folder, uncompressed_outputs
 ):
-    """And until then all of it, as vLLM alone."""
-    asked = {} if window is None else {"window": window}
-    answer = m + 20
+    """Attention reads the reference's tokens. The first m + 1 output tokens are vLLM's own."""
+    more = {} if window is None else {"window": window}
+    num_output = m + 20
     model, prompt = make(name, checkpoints_folder), tokens(length, seed=33)
     with engine(
         model,
-        additional_config=ahead(method, lookahead=m, **asked),
+        additional_config=lookahead_config(method, lookahead=m, **more),
         max_num_batched_tokens=150,
         max_num_seqs=4,
         max_model_len=1024,
     ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
+        seen, free_blocks = llm.record_attention(), llm.free_blocks
         packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        llm.submit("r", prompt, answer)
-        (got,) = llm.drain().values()
-        assert llm.free_blocks == free
+        llm.submit("r", prompt, num_output)
+        (output,) = llm.drain().values()
+        assert llm.free_blocks == free_blocks
         assert packed == [length + m]
-    assert got[: m + 1] == plain(name)[length][: m + 1]
-    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))  # those with full attention
-    replay = Ahead(method, shape, seen, length, m, window=window).whole()
-    for position in range(length, length + answer - 1):
+    assert output[: m + 1] == uncompressed_outputs(name)[length][: m + 1]
+    # `seen` has only the full-attention layers.
+    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))
+    replay = LookaheadReplay(method, shape, seen, length, m, window=window).start_after_prefill()
+    for position in range(length, length + num_output - 1):
         replay.step(position)
     assert replay.packed_at == [length + m]
 
 
-def pack_after(monkeypatch, answered):
-    """Pack every prompt as soon as so much of its answer is computed, however little that is."""
+def pack_after(monkeypatch, output_tokens):
+    """Make every look-ahead end after this many output tokens, however few."""
 
-    def early(ahead, footprint, tokens):
-        return ahead.kept(footprint, tokens) if ahead.answered(tokens) >= answered else None
+    def plan(lookahead, footprint, tokens):
+        is_due = lookahead.output_tokens(tokens) >= output_tokens
+        return lookahead.plan_at(footprint, tokens) if is_due else None
 
-    monkeypatch.setattr(LookAhead, "plan", early)
-
-
-# by the prompt's queries alone; by those of two chunks of it; by fewer than the window, since the
-# prefix cache had the others' tokens
-EARLY = [("cake", AHEAD, 0, 0, 12), ("snapkv", 40, 0, 5, 32), ("snapkv", 40, 416, 5, 6)]
-CASE = ("method", "m", "hit", "answered", "rows")
+    monkeypatch.setattr(LookaheadSchedule, "plan", plan)
 
 
-@pytest.mark.parametrize(CASE, EARLY[1:2] if V2 else EARLY)
-def test_the_ring_judges_at_any_moment(
-    method, m, hit, answered, rows, checkpoints_folder, monkeypatch
+# Scored by the prompt's queries alone; by queries of two of its chunks; by fewer queries than the
+# window, because the other tokens came from the prefix cache.
+EARLY = [("cake", LOOKAHEAD, 0, 0, 12), ("snapkv", 40, 0, 5, 32), ("snapkv", 40, 416, 5, 6)]
+EARLY_CASE = ("method", "m", "hit_tokens", "output_tokens", "window")
+
+
+@pytest.mark.parametrize(EARLY_CASE, EARLY[1:2] if V2 else EARLY)
+def test_prompt_packed_early_is_scored_by_the_latest_queries(
+    method, m, hit_tokens, output_tokens, window, checkpoints_folder, monkeypatch
 ):
-    """By the latest queries that were computed, the prompt's among them."""
-    name, length, answer = "llama-gqa", 417, m + 20
+    """The latest computed queries score the prompt, including queries of the prompt."""
+    name, length, num_output = "llama-gqa", 417, m + 20
     prompt = tokens(length, seed=33)
     with engine(
         make(name, checkpoints_folder),
-        additional_config=ahead(method, lookahead=m, allow_override="all"),
+        additional_config=lookahead_config(method, lookahead=m, allow_override="all"),
         max_num_batched_tokens=200,
         max_num_seqs=4,
         max_model_len=1024,
     ) as llm:
         seen = llm.record_attention()
         packed = llm.watch_packing(lambda done: done.pack_request)
-        if hit:
-            llm.outputs([prompt[:hit]], 1, extra_args={"kv_compress": "off"})
-        pack_after(monkeypatch, answered)
-        llm.submit("r", prompt, answer)
+        if hit_tokens:
+            llm.outputs([prompt[:hit_tokens]], 1, extra_args={"kv_compress": "off"})
+        pack_after(monkeypatch, output_tokens)
+        llm.submit("r", prompt, num_output)
         llm.drain()
     (pack_request,) = packed
-    due = length + answered
-    assert (pack_request.tokens, pack_request.answered, pack_request.plan.window) == (
+    due = length + output_tokens
+    assert (pack_request.tokens, pack_request.output_tokens, pack_request.plan.window) == (
         due,
-        answered,
-        rows,
+        output_tokens,
+        window,
     )
-    replay = Ahead(method, SHAPES[name], seen, length, answered).whole()
-    replay.w = rows
+    replay = LookaheadReplay(
+        method, SHAPES[name], seen, length, output_tokens
+    ).start_after_prefill()
+    replay.w = window
     replay.after(length)
-    for position in range(length, length + answer - 1):
+    for position in range(length, length + num_output - 1):
         replay.step(position)
     assert replay.packed_at == [due]
 
 
-class InPieces(Ahead, Guided):
-    """One whose pieces the prompt's end has judged before."""
+class LookaheadPieceReplay(LookaheadReplay, ProbeReplay):
+    """Replays a prompt whose pieces were scored by a probe before the look-ahead."""
 
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
-def test_pieces_and_bounded_answers(method, checkpoints_folder):
-    """The pieces are judged by the prompt's ends, and what they leave by the answer.
+def test_lookahead_after_pieces_and_before_a_decode_budget(method, checkpoints_folder):
+    """Pieces, look-ahead and decode budget together, in the smallest pool that starts.
 
-    They leave more than the budget, in the smallest pool that starts.
-
-    Its intervals begin there: nothing is packed again before.
+    The probe scores the pieces, which keep more than the budget. The output scores those tokens
+    when the look-ahead ends. The decode intervals start there: nothing is packed again before.
     """
-    name, length, bound, answer = "llama-gqa", 535, 192, 120
-    config = ahead(
+    name, length, bound, num_output = "llama-gqa", 535, 192, 120
+    config = lookahead_config(
         method,
         BUDGET,
-        AHEAD,
+        LOOKAHEAD,
         max_whole=384,
         piece=PIECE,
         **PROBE,
@@ -207,191 +211,211 @@ def test_pieces_and_bounded_answers(method, checkpoints_folder):
         max_model_len=656,
         max_num_batched_tokens=70,
     ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
+        seen, free_blocks = llm.record_attention(), llm.free_blocks
         packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        # seed 5 has two tokens at cake-chunk's cut whose scores differ by 7e-11, relatively
-        llm.submit("r", tokens(length, seed=6), answer)
+        # Seed 5 has two tokens at cake-chunk's threshold whose scores differ by 7e-11 relatively.
+        llm.submit("r", tokens(length, seed=6), num_output)
         llm.drain()
-        assert llm.free_blocks == free
-    assert packed == [length + AHEAD]
-    replay = InPieces(method, SHAPES[name], seen, length, AHEAD, window=8, bound=bound)
-    replay.last, replay.inside = length + answer, 384 - PIECE - 32
-    for position in range(length + answer - 1):
+        assert llm.free_blocks == free_blocks
+    assert packed == [length + LOOKAHEAD]
+    replay = LookaheadPieceReplay(
+        method, SHAPES[name], seen, length, LOOKAHEAD, window=8, bound=bound
+    )
+    replay.last, replay.max_tokens_before_end = length + num_output, 384 - PIECE - 32
+    for position in range(length + num_output - 1):
         replay.step(position)
-    at = replay.packed_at.index(length + AHEAD)
-    assert at >= 3, "pieces"
-    assert len(replay.packed_at) >= at + 3, "intervals"
+    due_index = replay.packed_at.index(length + LOOKAHEAD)
+    assert due_index >= 3, "fewer than 3 pieces were packed"
+    assert len(replay.packed_at) >= due_index + 3, "the output was packed fewer than 2 times"
 
 
 LENGTHS = (150, 301, 420, 96, 290)
 PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS[: 3 if V2 else None]]
-# two prompts that begin alike, the second of which finds the first one's blocks
+# Two prompts with the same prefix: the second finds the first one's blocks in the prefix cache.
 PROMPTS[1][:200] = PROMPTS[2][:200]
-ANSWER = AHEAD + 20
+NUM_OUTPUT = LOOKAHEAD + 20
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoints_folder):
-    """Each answer by itself."""
+def single_outputs(checkpoints_folder):
+    """The output of each prompt when it runs alone."""
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=ahead(), enable_prefix_caching=False) as llm:
-        return [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+    with engine(model, additional_config=lookahead_config(), enable_prefix_caching=False) as llm:
+        return [llm.generate([prompt], NUM_OUTPUT)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
     "more",
     [
         pytest.param(
-            {"max_num_batched_tokens": 64, "max_num_seqs": 8}, marks=first_runner, id="chunks"
+            {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+            marks=model_runner_v1_only,
+            id="chunks",
         ),
-        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
+        pytest.param({"enable_prefix_caching": False}, marks=model_runner_v1_only, id="batch"),
         pytest.param({"async_scheduling": True}, id="async"),
     ],
 )
-def test_an_answer_depends_on_its_own_tokens(
-    more, alone, checkpoints_folder, keep_async_scheduling
+def test_output_does_not_depend_on_concurrent_requests(
+    more, single_outputs, checkpoints_folder, async_scheduling_allowed
 ):
-    """Not on its neighbours, chunks, prefix-cache hits or how steps are scheduled."""
+    """Nor on chunk sizes, prefix-cache hits or async scheduling."""
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=ahead(), max_model_len=1024, **more) as llm:
-        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.pack_request.tokens)
-        assert llm.generate(PROMPTS, ANSWER) == alone
-        llm.settle()
-        assert llm.generate(PROMPTS[::-1], ANSWER)[::-1] == alone
-        llm.settle()
-        assert llm.free_blocks == free
-        due = [len(prompt) + AHEAD for prompt in PROMPTS if len(prompt) >= 128]
+    with engine(model, additional_config=lookahead_config(), max_model_len=1024, **more) as llm:
+        free_blocks = llm.free_blocks
+        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
+        assert llm.generate(PROMPTS, NUM_OUTPUT) == single_outputs
+        llm.finish_in_flight_steps()
+        assert llm.generate(PROMPTS[::-1], NUM_OUTPUT)[::-1] == single_outputs
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free_blocks
+        due = [len(prompt) + LOOKAHEAD for prompt in PROMPTS if len(prompt) >= 128]
         assert sorted(packed) == sorted(2 * due)
 
 
-@first_runner
-def test_a_prompt_that_was_cached_is_not_computed_again(checkpoints_folder):
-    """No query of the prompt judges it, so that hits are as long as vLLM's own.
+@model_runner_v1_only
+def test_cached_prompt_is_not_computed_again(checkpoints_folder):
+    """A look-ahead needs no queries of the prompt, so prefix-cache hits are as long as vLLM's own.
 
-    But for two tokens, without which CAKE could not judge if the pool were short.
+    The last two tokens are computed anyway, because CAKE needs two queries if the prompt is
+    compressed early under memory pressure.
     """
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(418, seed=3)
-    config = ahead(allow_override="all")
-    asks = [{}, {}, {"kv_compress": "off"}, {"kv_lookahead": 0}, {"kv_compress": "h2o"}]
+    config = lookahead_config(allow_override="all")
+    overrides = [{}, {}, {"kv_compress": "off"}, {"kv_lookahead": 0}, {"kv_compress": "h2o"}]
     with engine(model, additional_config=config, max_model_len=1024) as llm:
-        outputs = [llm.outputs([prompt], ANSWER, extra_args=ask)[0] for ask in asks]
-    hits = [output.num_cached_tokens for output in outputs]
+        results = [
+            llm.outputs([prompt], NUM_OUTPUT, extra_args=override)[0] for override in overrides
+        ]
+    hits = [result.num_cached_tokens for result in results]
     assert hits == [0, 416, 416, (418 - 32) // BLOCK * BLOCK, 0]
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
-    assert answers[0] == answers[1]
-    # the first tokens are vLLM's own, with and without a look-ahead one more than it has
-    assert answers[0][: AHEAD + 1] == answers[2][: AHEAD + 1]
+    outputs = [list(result.outputs[0].token_ids) for result in results]
+    assert outputs[0] == outputs[1]
+    # The look-ahead's tokens and the next one are vLLM's own.
+    assert outputs[0][: LOOKAHEAD + 1] == outputs[2][: LOOKAHEAD + 1]
 
 
-@first_runner
-@pytest.mark.parametrize("cut", [*range(1, 31, 3), AHEAD])
-def test_preempted_before_in_and_after_it(cut, checkpoints_folder, one_engine):
-    """Until the look-ahead is over nothing was dropped; then it is a prompt of all its tokens."""
-    llm, want = one_engine
-    free, cuts = llm.free_blocks, llm.watch_preemptions()
+@model_runner_v1_only
+@pytest.mark.parametrize("num_steps", [*range(1, 31, 3), LOOKAHEAD])
+def test_preempted_request_computes_its_lookahead_again(num_steps, checkpoints_folder, one_engine):
+    """Preemption after `num_steps` steps: before, during and after the look-ahead.
+
+    Before its end nothing was dropped, so the output does not change. Afterwards, prompt and output
+    are computed and packed like a prompt of the same tokens.
+    """
+    llm, expected = one_engine
+    free_blocks, preemptions = llm.free_blocks, llm.watch_preemptions()
     packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-    llm.submit("r", PROMPTS[2], ANSWER)
-    for _ in range(cut):
+    llm.submit("r", PROMPTS[2], NUM_OUTPUT)
+    for _ in range(num_steps):
         llm.step()
     assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert llm.free_blocks == free
-    (got,) = llm.drain().values()
-    (resumed,) = cuts["r"]
-    assert llm.free_blocks == free
-    due = len(PROMPTS[2]) + AHEAD
-    if resumed < AHEAD:
-        assert (packed, got) == ([due], want)
+    assert llm.free_blocks == free_blocks
+    (output,) = llm.drain().values()
+    (resumed_at,) = preemptions["r"]
+    assert llm.free_blocks == free_blocks
+    due = len(PROMPTS[2]) + LOOKAHEAD
+    if resumed_at < LOOKAHEAD:
+        assert (packed, output) == ([due], expected)
     else:
-        assert got[:resumed] == want[:resumed]
-        assert packed[-1] == len(PROMPTS[2]) + resumed
+        assert output[:resumed_at] == expected[:resumed_at]
+        assert packed[-1] == len(PROMPTS[2]) + resumed_at
     del llm.compressor.packer.observers[-1]
 
 
 @pytest.fixture(scope="module")
-def one_engine(checkpoints_folder, alone):
+def one_engine(checkpoints_folder, single_outputs):
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=ahead(), enable_prefix_caching=False) as llm:
-        yield llm, alone[2]
+    with engine(model, additional_config=lookahead_config(), enable_prefix_caching=False) as llm:
+        yield llm, single_outputs[2]
 
 
-@first_runner
-@pytest.mark.parametrize("answer", [2, AHEAD, AHEAD + 1, AHEAD + 2, AHEAD + 3])
-def test_an_answer_that_ends_before_is_whole(answer, one_engine, watched):
-    """The last token of an answer is read by nobody: one more must follow for it to be packed."""
-    llm, want = one_engine
-    free, compressed = llm.free_blocks, llm.compressor.compressed
-    assert llm.generate([PROMPTS[2]], answer) == [want[:answer]]
-    packs = answer >= AHEAD + 2
-    assert llm.compressor.compressed - compressed == packs
-    assert watched("skipped") == ({} if packs else {"answered": 1})
-    assert watched("planned") == ({"cake": 1} if packs else {})
-    assert llm.free_blocks == free
+@model_runner_v1_only
+@pytest.mark.parametrize("num_output", [2, LOOKAHEAD, LOOKAHEAD + 1, LOOKAHEAD + 2, LOOKAHEAD + 3])
+def test_prompt_stays_uncompressed_if_the_output_ends_before_the_lookahead(
+    num_output, one_engine, watched
+):
+    """The last output token is never computed, so packing needs LOOKAHEAD + 2 output tokens."""
+    llm, expected = one_engine
+    free_blocks, compressed_before = llm.free_blocks, llm.compressor.compressed
+    assert llm.generate([PROMPTS[2]], num_output) == [expected[:num_output]]
+    is_packed = num_output >= LOOKAHEAD + 2
+    assert llm.compressor.compressed - compressed_before == is_packed
+    assert watched("skipped") == ({} if is_packed else {"answered": 1})
+    assert watched("planned") == ({"cake": 1} if is_packed else {})
+    assert llm.free_blocks == free_blocks
 
 
-@first_runner
-def test_who_finds_no_slot_is_packed_at_its_prefills_end(alone, checkpoints_folder, watched):
-    """Those that find one answer as ever; slots come back from all that end, whatever ends them."""
-    model, slots = make("llama-gqa", checkpoints_folder), 2
-    config = ahead(lookahead_slots=slots)
-    without = settings("cake", BUDGET, window=AHEAD)
-    with engine(model, additional_config=without, enable_prefix_caching=False) as llm:
-        at_end = [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+@model_runner_v1_only
+def test_requests_without_a_lookahead_slot_are_packed_after_prefill(
+    single_outputs, checkpoints_folder, watched
+):
+    """Requests with a slot keep their output. Slots are freed however a request ends."""
+    model, num_slots = make("llama-gqa", checkpoints_folder), 2
+    config = lookahead_config(lookahead_slots=num_slots)
+    without_lookahead = settings("cake", BUDGET, window=LOOKAHEAD)
+    with engine(model, additional_config=without_lookahead, enable_prefix_caching=False) as llm:
+        outputs_without = [llm.generate([prompt], NUM_OUTPUT)[0] for prompt in PROMPTS]
     with engine(model, additional_config=config, max_model_len=1024) as llm:
-        free = llm.free_blocks
+        free_blocks = llm.free_blocks
         packed = llm.watch_packing(
-            lambda done: (done.pack_request.prompt_tokens, done.pack_request.answered)
+            lambda done: (done.pack_request.prompt_tokens, done.pack_request.output_tokens)
         )
-        for new in (ANSWER, 3, ANSWER):
+        for num_output in (NUM_OUTPUT, 3, NUM_OUTPUT):
             packed.clear()
-            got = llm.generate(PROMPTS, new)
-            llm.settle()
-            assert llm.free_blocks == free
-        llm.submit("cut", PROMPTS[0], ANSWER)
+            outputs = llm.generate(PROMPTS, num_output)
+            llm.finish_in_flight_steps()
+            assert llm.free_blocks == free_blocks
+        llm.submit("preempted", PROMPTS[0], NUM_OUTPUT)
         llm.step(), llm.step()
         assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
         llm.drain()
-        assert len(llm.worker.compressor.pool.ring._free) == slots
-        assert packed.pop() == (len(PROMPTS[0]), AHEAD)
-    answered = dict(packed)
-    longer = [prompt for prompt in PROMPTS if len(prompt) >= 128]
-    waited = [length for length in answered if answered[length] is not None]
-    assert len(answered) == len(longer)
-    assert len(waited) == slots
-    assert watched("slotless") == {"": 3 * (len(longer) - slots)}
-    for prompt, answer, own, other in zip(PROMPTS, got, alone, at_end, strict=True):
-        assert answer == (own if answered.get(len(prompt)) is not None else other)
+        assert len(llm.worker.compressor.pool.ring._free) == num_slots
+        assert packed.pop() == (len(PROMPTS[0]), LOOKAHEAD)
+    output_tokens_by_length = dict(packed)
+    compressible = [prompt for prompt in PROMPTS if len(prompt) >= 128]
+    with_slot = [length for length, m in output_tokens_by_length.items() if m is not None]
+    assert len(output_tokens_by_length) == len(compressible)
+    assert len(with_slot) == num_slots
+    assert watched("slotless_lookaheads") == {"": 3 * (len(compressible) - num_slots)}
+    for prompt, output, with_lookahead, without in zip(
+        PROMPTS, outputs, single_outputs, outputs_without, strict=True
+    ):
+        has_slot = output_tokens_by_length.get(len(prompt)) is not None
+        assert output == (with_lookahead if has_slot else without)
 
 
-@first_runner
-def test_preempted_it_finds_its_answer_in_the_cache(checkpoints_folder):
-    """It computes the window's queries again, the answer's, and is judged by as many."""
-    model, m, new = make("llama-gqa", checkpoints_folder), 40, 70
-    with engine(model, additional_config=ahead(lookahead=m), max_model_len=1024) as llm:
-        want = llm.generate([PROMPTS[2]], new)
+@model_runner_v1_only
+def test_preempted_request_finds_its_output_in_the_prefix_cache(checkpoints_folder):
+    """It computes the queries of its window again, and as many queries score its prompt."""
+    model, m, num_output = make("llama-gqa", checkpoints_folder), 40, 70
+    config = lookahead_config(lookahead=m)
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        expected = llm.generate([PROMPTS[2]], num_output)
         assert llm.scheduler.reset_prefix_cache()
         packed = llm.watch_packing(
             lambda done: (done.pack_request.tokens, done.pack_request.plan.window)
         )
-        llm.submit("r", PROMPTS[2], new)
+        llm.submit("r", PROMPTS[2], num_output)
         while llm.step() is not None and llm.running()[0].num_output_tokens < m - 3:
             pass
         llm.preempt(llm.running()[0])
-        assert [*llm.drain().values()] == want
+        assert [*llm.drain().values()] == expected
     due = len(PROMPTS[2]) + m
-    # 457 tokens were there, and 28 blocks of them
+    # At the preemption it had 457 tokens, most of them in the prefix cache.
     assert packed == [(due, 32)]
 
 
-@first_runner
-def test_two_answers_to_one_prompt(checkpoints_folder):
-    """n=2: each judges the prompt by itself, whose blocks are shared until the last has."""
-    model, sampled = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
-    with engine(model, additional_config=ahead()) as llm:
-        free = llm.free_blocks
-        apart = [llm.outputs(PROMPTS, ANSWER, seed=seed, **sampled) for seed in (7, 8)]
-        together = llm.outputs(PROMPTS, ANSWER, n=2, seed=7, **sampled)
-        assert llm.free_blocks == free
-    for output, pair in zip(together, zip(*apart, strict=True), strict=True):
-        answers = [list(answer.token_ids) for answer in output.outputs]
-        assert answers == [list(one.outputs[0].token_ids) for one in pair]
-        assert answers[0] != answers[1]
+@model_runner_v1_only
+def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
+    """n=2: the samples share the prompt's blocks until the second one has packed it."""
+    model, sampling = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
+    with engine(model, additional_config=lookahead_config()) as llm:
+        free_blocks = llm.free_blocks
+        separate = [llm.outputs(PROMPTS, NUM_OUTPUT, seed=seed, **sampling) for seed in (7, 8)]
+        together = llm.outputs(PROMPTS, NUM_OUTPUT, n=2, seed=7, **sampling)
+        assert llm.free_blocks == free_blocks
+    for result, pair in zip(together, zip(*separate, strict=True), strict=True):
+        samples = [list(sample.token_ids) for sample in result.outputs]
+        assert samples == [list(single.outputs[0].token_ids) for single in pair]
+        assert samples[0] != samples[1]

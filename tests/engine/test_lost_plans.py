@@ -1,4 +1,4 @@
-"""A plan that no worker carried out: its blocks are free already, so the engine stops."""
+"""Plans that no worker executed: their blocks are already free, so the engine must stop."""
 
 import copy
 import dataclasses
@@ -7,31 +7,31 @@ import pytest
 import torch
 
 from checkpoints import make, tokens
-from engines import V2, engine, first_runner, leave_async_scheduling, settings
+from engines import V2, allow_async_scheduling, engine, model_runner_v1_only, settings
 from vllm_kvcompress.errors import VllmHookError
 
 PROMPT, SHORT = tokens(300, seed=1), tokens(20, seed=2)
-CHUNK, AHEAD = 128, 8
+CHUNK, LOOKAHEAD = 128, 8
 STEP = CHUNK + 8
 AT_END = {"kv_lookahead": 0}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, marks=first_runner), True],
+    params=[pytest.param(False, marks=model_runner_v1_only), True],
     ids=["sync", "async"],
 )
 def llm(request, checkpoints_folder):
-    """Takes prompts in chunks; async, a step is always in flight."""
+    """An engine with chunked prefill; with async scheduling, one step is always in flight."""
     overlapped = request.param
     with pytest.MonkeyPatch.context() as patch:
-        leave_async_scheduling(patch)
+        allow_async_scheduling(patch)
         opened = engine(
             make("llama-one-layer", checkpoints_folder),
             additional_config=settings(
                 "snapkv",
                 0.3,
-                lookahead=AHEAD,
+                lookahead=LOOKAHEAD,
                 allow_override="off",
                 decode_budget=64,
                 decode_interval=32,
@@ -50,26 +50,26 @@ def llm(request, checkpoints_folder):
 
 
 def without(thing, name):
-    """A copy as a transport makes it that knows the fields it was written for."""
+    """Return a copy without the field, as a transport makes that does not know the field."""
     thing = copy.copy(thing)
     vars(thing).pop(name, None)
     return thing
 
 
 def past_the_worker(executor, worker):
-    """As Ray's legacy executor does."""
+    """Call the model runner directly, as Ray's legacy executor does."""
     run = executor.collective_rpc
 
     def rpc(method, args=(), **how):
         if method in ("execute_model", "sample_tokens"):
             method = getattr(worker.model_runner, method)
-            return run(lambda _, *given: method(*given), args=args, **how)
+            return run(lambda _, *inputs: method(*inputs), args=args, **how)
         return run(method, args=args, **how)
 
     return rpc
 
 
-def _sending(executor, change):
+def _changing_input(executor, change):
     run = executor.collective_rpc
 
     def rpc(method, args=(), **how):
@@ -81,20 +81,20 @@ def _sending(executor, change):
 
 
 def plan_dropped(executor, worker):
-    return _sending(executor, lambda output: without(output, "kvcompress"))
+    return _changing_input(executor, lambda output: without(output, "kvcompress"))
 
 
 def plan_taken_off(executor, worker):
-    """From the scheduler's own object."""
+    """Remove the plan from the scheduler's own output object."""
 
     def change(output):
         output.kvcompress = None
         return output
 
-    return _sending(executor, change)
+    return _changing_input(executor, change)
 
 
-def _answering(executor, change):
+def _changing_output(executor, change):
     run = executor.collective_rpc
 
     def rpc(method, args=(), **how):
@@ -102,8 +102,8 @@ def _answering(executor, change):
             return run(method, args=args, **how)
         sample = executor.driver_worker.worker.sample_tokens
 
-        def sampling(_, *given):
-            output = sample(*given)
+        def sampling(_, *inputs):
+            output = sample(*inputs)
             if hasattr(output, "get_output"):
                 wait = output.get_output
                 output.get_output = lambda: change(wait())
@@ -116,43 +116,43 @@ def _answering(executor, change):
 
 
 def acknowledgement_dropped(executor, worker):
-    return _answering(executor, lambda output: without(output, "kvcompress"))
+    return _changing_output(executor, lambda output: without(output, "kvcompress"))
 
 
 def another_plan_acknowledged(executor, worker):
     def change(output):
         report = getattr(output, "kvcompress", None)
-        if report is not None and report.carried_out is not None:
-            output.kvcompress = dataclasses.replace(report, carried_out=report.carried_out - 1)
+        if report is not None and report.executed_plan is not None:
+            output.kvcompress = dataclasses.replace(report, executed_plan=report.executed_plan - 1)
         return output
 
-    return _answering(executor, change)
+    return _changing_output(executor, change)
 
 
 FAULTS = [
     past_the_worker,
     acknowledgement_dropped,
-    # what is altered is the message, whatever the runner
+    # these faults only change messages, so one model runner is enough
     *(
-        pytest.param(altered, marks=first_runner)
+        pytest.param(altered, marks=model_runner_v1_only)
         for altered in (plan_dropped, plan_taken_off, another_plan_acknowledged)
     ),
 ]
 
 
-def delivered(llm, seen, steps=1):
-    """Some steps; what clients have been given is kept in `seen`."""
+def deliver(llm, seen, steps=1):
+    """Run steps and store the tokens that clients received in `seen`."""
     for _ in range(steps):
         for output in llm.llm.llm_engine.step():
             seen[output.request_id] = list(output.outputs[0].token_ids)
 
 
-def test_every_plan_is_acknowledged_in_its_own_step_and_others_carry_nothing(llm):
-    heard, update = [], llm.scheduler.update_from_output
+def test_every_plan_is_acknowledged_in_its_own_step(llm):
+    acknowledged, update = [], llm.scheduler.update_from_output
 
     def updating(scheduler_output, output):
         plan, report = scheduler_output.kvcompress, getattr(output, "kvcompress", None)
-        heard.append((plan and plan.number, report and report.carried_out))
+        acknowledged.append((plan and plan.number, report and report.executed_plan))
         return update(scheduler_output, output)
 
     llm.scheduler.update_from_output = updating
@@ -160,34 +160,34 @@ def test_every_plan_is_acknowledged_in_its_own_step_and_others_carry_nothing(llm
     llm.submit("b", PROMPT[::-1], 12, extra_args=AT_END)
     llm.submit("c", PROMPT[1:], 12)
     llm.drain()
-    llm.settle()
+    llm.finish_in_flight_steps()
     llm.scheduler.update_from_output = update
-    assert not llm.scheduler._handed_out
-    plans = [number for number, _ in heard if number is not None]
+    assert not llm.scheduler._steps_in_flight
+    plans = [number for number, _ in acknowledged if number is not None]
     assert plans == list(range(plans[0], plans[0] + len(plans)))
-    assert len(plans) >= 2 * len(PROMPT) // STEP  # chunks that are only watched, too
-    assert all(told == number for number, told in heard)
-    assert sum(number is None for number, _ in heard) >= AHEAD
+    assert len(plans) >= 2 * len(PROMPT) // STEP  # including chunks that are only observed
+    assert all(executed == number for number, executed in acknowledged)
+    assert sum(number is None for number, _ in acknowledged) >= LOOKAHEAD
 
 
-def revive(llm, own, schedule):
-    """What no operator can do: another engine start is spared."""
-    llm.core.model_executor.collective_rpc, llm.scheduler.schedule = own, schedule
-    llm.scheduler._lost = None
-    llm.scheduler._handed_out.clear()
+def revive(llm, rpc, schedule):
+    """Reset the stopped engine, which only a test can do, to save another engine start."""
+    llm.core.model_executor.collective_rpc, llm.scheduler.schedule = rpc, schedule
+    llm.scheduler._stop_message = None
+    llm.scheduler._steps_in_flight.clear()
     while llm.core.batch_queue:
         llm.core.batch_queue.pop()
     for request_id in list(llm.scheduler.requests):
         llm.llm.llm_engine.abort_request([request_id], internal=True)
-    llm.settle()
+    llm.finish_in_flight_steps()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_that_was_computed_after_it_is_delivered(llm, fault):
-    """It is lost in a step that only watches a chunk: even that one counts."""
+def test_no_token_computed_after_a_lost_plan_is_delivered(llm, fault):
+    """The lost plan belongs to a step that only observes a chunk."""
     executor, scheduler = llm.core.model_executor, llm.scheduler
-    right, free = llm.generate([SHORT], 60)[0], llm.free_blocks
-    own, schedule = executor.collective_rpc, scheduler.schedule
+    expected, free = llm.generate([SHORT], 60)[0], llm.free_blocks
+    rpc, schedule = executor.collective_rpc, scheduler.schedule
     steps, seen = [], {}
 
     def scheduling(*args, **kwargs):
@@ -197,82 +197,89 @@ def test_nothing_that_was_computed_after_it_is_delivered(llm, fault):
 
     scheduler.schedule = scheduling
     llm.submit("short", SHORT, 60)
-    delivered(llm, seen, steps=5)
+    deliver(llm, seen, steps=5)
     executor.collective_rpc = fault(executor, llm.worker)
     llm.submit("long", PROMPT, 8, extra_args=AT_END)
     with pytest.raises(VllmHookError, match=r"came back with .* acknowledged") as stop:
-        delivered(llm, seen, steps=20)
-    said = str(stop.value)
-    assert "\n" not in said
-    assert "['long-" in said, said
-    assert "serve without --kv-compress" in said
-    lost = steps.index(True, 5)  # the first plan says that the short answer is bounded
+        deliver(llm, seen, steps=20)
+    message = str(stop.value)
+    assert "\n" not in message
+    assert "['long-" in message, message
+    assert "serve without --kv-compress" in message
+    lost = steps.index(True, 5)  # an earlier plan starts the short request's decode budget
     in_flight = llm.core.batch_queue_size - 1
     assert len(steps) - lost - 1 == in_flight, "steps that ran on the freed blocks"
-    given = {name.split("-")[0]: answer for name, answer in seen.items()}
-    assert list(given) == ["short"]
-    assert given["short"] == right[: len(given["short"])]
-    assert 3 <= len(given["short"]) <= lost  # a token of each step before, and of none after
-    for _ in range(2):  # whoever calls again gets nothing
+    outputs = {name.split("-")[0]: token_ids for name, token_ids in seen.items()}
+    assert list(outputs) == ["short"]
+    assert outputs["short"] == expected[: len(outputs["short"])]
+    assert 3 <= len(outputs["short"]) <= lost  # only tokens of the steps before the lost plan
+    for _ in range(2):  # further calls return nothing either
         with pytest.raises(VllmHookError, match="came back with"):
-            delivered(llm, seen)
-    revive(llm, own, schedule)
+            deliver(llm, seen)
+    revive(llm, rpc, schedule)
     assert llm.free_blocks == free
-    assert llm.generate([SHORT], 60)[0] == right
+    assert llm.generate([SHORT], 60)[0] == expected
 
 
-WHAT = {  # what of a step's plan is lost, and the prompt, in how many chunks, that it is of
-    "an answer that is packed": (SHORT, 1, lambda plan: any(not x.prefill for x in plan.pack)),
-    "queries of a chunk": (PROMPT[: 2 * STEP + 4], 3, lambda plan: plan.keep),
-    "queries of a prefill's end": (PROMPT, 3, lambda plan: plan.grow),
-    "a prompt that its answer judged": (PROMPT, 3, lambda plan: any(x.prefill for x in plan.pack)),
+LOST_PARTS = {  # the prompt, its number of chunks, and a test for the plan that is lost
+    "output tokens that are packed": (SHORT, 1, lambda plan: any(not x.prefill for x in plan.pack)),
+    "queries of a chunk": (PROMPT[: 2 * STEP + 4], 3, lambda plan: plan.keep_prompt_queries),
+    "queries of a prefill's end": (PROMPT, 3, lambda plan: plan.keep_output_queries),
+    "a prompt scored by its output": (PROMPT, 3, lambda plan: any(x.prefill for x in plan.pack)),
 }
 
 
-@first_runner
-@pytest.mark.parametrize("what", WHAT)
-def test_a_lost_plan_is_noticed_whatever_it_says(llm, what):
-    """Nothing is delivered of its step, nor of later ones."""
-    prompt, chunks, is_it = WHAT[what]
+@model_runner_v1_only
+@pytest.mark.parametrize("part", LOST_PARTS)
+def test_every_kind_of_lost_plan_is_detected(llm, part):
+    """No token of its step, or of later steps, is delivered."""
+    prompt, chunks, is_lost = LOST_PARTS[part]
     executor, scheduler = llm.core.model_executor, llm.scheduler
-    right, free = llm.generate([prompt], 100)[0], llm.free_blocks
-    own, schedule = executor.collective_rpc, scheduler.schedule
+    expected, free = llm.generate([prompt], 100)[0], llm.free_blocks
+    rpc, schedule = executor.collective_rpc, scheduler.schedule
     plans, seen = [], {}
 
     def scheduling(*args, **kwargs):
         output = schedule(*args, **kwargs)
         plans.append(output.kvcompress)
-        if plans[-1] is not None and is_it(plans[-1]):
+        if plans[-1] is not None and is_lost(plans[-1]):
             executor.collective_rpc = plan_dropped(executor, llm.worker)
         return output
 
     scheduler.schedule = scheduling
     llm.submit("r", prompt, 100)
-    with pytest.raises(VllmHookError, match=r"\['r-.*'\], came back with none acknowledged"):
-        delivered(llm, seen, steps=100)
-    (lost,) = (step for step, plan in enumerate(plans) if plan is not None and is_it(plan))
-    said = plans[lost]
-    assert sum(map(bool, (said.observe, said.grow, said.keep, said.add, said.pack))) == 1
-    given = next(iter(seen.values()), [])
-    assert given == right[: len(given)]
-    assert len(given) <= max(lost - chunks + 1, 0)
-    revive(llm, own, schedule)
+    with pytest.raises(VllmHookError, match=r"\['r-.*'\], came back with no plan acknowledged"):
+        deliver(llm, seen, steps=100)
+    (lost,) = (step for step, plan in enumerate(plans) if plan is not None and is_lost(plan))
+    plan = plans[lost]
+    parts = (
+        plan.observe,
+        plan.keep_output_queries,
+        plan.keep_prompt_queries,
+        plan.add_attention,
+        plan.pack,
+    )
+    assert sum(map(bool, parts)) == 1
+    output = next(iter(seen.values()), [])
+    assert output == expected[: len(output)]
+    assert len(output) <= max(lost - chunks + 1, 0)
+    revive(llm, rpc, schedule)
     assert llm.free_blocks == free
-    assert llm.generate([prompt], 100)[0] == right
+    assert llm.generate([prompt], 100)[0] == expected
 
 
 @pytest.mark.parametrize(
     "asks",
     [pytest.param(AT_END, id="at its prefill's end"), pytest.param({}, id="after its look-ahead")],
 )
-def test_whoever_goes_on_after_a_packing_that_failed_gets_nothing(llm, asks, monkeypatch):
-    """As one may who asks the engine in his own process, once there is memory again.
+def test_engine_delivers_nothing_after_a_failed_packing(llm, asks, monkeypatch):
+    """A client of an in-process engine may call it again once memory is available.
 
-    The prompt's blocks are free, and its layers would read what was never packed.
+    The prompt's blocks are free by then, and its layers would read pages that were never written.
     """
-    own, schedule = llm.core.model_executor.collective_rpc, llm.scheduler.schedule
+    rpc, schedule = llm.core.model_executor.collective_rpc, llm.scheduler.schedule
     prompts, new, free = {"short": SHORT, "long": PROMPT}, 20, llm.free_blocks
-    right = {name: llm.generate([ids], new, extra_args=asks)[0] for name, ids in prompts.items()}
+    expected = {name: llm.generate([ids], new, extra_args=asks)[0] for name, ids in prompts.items()}
     seen: dict[str, list[int]] = {}
 
     def out_of_memory(*_):
@@ -283,18 +290,19 @@ def test_whoever_goes_on_after_a_packing_that_failed_gets_nothing(llm, asks, mon
     with monkeypatch.context() as patch:
         patch.setattr(llm.compressor.packer, "_observe", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            delivered(llm, seen, steps=20)
-    # vLLM's older runner stops by itself
+            deliver(llm, seen, steps=20)
+    # Model Runner V1 raises its own error
     stops = RuntimeError if not V2 else VllmHookError
     for _ in range(3):
         with pytest.raises(stops, match=r"State error|step with plan .*'long-.* failed, so the en"):
-            delivered(llm, seen, steps=5)
-    given = {name.split("-")[0]: answer for name, answer in seen.items()}
-    assert all(answer == right[name][: len(answer)] for name, answer in given.items())
+            deliver(llm, seen, steps=5)
+    outputs = {name.split("-")[0]: token_ids for name, token_ids in seen.items()}
+    for name, token_ids in outputs.items():
+        assert token_ids == expected[name][: len(token_ids)]
     in_flight = llm.core.batch_queue_size - 1
-    before = 0 if asks else AHEAD
-    assert max(before - in_flight, 0) <= len(given.get("long", [])) <= before
+    before = 0 if asks else LOOKAHEAD
+    assert max(before - in_flight, 0) <= len(outputs.get("long", [])) <= before
     llm.worker.model_runner.execute_model_state = None
-    revive(llm, own, schedule)
+    revive(llm, rpc, schedule)
     assert llm.free_blocks == free
-    assert llm.generate([PROMPT], new, extra_args=asks)[0] == right["long"]
+    assert llm.generate([PROMPT], new, extra_args=asks)[0] == expected["long"]

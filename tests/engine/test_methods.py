@@ -1,14 +1,14 @@
-"""Every preset in the engine: what plain tensors keep, whatever else is in the batch."""
+"""Every preset keeps the same tokens in the engine as on plain tensors, in any batch."""
 
 import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.planning.memory import layers_at_once
+from vllm_kvcompress.planning.memory import layers_per_batch
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -17,7 +17,7 @@ PRESET_NAMES = ["d2o", "chunkkv", "caote"] if V2 else list(PRESETS)
 LENGTHS = [417, 256, 150, 90]
 PROMPTS = [tokens(length, seed=60 + length) for length in LENGTHS]
 NEW = 8
-WHOLE_PROMPT = {
+READS_COLUMN_SUMS = {
     name
     for name in PRESETS
     if Reads.COLUMN_SUMS in method_of(CompressionConfig.parse({"compress": name})).reads
@@ -36,22 +36,22 @@ def plain(model):
 
 
 def record(llm) -> dict[int, list[tuple[torch.Tensor, ...]]]:
-    """Per layer, the queries, keys and values that its attention was called with."""
+    """Return a dict that fills with each layer's attention inputs: queries, keys and values."""
     seen: dict[int, list[tuple[torch.Tensor, ...]]] = {}
     context = llm.worker.vllm_config.compilation_config.static_forward_context
     for layer in context.values():
         forward = layer.impl.forward
 
-        def recording(lay, q, k, v, *rest, forward=forward, impl=layer.impl, **named):
+        def recording(attention, q, k, v, *args, forward=forward, impl=layer.impl, **kwargs):
             seen.setdefault(impl._layer, []).append((q.clone(), k.clone(), v.clone()))
-            return forward(lay, q, k, v, *rest, **named)
+            return forward(attention, q, k, v, *args, **kwargs)
 
         layer.impl.forward = recording
     return seen
 
 
 def watch_selections(llm) -> list[list[torch.Tensor]]:
-    """Per compression, the positions that each layer kept in pages."""
+    """Return a list that fills with the positions kept in pages, per compression and layer."""
 
     def selected(done):
         counts = (done.counts * done.pack_request.plan.block_size).tolist()
@@ -62,7 +62,7 @@ def watch_selections(llm) -> list[list[torch.Tensor]]:
 
 
 def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer, the packed keys and values ``[Hkv, n, D]`` of the one compressed request."""
+    """Return each layer's packed keys and values ``[Hkv, n, D]`` of the one compressed request."""
     pool, compressor = llm.compressor.pool, llm.compressor
     (slot,) = pool._slots.values()
     held = []
@@ -74,7 +74,7 @@ def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer, keys and values ``[Hkv, BLOCK, D]`` of the block that holds the prompt's tail."""
+    """Return each layer's keys and values ``[Hkv, BLOCK, D]`` of the prompt's tail block."""
     pool, compressor = llm.compressor.pool, llm.compressor
     (request,) = llm.running()
     last = llm.manager.req_to_blocks[request.request_id][request.num_prompt_tokens // BLOCK]
@@ -86,29 +86,49 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return held
 
 
-KEEPING = {name: {} for name in PRESET_NAMES}
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_every_layer_keeps_a_page_besides_its_tail(preset, model):
+    """1,025 tokens in blocks of 128 at 0.1: 101 tokens besides the tail's one are less than a page.
+
+    Every layer keeps a page, and no page of the last destination block is unused.
+    """
+    with engine(
+        model, additional_config=settings(preset, 0.1), block_size=128, blocks=24,
+        max_model_len=1536, max_num_batched_tokens=1536, max_num_seqs=1,
+    ) as llm:  # fmt: skip
+        llm.submit("r", tokens(1025, seed=9), NEW)
+        while not llm.compressor.compressed:
+            llm.step()
+        pages = [keys.shape[1] // 128 for keys, _ in pages_of(llm)]
+        (request,) = llm.running()
+        assert pages == [1] * SHAPES[NAME].layers
+        assert llm.manager.num_blocks_held(request.request_id) == 2
+        llm.drain()
+
+
+VARIANTS = {name: {} for name in PRESET_NAMES}
 if not V2:
     by_norm = {"aggregate": "max", "value_norm": True}
-    KEEPING["pyramidkv, the maximum by value norms"] = {"scorer_params": by_norm}
+    VARIANTS["pyramidkv, maximum times value norms"] = {"scorer_params": by_norm}
     defensive = {"allocator": "cake", "scorer_params": {"aggregate": "defensive"}}
-    KEEPING["caote, defensive, beside a variance"] = defensive
-# Here not all layers that are scored together are read: layer 0 ranks for 1 and 2.
-KEEPING["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
-KEEPING["d2o, values merged alone"] = {"merge": "values"}
-KEEPING["custom, keys and values are read"] = {"scorer": "lagkv", "scorer_params": {"lag": 50}}
+    VARIANTS["caote, defensive, with a variance"] = defensive
+# Layers 1 and 2 reuse layer 0's ranking, so a batch of layers is only partly read.
+VARIANTS["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
+VARIANTS["d2o, only values merged"] = {"merge": "values"}
+VARIANTS["custom, reads keys and values"] = {"scorer": "lagkv", "scorer_params": {"lag": 50}}
 
 
-@pytest.mark.parametrize("preset", KEEPING)
-def test_engine_and_offline_keep_the_same(preset, model, plain):
-    """The prompt comes in three chunks; offline sees it whole, layer by layer."""
+@pytest.mark.parametrize("preset", VARIANTS)
+def test_engine_and_offline_keep_the_same_tokens(preset, model, plain):
+    """The engine computes the prompt in three chunks; offline gets all of it, layer by layer."""
     shape, prompt = SHAPES[NAME], PROMPTS[0]
-    config = settings(preset.partition(",")[0], 0.4, **KEEPING[preset])
-    assert layers_at_once(1024, len(prompt)) == 2
+    config = settings(preset.partition(",")[0], 0.4, **VARIANTS[preset])
+    assert layers_per_batch(1024, len(prompt)) == 2
     with engine(
         model, additional_config=config, max_num_batched_tokens=150, max_num_seqs=4,
         max_model_len=1024, enable_prefix_caching=False,
     ) as llm:  # fmt: skip
-        seen, made = record(llm), watch_selections(llm)
+        seen, selections = record(llm), watch_selections(llm)
         llm.submit("r", prompt, NEW)
         while not llm.compressor.compressed:
             llm.step()
@@ -126,26 +146,26 @@ def test_engine_and_offline_keep_the_same(preset, model, plain):
         )
         for which in range(3)
     )
-    whole = len(prompt) // BLOCK * BLOCK
+    full_block_tokens = len(prompt) // BLOCK * BLOCK
     want = compress(q, k, v, policy=config["kvcompress"], budget=0.4, page_size=BLOCK)
     for layer, (keys, values) in enumerate(held):
         packed = want.positions[layer][:, : keys.shape[1]]
-        assert (want.positions[layer][:, keys.shape[1] :] >= whole).all()
-        assert torch.equal(made[0][layer], packed)
+        assert (want.positions[layer][:, keys.shape[1] :] >= full_block_tokens).all()
+        assert torch.equal(selections[0][layer], packed)
         count = keys.shape[1]
         torch.testing.assert_close(keys, want.keys[layer][:, :count], rtol=1e-5, atol=1e-6)
-        if preset != "d2o":  # which merges keys: all others move them
+        if preset != "d2o":  # D2O merges keys; the other methods only move them
             assert torch.equal(keys, k[layer].gather(1, packed[..., None].expand_as(keys)))
         torch.testing.assert_close(values, want.values[layer][:, :count], rtol=1e-5, atol=1e-6)
-        tail = len(prompt) % BLOCK  # D2O folds tokens into it too
-        for mine, theirs in zip(tails[layer], (want.keys, want.values), strict=True):
-            theirs = theirs[layer][:, count:]
-            torch.testing.assert_close(mine[:, :tail], theirs, rtol=1e-5, atol=1e-6)
+        tail = len(prompt) % BLOCK  # D2O merges tokens into the tail too
+        for engine_tail, expected in zip(tails[layer], (want.keys, want.values), strict=True):
+            expected_tail = expected[layer][:, count:]
+            torch.testing.assert_close(engine_tail[:, :tail], expected_tail, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def in_chunks(model):
-    """Answers to prompts that are computed in many steps, by the preset that requests ask for."""
+    """Outputs of prompts computed in many steps, by the preset that each request asks for."""
     with engine(
         model, additional_config=settings(budget=0.4, allow_override="all"), max_num_seqs=4,
         max_num_batched_tokens=48, max_model_len=1024, enable_prefix_caching=False,
@@ -156,48 +176,48 @@ def in_chunks(model):
         }
 
 
-@pytest.mark.skipif(V2, reason="test_invariance shows it on this runner")
+@pytest.mark.skipif(V2, reason="test_invariance covers this runner")
 @pytest.mark.parametrize("preset", PRESET_NAMES)
-def test_alone_in_company_in_any_order_and_chunked(preset, model, plain, in_chunks):
+def test_outputs_do_not_depend_on_batch_order_or_chunks(preset, model, plain, in_chunks):
     with engine(model, additional_config=settings(preset, 0.4), enable_prefix_caching=True) as llm:
         alone = [llm.generate([prompt], NEW)[0] for prompt in PROMPTS]
         assert [out[0] for out in alone] == [out[0] for out in plain]
-        assert alone[-1] == plain[-1]  # under the threshold
+        assert alone[-1] == plain[-1]  # shorter than min_prompt
         assert llm.compressor.compressed == 3
         assert llm.generate(PROMPTS[::-1], NEW) == alone[::-1]
         warm = llm.outputs(PROMPTS, NEW)
         assert [list(output.outputs[0].token_ids) for output in warm] == alone
         cached = [output.num_cached_tokens for output in warm]
-        assert all(n == 0 for n in cached[:3]) == (preset in WHOLE_PROMPT)
+        assert all(n == 0 for n in cached[:3]) == (preset in READS_COLUMN_SUMS)
         assert cached[3] > 0
     assert in_chunks[preset] == alone
 
 
-@first_runner
-def test_mixed_presets_in_one_batch_behave_as_alone(model):
-    """Each request asks for its own, and the plan carries it."""
+@model_runner_v1_only
+def test_mixed_presets_in_one_batch_equal_separate_runs(model):
+    """Each request asks for its own preset, which its plan carries."""
     prompt = PROMPTS[0]
-    asks = {
+    request_args = {
         preset: {"kv_compress": preset, "kv_budget": 0.25 + 0.05 * (i % 4)}
         for i, preset in enumerate(PRESET_NAMES)
     }
-    some = settings(allow_override="all")
-    with engine(model, additional_config=some, enable_prefix_caching=False) as llm:
+    config = settings(allow_override="all")
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
 
         def run(names):
             for name in names:
-                llm.submit(name, prompt, NEW, extra_args=asks[name])
+                llm.submit(name, prompt, NEW, extra_args=request_args[name])
             return llm.drain()
 
         alone = {name: run([name])[name] for name in PRESET_NAMES}
         assert run(PRESET_NAMES) == alone
         assert run(PRESET_NAMES[::-1]) == alone
-        assert len({tuple(answer) for answer in alone.values()}) > 1
+        assert len({tuple(output) for output in alone.values()}) > 1
 
 
-@first_runner
-def test_preempted_whole_prompt_statistics_start_again(model):
-    """Column sums of a prefill that was cut short must not be counted twice."""
+@model_runner_v1_only
+def test_column_sums_start_again_after_a_preemption(model):
+    """Column sums of an interrupted prefill must not be counted twice."""
     prompt = PROMPTS[0]
     options = dict(
         additional_config=settings("h2o", 0.3), max_num_batched_tokens=100, max_num_seqs=4,
@@ -215,9 +235,9 @@ def test_preempted_whole_prompt_statistics_start_again(model):
         assert not llm.compressor._prefills
 
 
-@first_runner
-def test_d2o_merges_into_the_tail_of_its_own_request_only(model):
-    """The tail stays in place: merging rewrites it, and no cached block may change."""
+@model_runner_v1_only
+def test_d2o_merges_only_into_its_own_requests_tail(model):
+    """The tail stays in place and merging rewrites it; no cached block may change."""
     first, second = PROMPTS[0], PROMPTS[0][:300]
     with engine(model, additional_config=settings("d2o", 0.3)) as llm:
         alone = [llm.generate([prompt], NEW)[0] for prompt in (first, second)]

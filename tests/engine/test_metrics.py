@@ -1,11 +1,11 @@
-"""What /metrics says of compression is what happened: counted once, by engine, and cheap."""
+"""Compression metrics: right values, each request counted once, and a label for each engine."""
 
 import random
 
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, engine, first_runner, settings
+from engines import BLOCK, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -18,7 +18,7 @@ def model(checkpoints_folder):
 
 
 def samples(**labels):
-    """Every sample of ours with these labels, by its name and further labels."""
+    """Return the plugin's metric samples with these labels, by name and values of other labels."""
     from prometheus_client import REGISTRY
 
     found = {}
@@ -28,51 +28,59 @@ def samples(**labels):
             if name == sample.name or name.endswith("_created"):
                 continue
             if labels.items() <= sample.labels.items():
-                rest = set(sample.labels) - {"model_name", "engine", *labels}
-                found[name, *(sample.labels[key] for key in sorted(rest))] = sample.value
+                other_labels = set(sample.labels) - {"model_name", "engine", *labels}
+                key = name, *(sample.labels[label] for label in sorted(other_labels))
+                found[key] = sample.value
     return found
 
 
 def plan_of(length, budget=0.3, compress="cake"):
     config = CompressionConfig.parse({"compress": compress, "budget": budget, "min_prompt": 128})
-    return page_plan(config.prompt(LAYERS, length), BLOCK)
+    return page_plan(config.budget_spec(LAYERS, length), BLOCK)
 
 
-def test_the_figures_are_the_plans(model):
+def test_metrics_match_the_page_plans(model):
     lengths = [130, 400, 401, 500, 512]
-    with engine(model, additional_config=settings("cake", 0.3)) as llm:
-        assert samples()["planned_requests_total", "cake"] == 0
+    with engine(model, additional_config=settings("pyramidkv", 0.3)) as llm:
+        assert samples()["planned_requests_total", "pyramidkv"] == 0
         assert samples()["skipped_requests_total", "low_pressure"] == 0
         assert samples()["layer_tokens_total", str(LAYERS - 1)] == 0
-        for length in lengths:  # one at a time: a shared prompt's blocks would not come back
+        for length in lengths:  # one at a time, because shared blocks would not be freed
             llm.generate([tokens(length, seed=length)], 6)
         llm.generate([tokens(50, seed=1)], 6)
-        llm.settle()
-        seen = samples(engine="0")
-    plans = [plan_of(length) for length in lengths]
-    kept = sum(plan.pages * BLOCK / LAYERS + plan.tail for plan in plans)
-    assert seen["requests_total", "cake"] == seen["planned_requests_total", "cake"] == len(lengths)
-    assert seen["skipped_requests_total", "short_prompt"] == 1
-    assert seen["prompt_tokens_total",] == sum(lengths)
-    assert seen["kept_tokens_total",] == pytest.approx(kept)
-    assert seen["freed_blocks_total",] == sum(plan.full_blocks for plan in plans)
-    assert seen["packed_blocks_total",] == sum(plan.blocks for plan in plans)
-    assert seen["in_place_requests_total",] == 0
-    layers = [seen["layer_tokens_total", str(layer)] for layer in range(LAYERS)]
-    assert sum(layers) == pytest.approx(kept * LAYERS)
-    assert len(set(layers)) > 1
-    assert seen["ratio_count",] == seen["seconds_count",] == len(lengths)
-    assert 0 < seen["ratio_sum",] < len(lengths)
-    assert 0 < seen["seconds_sum",] < 60
-    assert seen["budget", "ratio"] == 0.3
-    assert sum(name == "info" for name, *_ in seen) == 1
+        llm.finish_in_flight_steps()
+        values = samples(engine="0")
+    plans = [plan_of(length, compress="pyramidkv") for length in lengths]
+    kept_tokens = sum(plan.pages * BLOCK / LAYERS + plan.tail for plan in plans)
+    assert (
+        values["requests_total", "pyramidkv"]
+        == values["planned_requests_total", "pyramidkv"]
+        == len(lengths)
+    )
+    assert values["skipped_requests_total", "short_prompt"] == 1
+    assert values["prompt_tokens_total",] == sum(lengths)
+    assert values["kept_tokens_total",] == pytest.approx(kept_tokens)
+    assert values["freed_blocks_total",] == sum(plan.full_blocks for plan in plans)
+    assert values["packed_blocks_total",] == sum(plan.blocks for plan in plans)
+    assert values["in_place_requests_total",] == 0
+    layer_tokens = [values["layer_tokens_total", str(layer)] for layer in range(LAYERS)]
+    assert sum(layer_tokens) == pytest.approx(kept_tokens * LAYERS)
+    assert len(set(layer_tokens)) > 1
+    assert values["ratio_count",] == values["seconds_count",] == len(lengths)
+    assert 0 < values["ratio_sum",] < len(lengths)
+    assert 0 < values["seconds_sum",] < 60
+    assert values["budget", "ratio"] == 0.3
+    assert sum(name == "info" for name, *_ in values) == 1
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_every_request_is_counted_once(model, asynchronous, keep_async_scheduling):
-    """Aborts, preemptions and overrides included: planned or skipped, and what is planned is done
-    unless it was aborted in between. Each answer says what was last packed for it."""
+def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allowed):
+    """Every request is planned or skipped, despite aborts, preemptions and overrides.
+
+    Planned requests are packed, unless they are aborted in between. Each output reports the
+    request's last packing.
+    """
     rng = random.Random(11)
     with engine(
         model,
@@ -83,57 +91,58 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         max_model_len=900,
         async_scheduling=asynchronous,
     ) as llm:
-        preempted = llm.watch_preemptions()
-        ids, answers = {}, {}
+        preemptions = llm.watch_preemptions()
+        last_packing, outputs = {}, {}
 
-        def note(finished, pages):
-            ids[finished.pack_request.request_id] = finished.pack_request, pages.tolist()
+        def note(done, pages):
+            last_packing[done.pack_request.request_id] = done.pack_request, pages.tolist()
 
-        llm.watch_packing(lambda finished: finished, note)
+        llm.watch_packing(lambda done: done, note)
         for index in range(40):
-            ask = rng.choice([None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}])
+            override = rng.choice([None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}])
             prompt = tokens(rng.randint(20, 700), seed=index)
-            llm.submit(str(index), prompt, rng.randint(2, 60), extra_args=ask)
-            answers |= llm.step()
+            llm.submit(str(index), prompt, rng.randint(2, 60), extra_args=override)
+            outputs |= llm.step()
             if index % 9 == 8:
                 llm.llm.llm_engine.abort_request([str(index)])
         while llm.llm.llm_engine.has_unfinished_requests():
-            answers |= llm.step()
-        llm.settle()
+            outputs |= llm.step()
+        llm.finish_in_flight_steps()
         assert len(llm.scheduler.usage_notes) == 0
-        packed = llm.compressor.compressed
-        admitted = len(llm.manager.planner.admissions._decisions)
-        seen = samples()
-    skipped = {k[1]: v for k, v in seen.items() if k[0] == "skipped_requests_total"}
-    planned = sum(v for k, v in seen.items() if k[0] == "planned_requests_total")
-    done = sum(v for k, v in seen.items() if k[0] == "requests_total")
-    again = sum(len(cuts) for cuts in preempted.values())
-    assert admitted <= 1  # requests that ended are forgotten
-    assert done == planned == packed
-    assert packed - len(ids) <= again  # compressed again after a preemption, nobody else twice
-    last = {request_id.split("-")[0]: what for request_id, what in ids.items()}
-    assert {name for name, answer in answers.items() if hasattr(answer, "kv_compress")} == {
-        name for name in last if name in answers
+        num_packed = llm.compressor.compressed
+        num_decisions = len(llm.manager.planner.admissions._decisions)
+        values = samples()
+    skipped = {key[1]: n for key, n in values.items() if key[0] == "skipped_requests_total"}
+    planned = sum(n for key, n in values.items() if key[0] == "planned_requests_total")
+    completed = sum(n for key, n in values.items() if key[0] == "requests_total")
+    num_preemptions = sum(len(times) for times in preemptions.values())
+    assert num_decisions <= 1  # ended requests are forgotten
+    assert completed == planned == num_packed
+    assert num_packed - len(last_packing) <= num_preemptions  # only preempted ones are repacked
+    packings = {request_id.split("-")[0]: done for request_id, done in last_packing.items()}
+    assert {name for name, output in outputs.items() if output.kv_compress is not None} == {
+        name for name in packings if name in outputs
     }
-    for name in last.keys() & answers.keys():
-        (pack_request, pages), plan = last[name], last[name][0].plan
-        layers = [count * BLOCK + plan.tail for count in pages]
-        assert answers[name].kv_compress == {
+    for name in packings.keys() & outputs.keys():
+        pack_request, pages = packings[name]
+        plan = pack_request.plan
+        layer_tokens = [count * BLOCK + plan.tail for count in pages]
+        assert outputs[name].kv_compress == {
             "method": pack_request.settings.compress,
             "budget": 0.3,
             "prompt_tokens": plan.tokens,
-            "kept_tokens": sum(layers) / LAYERS,
-            "layer_tokens": layers,
+            "kept_tokens": sum(layer_tokens) / LAYERS,
+            "layer_tokens": layer_tokens,
         }
-        assert answers[name].kv_transfer_params is None
-    assert len(last.keys() & answers.keys()) > 10
-    # four were aborted, before they were admitted, in the prefill or later
-    assert 36 <= sum(skipped.values()) + len(ids) <= 40
+        assert outputs[name].kv_transfer_params is None
+    assert len(packings.keys() & outputs.keys()) > 10
+    # Four requests were aborted: before they were admitted, during the prefill or later.
+    assert 36 <= sum(skipped.values()) + len(packings) <= 40
     assert {name for name, count in skipped.items() if count} >= {"off", "short_prompt"}
 
 
-@first_runner
-def test_a_pool_without_free_blocks_is_told(model):
+@model_runner_v1_only
+def test_prompts_packed_in_place_are_counted(model):
     length = 640
     blocks = -(-(length + 24) // BLOCK)
     with engine(
@@ -144,35 +153,40 @@ def test_a_pool_without_free_blocks_is_told(model):
         enable_prefix_caching=False,
     ) as llm:
         llm.generate([tokens(length, seed=5)], 20)
-        llm.settle()
+        llm.finish_in_flight_steps()
     assert samples()["in_place_requests_total",] == 1
 
 
-@first_runner
-def test_refusals_are_counted_where_requests_enter(model):
+@model_runner_v1_only
+def test_refused_requests_are_counted_by_reason(model):
     from vllm.exceptions import VLLMValidationError
 
-    asks = [{"kv_budget": 0.9}, {"kv_compress": "tova"}, {"kv_budget": "x"}, {"kv_budget": 2.0}]
-    bounds = settings("cake", 0.3, allow_override="off", budget_bounds="0.1:0.5")
-    with engine(model, additional_config=bounds) as llm:
-        for ask in asks:
+    overrides = [
+        {"kv_budget": 0.9},
+        {"kv_compress": "tova"},
+        {"kv_budget": "x"},
+        {"kv_budget": 2.0},
+    ]
+    config = settings("cake", 0.3, allow_override="off", budget_bounds="0.1:0.5")
+    with engine(model, additional_config=config) as llm:
+        for override in overrides:
             with pytest.raises(VLLMValidationError):
-                llm.generate([tokens(300, seed=1)], 4, extra_args=ask)
-        seen = samples()
-    refused = {key[1]: n for key, n in seen.items() if key[0] == "refused_requests_total"}
+                llm.generate([tokens(300, seed=1)], 4, extra_args=override)
+        values = samples()
+    refused = {key[1]: n for key, n in values.items() if key[0] == "refused_requests_total"}
     assert refused == {"out_of_bounds": 1, "not_allowed": 1, "invalid": 2, "too_long": 0}
 
 
-@first_runner
-def test_off_there_are_none_and_without_statistics_nothing_piles_up(model):
+@model_runner_v1_only
+def test_no_metrics_without_compression_and_no_backlog_without_log_stats(model):
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     with engine(model) as llm:
         llm.generate([tokens(300, seed=1)], 4)
         assert samples() == {}
         assert isinstance(llm.llm.llm_engine.logger_manager, StatLoggerManager)
-    quiet = settings("cake", 0.3)
-    with engine(model, additional_config=quiet, disable_log_stats=True) as llm:
+    config = settings("cake", 0.3)
+    with engine(model, additional_config=config, disable_log_stats=True) as llm:
         for seed in range(3):
             llm.generate([tokens(300, seed=seed)], 4)
         assert llm.compressor.compressed == 3
@@ -180,27 +194,27 @@ def test_off_there_are_none_and_without_statistics_nothing_piles_up(model):
         assert llm.llm.llm_engine.logger_manager is None
 
 
-@first_runner
-def test_vllms_own_loggers_never_see_what_ours_takes(model):
-    """Where a KV connector's figures would be: its loggers fail on anything else."""
+@model_runner_v1_only
+def test_vllm_loggers_do_not_see_our_counts(model):
+    """Our counts travel in the KV connector's field. vLLM's loggers fail on anything else there."""
     with engine(model, additional_config=settings("cake", 0.3)) as llm:
         manager = llm.llm.llm_engine.logger_manager
-        seen = []
+        connector_stats = []
         for logger in manager.stat_loggers[1:]:
             record = logger.record
 
             def recording(stats, *args, record=record, **kwargs):
-                seen.append(stats.kv_connector_stats if stats else None)
+                connector_stats.append(stats.kv_connector_stats if stats else None)
                 record(stats, *args, **kwargs)
 
             logger.record = recording
         llm.generate([tokens(300, seed=1)], 4)
-        assert len(seen) > 2
-        assert set(seen) == {None}
+        assert len(connector_stats) > 2
+        assert set(connector_stats) == {None}
 
 
-@first_runner
-def test_a_connectors_own_figures_stay_for_vllms_loggers():
+@model_runner_v1_only
+def test_connector_stats_stay_for_vllm_loggers():
     from vllm.v1.metrics.stats import SchedulerStats
 
     from vllm_kvcompress.engine.messages.counts import attach_counts, take_counts
@@ -208,38 +222,38 @@ def test_a_connectors_own_figures_stay_for_vllms_loggers():
 
     compression_stats = CompressionStats()
     compression_stats.planned["cake"] += 1
-    counts, own = compression_stats.take(), {"transfer_duration": [0.5]}
-    stats = SchedulerStats(kv_connector_stats=own)
+    counts, connector_stats = compression_stats.take(), {"transfer_duration": [0.5]}
+    stats = SchedulerStats(kv_connector_stats=connector_stats)
     attach_counts(stats, counts)
     assert take_counts(stats) == counts
     assert stats.kv_connector_stats == {"transfer_duration": [0.5]}
     assert take_counts(stats) is None
-    assert own == {"transfer_duration": [0.5]}
+    assert connector_stats == {"transfer_duration": [0.5]}
 
 
-@first_runner
-def test_each_engine_has_its_label(model):
-    """A front end of two engines: what the second one reports is the second one's."""
+@model_runner_v1_only
+def test_metrics_have_a_label_for_each_engine(model):
+    """With two engines behind a front end, each one's reports are counted under its label."""
     from vllm.v1.metrics.stats import SchedulerStats
 
     from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
     from vllm_kvcompress.engine.messages.counts import attach_counts
-    from vllm_kvcompress.engine.messages.step import Packed
+    from vllm_kvcompress.engine.messages.step import PackedPrompt
     from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
     with engine(model, additional_config=settings("cake", 0.3)) as llm:
-        config = llm.llm.llm_engine.vllm_config
+        vllm_config = llm.llm.llm_engine.vllm_config
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     unregister_vllm_metrics()
-    own = CompressionConfig.parse(config.additional_config["kvcompress"])
-    logger = CompressionStatLogger(config, [0, 1], own)
+    config = CompressionConfig.parse(vllm_config.additional_config["kvcompress"])
+    logger = CompressionStatLogger(vllm_config, [0, 1], config)
     for index in (1, 0, 1):
         compression_stats = CompressionStats()
         compression_stats.planned["cake"] += 1
         compression_stats.report(
             [
-                Packed(
+                PackedPrompt(
                     request_id="r",
                     method="cake",
                     tokens=100,

@@ -1,20 +1,20 @@
-"""Mixtures of experts: what experts a token goes to is no matter of compression.
+"""Mixture-of-experts models are compressed like dense models.
 
-`test_reference` holds what is kept of such a model's cache against the methods in float64.
+`test_reference` compares the kept tokens of such models with the float64 reference methods.
 """
 
 import pytest
 
 from checkpoints import MIXTURES, make, tokens
-from engines import engine, first_runner, settings
+from engines import engine, model_runner_v1_only, settings
 
-pytestmark = first_runner
+pytestmark = model_runner_v1_only
 
 LENGTHS = (417, 256, 90)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 NEW = 12
-ASKS = {
-    "whole": {"kv_budget": 1.0},
+EXTRA_ARGS = {
+    "uncompressed": {"kv_budget": 1.0},
     "cake": {},
     "snapkv": {"kv_compress": "snapkv"},
     "h2o": {"kv_compress": "h2o"},
@@ -22,21 +22,21 @@ ASKS = {
 }
 
 
-def run(llm, asks):
-    """Answers of each prompt with each method, all in one batch."""
-    for name in asks:
+def run(llm, names):
+    """Return the output tokens of all prompts with these `EXTRA_ARGS`, submitted together."""
+    for name in names:
         for prompt in PROMPTS:
-            llm.submit(f"{name} {len(prompt)}", prompt, NEW, extra_args=ASKS[name] or None)
-    return {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+            llm.submit(f"{name} {len(prompt)}", prompt, NEW, extra_args=EXTRA_ARGS[name] or None)
+    return {key.split("-")[0]: output for key, output in llm.drain().items()}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_of_experts_is_compressed_as_any_model(name, checkpoints_folder):
-    """Whole, or its first token, is vLLM's own; each in company is itself alone; blocks return."""
+def test_mixtures_of_experts_are_compressed(name, checkpoints_folder):
+    """Compare with vLLM's outputs, and concurrent requests with single ones; all blocks return."""
     model = make(name, checkpoints_folder)
     with engine(model, max_model_len=1024) as llm:
         context = llm.worker.vllm_config.compilation_config.static_forward_context
-        plain = llm.generate(PROMPTS, NEW)
+        vllm_outputs = llm.generate(PROMPTS, NEW)
         assert any("experts" in layer for layer in context)
     with engine(
         model,
@@ -47,16 +47,18 @@ def test_a_mixture_of_experts_is_compressed_as_any_model(name, checkpoints_folde
         enable_prefix_caching=False,
     ) as llm:
         free = llm.free_blocks
-        alone = {}
-        for ask in ASKS:
-            alone |= run(llm, [ask])
+        single = {}
+        for name_of_args in EXTRA_ARGS:
+            single |= run(llm, [name_of_args])
         assert llm.compressor.compressed == 4 * 2
-        for length, theirs in zip(LENGTHS, plain, strict=True):
-            assert alone[f"whole {length}"] == theirs
-            for ask in ASKS:
-                assert alone[f"{ask} {length}"][0] == theirs[0]
-        assert all(alone[f"{ask} 90"] == plain[-1] for ask in ASKS)  # under the threshold
-        assert len({tuple(alone[f"{ask} 417"]) for ask in ASKS}) >= 3
-        assert run(llm, list(ASKS)[::-1]) == alone
-        llm.settle()
+        for length, vllm_output in zip(LENGTHS, vllm_outputs, strict=True):
+            assert single[f"uncompressed {length}"] == vllm_output
+            for name_of_args in EXTRA_ARGS:
+                assert single[f"{name_of_args} {length}"][0] == vllm_output[0]
+        assert all(
+            single[f"{name_of_args} 90"] == vllm_outputs[-1] for name_of_args in EXTRA_ARGS
+        )  # below min_prompt
+        assert len({tuple(single[f"{name_of_args} 417"]) for name_of_args in EXTRA_ARGS}) >= 3
+        assert run(llm, list(EXTRA_ARGS)[::-1]) == single
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free

@@ -1,13 +1,13 @@
-"""The engine's tests again on Model Runner V2, which is what CUDA runs, in one process.
+"""Run engine tests again on Model Runner V2, which CUDA uses, in one process.
 
-Of the other files nothing depends on the runner: they are about vLLM's scheduler and block manager,
-the front end, and refusals, which are the same classes above both. Of these files, tests that are
-marked `first_runner` stay out for the same reason.
+The files that are not listed do not depend on the runner: they test vLLM's scheduler and block
+manager, the front end, and refusals. Tests marked `model_runner_v1_only` are skipped for the same
+reason.
 """
 
 import pytest
 
-import again
+import pytest_process
 from engines import V2, serves_states, v2_drafts
 from processor import AVX512
 
@@ -30,25 +30,25 @@ FILES = [
         "probes",
         "cuda_backends",
         "lookahead",
-        "lookahead_leavers",
-        "written_answers",
+        "lookahead_aborts",
+        "forced_outputs",
         "vision_language",
     )
 ]
 
 
 def files():
-    """Those of which this vLLM and this processor run a test."""
-    more = ["quantised"] if AVX512 else []
-    more += ["ngram"] if v2_drafts() else []
-    more += ["state_space", "states_in_the_cache"] if serves_states() else []
-    return [*FILES, *(f"tests/engine/test_{name}.py" for name in more)]
+    """Return the files of which this vLLM version and this CPU can run a test."""
+    extra_files = ["quantised"] if AVX512 else []
+    extra_files += ["ngram"] if v2_drafts() else []
+    extra_files += ["state_space", "state_prefix_caching"] if serves_states() else []
+    return [*FILES, *(f"tests/engine/test_{name}.py" for name in extra_files)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.skipif(V2, reason="this process is on it already")
-def test_on_model_runner_v2(tmp_path):
-    done = again.run(files(), {"VLLM_USE_V2_MODEL_RUNNER": "1"}, tmp_path)
-    assert done.ok, done.said
-    assert all(done.passed.values()), f"of some file no test ran: {done.passed}"
+@pytest.mark.skipif(V2, reason="this process already uses Model Runner V2")
+def test_engine_files_pass_on_model_runner_v2(tmp_path):
+    result = pytest_process.run(files(), {"VLLM_USE_V2_MODEL_RUNNER": "1"}, tmp_path)
+    assert result.ok, result.output
+    assert all(result.passed.values()), f"a file ran no tests: {result.passed}"

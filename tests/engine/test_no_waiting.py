@@ -1,10 +1,11 @@
-"""The step that ends a prefill launches its kernels and goes on: the host waits for nothing."""
+"""The host never waits for the GPU in a step that ends a prefill or packs an output."""
 
 import os
 
 import pytest
 import torch
 
+from host_sync import launches, no_uploads_or_reads
 from vllm_kvcompress.engine.compression import warm_up
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
@@ -12,8 +13,8 @@ from vllm_kvcompress.engine.compression.mover import StridedMover
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
+from vllm_kvcompress.engine.pages import method_state, query_ring
 from vllm_kvcompress.engine.pages import pool as page_pool
-from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods import attention as attention_module
@@ -22,22 +23,23 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
-    adds_up,
-    allocator_rows,
     merges,
     method_of,
+    num_allocator_queries,
     probe_tokens,
     ring_window,
+    sums_output_attention,
 )
-from waits import launches, nothing_uploaded_or_read
 
-pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
+pytestmark = pytest.mark.skipif(
+    "TRITON_INTERPRET" in os.environ, reason="the tests only record kernel launches"
+)
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 5, 4, 2, 64, 16
 
 
 def scales_on(device: str) -> Scales:
-    """No two layers' are alike, as those of a quantised cache."""
+    """Return different scales for all layers, as a quantised cache has."""
     return Scales([0.1 + 0.01 * layer for layer in range(LAYERS)], [1.0] * LAYERS, device)
 
 
@@ -46,17 +48,17 @@ def pool_on(device: str) -> PagePool:
     return PagePool([*store], max_requests=3, max_rows=4, max_blocks=80, block_size=BLOCK)
 
 
-def warming_up(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
+def warm_up_of(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
     mover = StridedMover(pool, kv_layouts.INTERLEAVED)
     packer = Packer(mover, scales=scales_on(pool.pages.device.type), num_layers=LAYERS)
-    asked = HEADS, DIM, torch.bfloat16
-    return warm_up.WarmUp(packer, AttentionAdder(packer), settings, asked)
+    query_shape = HEADS, DIM, torch.bfloat16
+    return warm_up.WarmUp(packer, AttentionAdder(packer), settings, query_shape)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random"}))
-def test_a_prefill_that_ends(preset, in_place, monkeypatch):
-    """Budgets of lengths alone are uploaded, from pinned memory; so are destination blocks."""
+def test_the_end_of_a_prefill_does_not_wait(preset, in_place, monkeypatch):
+    """Only destination blocks, and budgets that depend on lengths alone, are uploaded (pinned)."""
     names, pack = launches(monkeypatch), warm_up.PackRequest
 
     def uploaded(values, dtype, device):
@@ -66,7 +68,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
         page_pool, "async_tensor_h2d", lambda values, device, dtype: uploaded(values, dtype, device)
     )
     monkeypatch.setattr(
-        warm_up, "PackRequest", lambda **given: pack(**{**given, "in_place": in_place})
+        warm_up, "PackRequest", lambda **fields: pack(**{**fields, "in_place": in_place})
     )
     settings = CompressionConfig.parse({"compress": preset, "budget": 0.3, "min_prompt": 200})
     compressor = PromptCompressor(
@@ -80,50 +82,60 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     if not method_of(settings).allocator.reads:
         pages = uploaded(range(LAYERS), torch.int64, "meta")
         monkeypatch.setattr("vllm_kvcompress.methods.method.layer_pages", lambda *_: pages)
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         compressor.warm_up(1000)
     assert names.count("_move_kernel") >= 1 + in_place
 
 
 @pytest.mark.parametrize(
-    ("given", "most"),
+    ("config", "max_queries"),
     [
         ({"compress": "cake", "lookahead": 20, "window": 40}, 20),
         ({"compress": "cake-chunk", "window": 48, "max_whole": 4096}, 32),
         ({"compress": "cake-chunk"}, 32),
     ],
 )
-def test_shares_by_an_answer_of_any_length_are_warmed_up(given, most, monkeypatch):
-    """As long as requests may choose: no step compiles a kernel for one of them."""
-    made, score = set(), method_module.window_scores_of_rows
+def test_layer_budgets_from_any_look_ahead_length_are_warmed_up(config, max_queries, monkeypatch):
+    """Warm-up compiles the kernels for all look-ahead lengths that requests may choose."""
+    signatures, score = set(), method_module.window_scores_of_rows
 
-    def scoring(query, *where, lengths, variance, maximum=False, **more):
-        made.add((lengths is None, power_of_two(query.shape[1]), variance, maximum))
-        return score(query, *where, lengths=lengths, variance=variance, maximum=maximum, **more)
+    def scoring(query, *where, lengths, variance, maximum=False, **options):
+        signatures.add((lengths is None, power_of_two(query.shape[1]), variance, maximum))
+        return score(query, *where, lengths=lengths, variance=variance, maximum=maximum, **options)
 
     for module in (method_module, attention_module):
         monkeypatch.setattr(module, "window_scores_of_rows", scoring)
-    settings = CompressionConfig.parse({**given, "min_prompt": 200, "budget": 0.3})
+    settings = CompressionConfig.parse({**config, "min_prompt": 200, "budget": 0.3})
     pool = pool_on("cpu")
-    warming_up(pool, settings).run(1000)
-    shares = {(whole, rows) for whole, rows, variance, maximum in made if variance and not maximum}
-    # of which nothing was dropped, and of which a cut to half or pieces dropped some
-    whole = [True, False]
-    assert shares >= {(each, power_of_two(m)) for each in whole for m in range(2, most + 1)}
-    if not settings.parts.answer_scorer:
+    warm_up_of(pool, settings).run(1000)
+    budget_signatures = {
+        (no_drop, rows)
+        for no_drop, rows, variance, maximum in signatures
+        if variance and not maximum
+    }
+    # prompts without dropped tokens, and prompts of which a halving or pieces dropped some
+    no_drops = [True, False]
+    assert budget_signatures >= {
+        (no_drop, power_of_two(m)) for no_drop in no_drops for m in range(2, max_queries + 1)
+    }
+    if not settings.parts.output_scorer:
         return
-    # the prompt's last queries, beside an answer's of any length
-    window, beside = settings.resolved_window, settings.parts.prompt_window
-    others = {power_of_two(beside or window - m) for m in range(2, most + 1)}
-    apart = {(whole, rows) for whole, rows, variance, maximum in made if maximum and not variance}
-    assert apart >= {(each, rows) for each in whole for rows in others}
+    # the prompt's last queries, which complement output queries of any number
+    window, prompt_window = settings.resolved_window, settings.parts.prompt_window
+    complements = {power_of_two(prompt_window or window - m) for m in range(2, max_queries + 1)}
+    score_signatures = {
+        (no_drop, rows)
+        for no_drop, rows, variance, maximum in signatures
+        if maximum and not variance
+    }
+    assert score_signatures >= {(no_drop, rows) for no_drop in no_drops for rows in complements}
 
 
 def power_of_two(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-BOUNDING = [
+OUTPUT_METHODS = [
     "cake",
     "cake-chunk",
     "chunkkv",
@@ -138,50 +150,53 @@ BOUNDING = [
 ]
 
 
-@pytest.mark.parametrize("preset", BOUNDING)
-def test_warming_up_writes_nothing_but_the_null_block(preset):
-    """With real tensors, whose indices must be in range; whatever the method finds there."""
+@pytest.mark.parametrize("preset", OUTPUT_METHODS)
+def test_warm_up_writes_only_to_the_null_block(preset):
+    """Warm-up on real tensors with random values writes only to the null block."""
     pool = pool_on("cpu")
     pool.pages.normal_()
     before = pool.pages.clone()
-    given = {"compress": preset, "decode_budget": 64, "decode_interval": 4 * BLOCK}
-    given |= {"max_whole": 4096, "piece": 64 * BLOCK}
-    settings = CompressionConfig.parse(given)
-    pool.remember(KV_HEADS, sums=adds_up(settings), thresholds=merges(settings))
-    if kept := ring_window(settings):
+    config = {"compress": preset, "decode_budget": 64, "decode_interval": 4 * BLOCK}
+    config |= {"max_whole": 4096, "piece": 64 * BLOCK}
+    settings = CompressionConfig.parse(config)
+    pool.allocate_method_state(
+        KV_HEADS, sums=sums_output_attention(settings), thresholds=merges(settings)
+    )
+    if ring_rows := ring_window(settings):
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
             requests=4,
-            window=kept,
+            window=ring_rows,
             heads=HEADS,
             dim=DIM,
             max_rows=4,
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
         )
-    packing = warming_up(pool, settings)
+    packing = warm_up_of(pool, settings)
     packing.pack_again(settings.resolved_decode_window, prefill=False)
     packing.pack_again(settings.resolved_window, prefill=True)
-    null = pool.every_layer(torch.zeros(1, dtype=torch.int64)).flatten()
-    others = torch.ones(len(before), dtype=torch.bool).index_fill_(0, null, False)
-    assert torch.equal(pool.pages[others], before[others])
-    assert not pool.busy
+    null = pool.flat_ids_in_all_layers(torch.zeros(1, dtype=torch.int64)).flatten()
+    other_pages = torch.ones(len(before), dtype=torch.bool).index_fill_(0, null, False)
+    assert torch.equal(pool.pages[other_pages], before[other_pages])
+    assert not pool.has_requests
     assert not pool._lengths.any()
 
 
-@pytest.mark.parametrize("preset", BOUNDING)
-def test_an_answer_that_is_packed_again(preset, monkeypatch):
-    """The first time, with budgets, and every later time; with queries that the ring kept.
+@pytest.mark.parametrize("preset", OUTPUT_METHODS)
+def test_packing_an_output_does_not_wait(preset, monkeypatch):
+    """Packing an output, and a prompt at a boundary, uploads and reads nothing.
 
-    And a prompt at a boundary, with those of its prefill.
+    An output is packed a first time with budgets and again later, with queries from the ring. A
+    prompt at a boundary uses queries of its prefill.
     """
     names = launches(monkeypatch)
 
     def uploaded(values, device, dtype):
         return torch.empty(len(values), dtype=dtype, device="meta")
 
-    for module in (page_pool, query_ring, remembered):
+    for module in (page_pool, query_ring, method_state):
         monkeypatch.setattr(module, "async_tensor_h2d", uploaded)
     settings = CompressionConfig.parse(
         {"compress": preset, "decode_budget": 64, "decode_interval": BLOCK}
@@ -191,59 +206,60 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
         pages = uploaded(range(LAYERS), "meta", torch.int64)
         monkeypatch.setattr("vllm_kvcompress.methods.method.layer_pages", lambda *_: pages)
     pool, window = pool_on("meta"), settings.resolved_decode_window
-    adds, merging = adds_up(settings), merges(settings)
-    pool.remember(KV_HEADS, sums=adds, thresholds=merging)
-    if kept := ring_window(settings):
+    adds, merging = sums_output_attention(settings), merges(settings)
+    pool.allocate_method_state(KV_HEADS, sums=adds, thresholds=merging)
+    if ring_rows := ring_window(settings):
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
             requests=4,
-            window=kept,
+            window=ring_rows,
             heads=HEADS,
             dim=DIM,
             max_rows=4,
             dtype=torch.bfloat16,
             device=torch.device("meta"),
         )
-    packing = warming_up(pool, settings)
-    with nothing_uploaded_or_read():
+    packing = warm_up_of(pool, settings)
+    with no_uploads_or_reads():
         packing.pack_again(window, prefill=False)
-    # of keys and of values one KV head at a time: staged, and written; merged, all heads at once
+    # two packings, each with a staging and a writing launch per KV head; merging moves all heads
+    # in one launch
     assert names.count("_move_kernel") == 2 * 2 * (1 if merging else KV_HEADS)
     assert names.count("fold_kernel") == 2 * merging
-    # of an answer's latest rows, or of the window's
-    assert names.count("columns_kernel") == 2 * bool(kept)
+    # scores of the latest output queries
+    assert names.count("columns_kernel") == 2 * bool(ring_rows)
     assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         if probe := probe_tokens(settings):
-            rows = allocator_rows(settings, probe)
+            rows = num_allocator_queries(settings, probe)
             packing.pack_again(probe, prefill=True, probe=probe, allocator_window=rows)
             names.clear()
         packing.pack_again(settings.resolved_window, prefill=True)
-    # a prompt that is packed at a boundary: its layers divide anew each time
+    # at a boundary, the prompt's layer budgets are computed again each time
     assert names.count("_move_kernel") == 2 * (1 if merging else KV_HEADS)
-    # and chunks of 8 to 128 rows that were added up before, where attention is
+    # methods that add up attention also add chunks of 8 to 128 rows
     chunks = 5 if adds else 0
     window = Reads.WINDOW in method_of(settings).reads
     assert names.count("columns_kernel") == window + chunks
 
 
-def test_each_layer_gets_its_own_pages():
+def test_each_layer_gets_separate_pages():
     pool = pool_on("cpu")
     counts = torch.tensor([3, 0, 1, 2, 2], dtype=torch.int32)
-    given = pool.destination([7, 4])[:8]
-    assert given[:LAYERS].tolist() == [200 * layer + 7 for layer in range(LAYERS)]
-    table = pool.assign("r", given, counts, 9)
-    want = given.split(counts.tolist())
-    for layer, pages in enumerate(want):
+    destinations = pool.destination([7, 4])[:8]
+    assert destinations[:LAYERS].tolist() == [200 * layer + 7 for layer in range(LAYERS)]
+    table = pool.assign("r", destinations, counts, 9)
+    expected = destinations.split(counts.tolist())
+    for layer, pages in enumerate(expected):
         assert table[layer].tolist() == [*pages.tolist(), *[0] * (80 - len(pages))]
     (slot,) = pool._slots.values()
     assert torch.equal(pool._num_packed[slot], counts)
     assert pool._first_block[slot] == 9
 
 
-def test_a_prompt_of_which_only_the_tail_stays():
+def test_a_prompt_can_keep_only_its_tail():
     pool = pool_on("cpu")
     none = torch.zeros(LAYERS, dtype=torch.int32)
     assert not pool.assign("r", pool.destination([]), none, 2).any()

@@ -1,13 +1,13 @@
-"""Requests that ask for their own method and budget, on the real engine: right and independent."""
+"""Requests with their own method and budget on the real engine."""
 
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, engine, first_runner, settings
+from engines import BLOCK, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
-pytestmark = first_runner
+pytestmark = model_runner_v1_only
 
 PROMPT = tokens(600, seed=3)
 NEW = 10
@@ -20,7 +20,7 @@ def model(checkpoints_folder):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """vLLM's own answers."""
+    """Return vLLM's own outputs."""
     with engine(model, enable_prefix_caching=False) as llm:
         return llm.generate([PROMPT, PROMPT[:300]], NEW)
 
@@ -45,8 +45,8 @@ def run(llm, names, prompt=PROMPT):
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_a_mixed_batch_answers_as_each_request_alone(model, plain, caching):
-    """In both orders, with chunks, and from a prefix cache that the others filled."""
+def test_a_mixed_batch_gives_the_same_outputs_as_single_requests(model, plain, caching):
+    """In both orders, with chunked prefill, and with a prefix cache that other requests filled."""
     with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
         alone = {}
         for name in ASKS:
@@ -68,29 +68,31 @@ def test_a_mixed_batch_answers_as_each_request_alone(model, plain, caching):
         assert llm.free_blocks == free
 
 
-def test_each_request_holds_what_its_own_budget_says(model):
+def test_each_request_holds_the_blocks_of_its_own_budget(model):
     with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
         layers = llm.compressor.packer.num_layers
-        held = {}
-        for name, asked in ASKS.items():
-            llm.submit(name, PROMPT, NEW, extra_args=asked or None)
+        num_blocks = {}
+        for name, extra_args in ASKS.items():
+            llm.submit(name, PROMPT, NEW, extra_args=extra_args or None)
         while len(llm.running()) < len(ASKS) or llm.scheduler.waiting:
             llm.step()
         for request in llm.running():
-            held[request.request_id.split("-")[0]] = llm.manager.num_blocks_held(request.request_id)
+            num_blocks[request.request_id.split("-")[0]] = llm.manager.num_blocks_held(
+                request.request_id
+            )
         llm.drain()
-    for name, asked in ASKS.items():
-        given = {"compress": asked.get("kv_compress", "cake"), "min_prompt": 128}
-        given["budget"] = asked.get("kv_budget", 0.4)
-        config = CompressionConfig.parse(given)
-        plan = page_plan(config.prompt(layers, len(PROMPT)), BLOCK) if config.enabled else None
+    for name, extra_args in ASKS.items():
+        raw_settings = {"compress": extra_args.get("kv_compress", "cake"), "min_prompt": 128}
+        raw_settings["budget"] = extra_args.get("kv_budget", 0.4)
+        config = CompressionConfig.parse(raw_settings)
+        plan = page_plan(config.budget_spec(layers, len(PROMPT)), BLOCK) if config.enabled else None
         full = -(-len(PROMPT) // BLOCK)
-        want = full if plan is None else plan.blocks + full - plan.full_blocks
-        assert held[name] == want, name
+        expected = full if plan is None else plan.blocks + full - plan.full_blocks
+        assert num_blocks[name] == expected, name
 
 
-def test_two_requests_share_a_prompt_and_only_one_is_compressed(model, plain):
-    """Whoever comes first, the other one finds whole blocks or none."""
+def test_a_compressed_and_an_uncompressed_request_share_a_prompt(model, plain):
+    """In either order, the second request finds uncompressed blocks or none."""
     with engine(model, additional_config=settings("cake", 0.3, allow_override="all")) as llm:
         first = run(llm, ["own", "off"])
         assert first["off"] == plain[0]
@@ -103,7 +105,7 @@ def test_two_requests_share_a_prompt_and_only_one_is_compressed(model, plain):
         assert 0 < output.num_cached_tokens <= len(PROMPT) - window
 
 
-def test_who_reads_the_whole_attention_does_not_read_the_cache(model):
+def test_methods_with_column_sums_do_not_read_the_prefix_cache(model):
     with engine(model, additional_config=settings("cake", 0.3, allow_override="all")) as llm:
         cold = run(llm, ["h2o"])
         run(llm, ["off"])
@@ -112,35 +114,37 @@ def test_who_reads_the_whole_attention_does_not_read_the_cache(model):
         assert list(output.outputs[0].token_ids) == cold["h2o"]
 
 
-def test_who_reads_no_query_computes_only_what_is_not_cached(model):
-    """A window that nothing is read of is kept from the cache like the rest: 24 tokens are left."""
-    own = settings("custom", 0.3, scorer="keydiff", window=32, allow_override="all")
+def test_methods_without_queries_compute_only_uncached_tokens(model):
+    """The window is taken from the prefix cache too, so 24 tokens are left to compute."""
+    compression = settings("custom", 0.3, scorer="keydiff", window=32, allow_override="all")
     asks = [{}, {"kv_compress": "random"}, {"kv_compress": "streamingllm"}]
-    with engine(model, additional_config=own) as llm:
-        for asked in asks:
+    with engine(model, additional_config=compression) as llm:
+        for extra_args in asks:
             assert llm.llm.reset_prefix_cache()
-            cold, warm = (llm.outputs([PROMPT], NEW, extra_args=asked or None) for _ in range(2))
+            cold, warm = (
+                llm.outputs([PROMPT], NEW, extra_args=extra_args or None) for _ in range(2)
+            )
             assert cold[0].num_cached_tokens == 0
             assert warm[0].num_cached_tokens == len(PROMPT) // BLOCK * BLOCK == 576
             assert warm[0].outputs[0].token_ids == cold[0].outputs[0].token_ids
         assert llm.compressor.compressed == 2 * len(asks)
 
 
-def test_opt_in_leaves_alone_who_asks_for_nothing(model, plain):
-    """--kv-compress off --kv-allow-override snapkv: the canary of the runbook."""
+def test_opt_in_leaves_other_requests_uncompressed(model, plain):
+    """--kv-compress off --kv-allow-override snapkv, as in the runbook's canary."""
     opt_in = settings("off", 0.2, allow_override="snapkv")
     with engine(model, additional_config=opt_in, enable_prefix_caching=False) as llm:
         assert llm.generate([PROMPT, PROMPT[:300]], NEW) == plain
         assert llm.compressor.compressed == 0
-        asked = llm.generate([PROMPT], NEW, extra_args={"kv_compress": "snapkv"})
+        extra_args = llm.generate([PROMPT], NEW, extra_args={"kv_compress": "snapkv"})
         assert llm.compressor.compressed == 1
     with engine(
         model, additional_config=settings("snapkv", 0.2), enable_prefix_caching=False
     ) as llm:
-        assert llm.generate([PROMPT], NEW) == asked
+        assert llm.generate([PROMPT], NEW) == extra_args
 
 
-def test_offline_a_wrong_value_is_refused_before_the_engine_hears_of_it(model):
+def test_offline_a_wrong_value_is_refused_before_the_engine_sees_it(model):
     from vllm.exceptions import VLLMValidationError
 
     bounds = settings("cake", 0.3, allow_override="off", budget_bounds="0.1:0.5")
@@ -149,22 +153,43 @@ def test_offline_a_wrong_value_is_refused_before_the_engine_hears_of_it(model):
             llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.6})
         with pytest.raises(VLLMValidationError, match=r"one of \['cake', 'off'\]"):
             llm.generate([PROMPT], NEW, extra_args={"kv_compress": "h2o"})
+        for misspelt in ("kv_bugdet", "kv-budget", "budget", "kvbudget"):
+            words = f"'{misspelt}' is unknown; did you mean 'kv_budget'"
+            with pytest.raises(VLLMValidationError, match=words):
+                llm.generate([PROMPT], NEW, extra_args={misspelt: 0.2})
+        with pytest.raises(VLLMValidationError, match="but is inside 'vllm_xargs'"):
+            llm.generate([PROMPT], NEW, extra_args={"vllm_xargs": {"kv_budget": 0.2}})
         assert not llm.llm.llm_engine.has_unfinished_requests()
         assert not llm.scheduler.requests
+        (output,) = llm.outputs([PROMPT[:100]], NEW)
+        assert output.kv_compress is None
         assert len(llm.generate([PROMPT], NEW)[0]) == NEW
 
 
-def test_without_compression_asking_for_it_is_refused(model):
+@pytest.mark.parametrize("budget", [10**19, 2049])
+def test_a_request_budget_above_max_model_len_is_refused(model, budget):
+    from vllm.exceptions import VLLMValidationError
+
+    compression = settings("cake", 0.3, allow_override="all")
+    with engine(model, additional_config=compression, max_model_len=2048) as llm:
+        with pytest.raises(VLLMValidationError, match=f"must be at most 2048, .* got {budget}; "):
+            llm.generate([PROMPT], NEW, extra_args={"kv_budget": budget})
+        assert len(llm.generate([PROMPT], NEW, extra_args={"kv_budget": 2048})[0]) == NEW
+
+
+def test_without_compression_choices_are_refused(model):
     from vllm.exceptions import VLLMValidationError
 
     with engine(model) as llm:
         with pytest.raises(VLLMValidationError, match="runs without KV-cache compression"):
             llm.generate([PROMPT], NEW, extra_args={"kv_compress": "cake"})
-        assert len(llm.generate([PROMPT], NEW, extra_args={"kv_compress": "off"})[0]) == NEW
+        (output,) = llm.outputs([PROMPT], NEW, extra_args={"kv_compress": "off", "budget": 3})
+        assert len(output.outputs[0].token_ids) == NEW
+        assert output.kv_compress is None
 
 
-def test_where_an_operator_switched_it_off_no_client_needs_a_change(model, plain):
-    """A rollback: what was right to ask for yesterday is answered, in full."""
+def test_switched_off_servers_accept_all_settings(model, plain):
+    """After a rollback, settings that were valid before are accepted and ignored."""
     asks = [{"kv_compress": "cake"}, {"kv_budget": 0.2}, {"kv_compress": "off", "kv_budget": 0.2}]
     switched_off = {"kvcompress": {"compress": "off", "allow_override": "off"}}
     with engine(model, additional_config=switched_off, enable_prefix_caching=False) as llm:
@@ -172,8 +197,8 @@ def test_where_an_operator_switched_it_off_no_client_needs_a_change(model, plain
             assert llm.generate([PROMPT], NEW, extra_args=ask) == plain[:1]
 
 
-def test_what_comes_past_the_door_is_left_whole(model, plain):
-    """A front end that does not check: the engine lives, the request is answered in full."""
+def test_unchecked_requests_stay_uncompressed(model, plain):
+    """Without the API server's check the engine serves the request uncompressed."""
     with engine(model, additional_config=settings("cake", 0.3, allow_override="off")) as llm:
         name = llm.submit("r", PROMPT, NEW, extra_args=ASKS["off"])
         (request,) = llm.scheduler.requests.values()

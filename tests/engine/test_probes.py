@@ -1,7 +1,7 @@
-"""Pieces that the prompt's ends judge: what a probe computes, what it decides, and what it leaves.
+"""Probes: the prompt's first and last tokens score each piece of a long prompt.
 
-The reference sees what the attention layers received, a probe's rows among it. It takes them out by
-their number alone: a step of a prompt in pieces never goes beyond a boundary by itself.
+The reference records the inputs of the attention layers, which include the probe tokens. It
+separates them by position: without a probe, no step of a prompt in pieces crosses a piece boundary.
 """
 
 import math
@@ -13,156 +13,169 @@ import torch
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from configuring import configure
-from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import kept_of_heads, least_pages, rounded, scores_of
-from test_prompts_in_pieces import IN_CHUNKS, PIECE, WHOLE, PieceReplay, piecewise, shares
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from test_decode_budgets import kept_slots_per_head, min_pages, round_to_pages, scores_of
+from test_prompts_in_pieces import (
+    CHUNKED_PREFILL,
+    MAX_WHOLE,
+    PIECE,
+    PieceReplay,
+    pieces_settings,
+    token_budgets,
+)
 from vllm_kvcompress.errors import ConfigError
 
 FIRST, LAST = 10, 14
 PROBE = {"probe_first": FIRST, "probe": LAST}
-ROWS = FIRST + LAST
+PROBE_TOKENS = FIRST + LAST
 METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote"]
 
 
 def without_probes(seen, prompt):
-    """What was computed of the prompt itself, and by boundary the rows behind it."""
+    """Split the recorded inputs into the prompt's own tokens and, by boundary, probe tokens."""
     rows, probes, computed = [], {}, 0
-    for at, q in enumerate(seen[0]["q"]):
+    for step, q in enumerate(seen[0]["q"]):
         boundary = min((computed // PIECE + 1) * PIECE, prompt) if computed < prompt else math.inf
         chunk = min(len(q), boundary - computed)
         rows.append(chunk)
         computed += chunk
         if len(q) > chunk:
-            probes[computed] = at
-    own, behind = {}, {end: {} for end in probes}
+            probes[computed] = step
+    prompt_inputs, probe_inputs = {}, {end: {} for end in probes}
     for layer, parts in seen.items():
-        own[layer] = {"sinks": parts["sinks"]}
+        prompt_inputs[layer] = {"sinks": parts["sinks"]}
         for name in ("q", "k", "v", "out"):
-            own[layer][name] = [part[:n] for part, n in zip(parts[name], rows, strict=True)]
-            for end, at in probes.items():
-                behind[end][layer, name] = parts[name][at][rows[at] :]
-    return own, behind
+            prompt_inputs[layer][name] = [
+                part[:n] for part, n in zip(parts[name], rows, strict=True)
+            ]
+            for end, step in probes.items():
+                probe_inputs[end][layer, name] = parts[name][step][rows[step] :]
+    return prompt_inputs, probe_inputs
 
 
-class Guided(PieceReplay):
-    """A prompt whose pieces are judged by the rows of their probes."""
+class ProbeReplay(PieceReplay):
+    """Float64 replay of a prompt whose pieces are scored by probe queries."""
 
     def __init__(self, method, shape, seen, prompt, budget) -> None:
-        own, behind = without_probes(seen, prompt)
-        super().__init__(method, shape, own, prompt, budget)
-        self.behind = {
+        prompt_inputs, probe_inputs = without_probes(seen, prompt)
+        super().__init__(method, shape, prompt_inputs, prompt, budget)
+        self.probe_inputs = {
             end: {
-                at: part.double().flatten(1).view(len(part), -1, shape.head_dim).numpy()
-                for at, part in parts.items()
+                key: part.double().flatten(1).view(len(part), -1, shape.head_dim).numpy()
+                for key, part in parts.items()
             }
-            for end, parts in behind.items()
+            for end, parts in probe_inputs.items()
         }
 
     def pack_prompt(self, computed, cap, tail, low, lengths) -> None:
-        left = min(ROWS, self.prompt - computed - 1)
-        if left < max(min(self.w, ROWS), 2 if "cake" in self.method else 1):
-            assert computed not in self.behind
+        probe_tokens = min(PROBE_TOKENS, self.prompt - computed - 1)
+        if probe_tokens < max(min(self.w, PROBE_TOKENS), 2 if "cake" in self.method else 1):
+            assert computed not in self.probe_inputs
             super().pack_prompt(computed, cap, tail, low, lengths)
             return
         assert tail == 0
-        shape, found = self.shape, []
+        shape, observed = self.shape, []
         for layer in range(shape.layers):
-            found.append(self.judged(computed, layer, left))
-        most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + left
-        given = shares(
+            observed.append(self.probe_scores(computed, layer, probe_tokens))
+        max_tokens = (
+            self.max_layer_pages + computed // BLOCK - self.first_block
+        ) * BLOCK + probe_tokens
+        layer_tokens = token_budgets(
             self.method,
-            [stats for _, stats in found],
+            [stats for _, stats in observed],
             shape.layers,
-            most,
-            self.may_hold(computed) + left,
-            left + self.guarded(computed),
-            [n + left for n in lengths],
+            max_tokens,
+            cap * BLOCK // shape.layers + probe_tokens,
+            probe_tokens + self.guarded(computed),
+            [n + probe_tokens for n in lengths],
         )
         full = [length // BLOCK for length in lengths]
-        low = least_pages(left, left, self.guarded(computed)) or 1
-        pages = rounded([n - left for n in given], cap, low, full)
+        low = min_pages(probe_tokens, probe_tokens, self.guarded(computed))
+        pages = round_to_pages([n - probe_tokens for n in layer_tokens], cap, low, full)
         size = ref.CHUNKS.get(self.method)
-        for layer, (scores, _) in enumerate(found):
+        for layer, (scores, _) in enumerate(observed):
             keep = pages[layer] * BLOCK
             past = lengths[layer]
-            kept = kept_of_heads(scores, self.held[layer], past, keep, size, self.protected)
-            for kv, own in enumerate(self.held[layer]):
-                self.held[layer][kv] = [own[j] for j in kept[kv]]
-        self.most_pages = min(most // BLOCK, cap - (shape.layers - 1) * low)
+            kept = kept_slots_per_head(scores, self.held[layer], past, keep, size, self.protected)
+            for kv, positions in enumerate(self.held[layer]):
+                self.held[layer][kv] = [positions[j] for j in kept[kv]]
+        self.max_layer_pages = min(max_tokens // BLOCK, cap - (shape.layers - 1) * low)
         self.first_block, self.pages = computed // BLOCK, cap
         self.packed_at.append(computed)
 
-    def judged(self, computed, layer, left):
-        """What the probe's queries make of what a layer holds; and that they attended to that."""
-        q, k, v, out = (self.behind[computed][layer, name] for name in ("q", "k", "v", "out"))
-        assert len(q) == left
+    def probe_scores(self, computed, layer, probe_tokens):
+        """Return the probe's scores of a layer's tokens, after checking the probe's attention."""
+        q, k, v, out = (self.probe_inputs[computed][layer, name] for name in ("q", "k", "v", "out"))
+        assert len(q) == probe_tokens
         q = ref.with_sinks(q, getattr(self.parts[layer, "q"], "sinks", None))
         keys, values = (
             np.stack(
                 [
-                    np.concatenate([self.parts[layer, name][own, kv], behind[:, kv]])
-                    for kv, own in enumerate(self.held[layer])
+                    np.concatenate([self.parts[layer, name][positions, kv], probe[:, kv]])
+                    for kv, positions in enumerate(self.held[layer])
                 ]
             )
-            for name, behind in (("k", k), ("v", v))
+            for name, probe in (("k", k), ("v", v))
         )
         for head in range(self.shape.heads):
             kv = head * self.shape.kv_heads // self.shape.heads
-            for row in range(left):
-                end = keys.shape[1] - left + row + 1
+            for row in range(probe_tokens):
+                end = keys.shape[1] - probe_tokens + row + 1
                 logits = keys[kv, :end] @ np.asarray(q)[row, head]
                 share = ref.softmax(logits / math.sqrt(self.shape.head_dim), self.sink(layer, head))
-                want = share @ values[kv, :end]
-                assert np.abs(out[row, head] - want).max() < 1e-4
-        last = left - left * FIRST // ROWS
-        return scores_of(self.method, q, keys, values, left, last if last > 1 else None)
+                expected = share @ values[kv, :end]
+                assert np.abs(out[row, head] - expected).max() < 1e-4
+        last = probe_tokens - probe_tokens * FIRST // PROBE_TOKENS
+        return scores_of(self.method, q, keys, values, probe_tokens, last if last > 1 else None)
 
 
 CASES = [
-    *((method, 531, WHOLE) for method in METHODS),
-    # of the last boundary 12 rows judge, then none: its piece does
-    ("cake", 589, WHOLE),
-    ("snapkv", 581, WHOLE),
-    # more than the budget may be held before the end
+    *((method, 531, MAX_WHOLE) for method in METHODS),
+    # At the last boundary the probe has 12 tokens, then 4: too few, so the piece's queries score.
+    ("cake", 589, MAX_WHOLE),
+    ("snapkv", 581, MAX_WHOLE),
+    # the request may hold more than the budget before the end of the prompt
     *((method, 531, 450) for method in ("snapkv", "cake-chunk", "pyramidkv")),
 ]
 
 
-@pytest.mark.parametrize(("method", "length", "whole"), [("cake", 531, 450)] if V2 else CASES)
-def test_the_prompts_ends_judge_every_piece(method, length, whole, checkpoints_folder):
-    """Against float64; by its first and last tokens, at the positions behind the piece."""
-    name, budget, answer = "llama-gqa", int(length * 0.4), 20
+@pytest.mark.parametrize(("method", "length", "max_whole"), [("cake", 531, 450)] if V2 else CASES)
+def test_probe_queries_score_every_piece(method, length, max_whole, checkpoints_folder):
+    """Against float64; the probe tokens have the positions right after the piece."""
+    name, budget, output_tokens = "llama-gqa", int(length * 0.4), 20
     shape, prompt = SHAPES[name], tokens(length, seed=5)
     with engine(
         make(name, checkpoints_folder),
-        additional_config=piecewise(method, max_whole=whole, **PROBE),
-        **IN_CHUNKS,
+        additional_config=pieces_settings(method, max_whole=max_whole, **PROBE),
+        **CHUNKED_PREFILL,
     ) as llm:
-        seen, free, most, fed = llm.record_attention(), llm.free_blocks, 0, record_inputs(llm)
-        llm.submit("r", prompt, answer)
+        seen, free, max_blocks, fed = llm.record_attention(), llm.free_blocks, 0, record_inputs(llm)
+        llm.submit("r", prompt, output_tokens)
         while llm.llm.llm_engine.has_unfinished_requests():
             llm.step()
-            most = max(most, free - llm.free_blocks)
+            max_blocks = max(max_blocks, free - llm.free_blocks)
         assert llm.free_blocks == free
-        pieces = llm.manager.planner.admissions.pieces(llm.manager.settings, length)
-        assert most <= pieces.most_blocks + 1
-    replay = Guided(method, shape, seen, length, budget)
-    replay.inside = (whole // BLOCK - PIECE // BLOCK - -(-ROWS // BLOCK)) * BLOCK
-    replay.to_the_end(length + answer)
+        pieces = llm.manager.planner.admissions.piece_schedule(llm.manager.settings, length)
+        assert max_blocks <= pieces.max_blocks + 1
+    replay = ProbeReplay(method, shape, seen, length, budget)
+    replay.max_tokens_before_end = (
+        max_whole // BLOCK - PIECE // BLOCK - -(-PROBE_TOKENS // BLOCK)
+    ) * BLOCK
+    replay.replay_all(length + output_tokens)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
-    for end in replay.behind:
+    for end in replay.probe_inputs:
         (ids, positions) = next(step for step in fed if step[1][-1] >= end > step[1][0])
         rows = int(positions[-1]) + 1 - end
-        assert rows == min(ROWS, length - end - 1)
+        assert rows == min(PROBE_TOKENS, length - end - 1)
         assert positions == list(range(positions[0], end + rows))
-        first = rows * FIRST // ROWS
-        lent = prompt[:first] + prompt[first - rows :]
-        assert ids == prompt[positions[0] : end] + lent
+        first = rows * FIRST // PROBE_TOKENS
+        probe_ids = prompt[:first] + prompt[first - rows :]
+        assert ids == prompt[positions[0] : end] + probe_ids
 
 
 def record_inputs(llm):
-    """From now on: of each step the ids and positions that the model was called with."""
+    """Return a list that collects the token ids and positions of each model call."""
     fed, model = [], llm.worker.model_runner.model
     forward = model.forward
 
@@ -174,67 +187,67 @@ def record_inputs(llm):
     return fed
 
 
-def test_nothing_reads_what_a_probe_wrote(checkpoints_folder):
-    """Neither the next chunks, however short, nor another request that finds its blocks."""
+def test_probe_tokens_are_never_read(checkpoints_folder):
+    """Neither later chunks, however short, nor a request that hits the prefix cache."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)
-    config = piecewise("cake", **PROBE)
-    options = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": ROWS + 5}
+    config = pieces_settings("cake", **PROBE)
+    options = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": PROBE_TOKENS + 5}
     with engine(model, additional_config=config, **options) as llm:
-        want = llm.generate([prompt], 20)
+        expected = llm.generate([prompt], 20)
         assert llm.scheduler.reset_prefix_cache()
         context = llm.worker.vllm_config.compilation_config.static_forward_context
         layers = [layer for layer in context.values() if hasattr(layer, "impl")]
-        for _ in range(2):  # the second finds what the first one left in the prefix cache
+        for _ in range(2):  # the second request hits the prefix cache
             llm.submit("r", prompt, 20)
             poisoned, done = 0, {}
             while llm.llm.llm_engine.has_unfinished_requests():
                 done |= llm.step()
                 poisoned += poison(llm, layers)
             assert poisoned >= 3
-            assert [list(output.outputs[0].token_ids) for output in done.values()] == want
+            assert [list(output.outputs[0].token_ids) for output in done.values()] == expected
 
 
 def poison(llm, layers):
-    """Write nonsense behind what is computed of a prompt; returns in how many prompts."""
+    """Overwrite the slots after each prompt's computed tokens; return the number of prompts."""
     poisoned = 0
     for request in llm.running():
         computed = request.num_computed_tokens
         blocks = llm.manager.req_to_blocks[request.request_id]
-        room = len(blocks) * BLOCK - computed
-        if room <= 0 or computed >= request.num_prompt_tokens:
+        free_slots = len(blocks) * BLOCK - computed
+        if free_slots <= 0 or computed >= request.num_prompt_tokens:
             continue
-        places = range(computed, computed + room)
-        slots = torch.tensor([blocks[at // BLOCK].block_id * BLOCK + at % BLOCK for at in places])
+        positions = range(computed, computed + free_slots)
+        slots = torch.tensor([blocks[p // BLOCK].block_id * BLOCK + p % BLOCK for p in positions])
         for layer in layers:
-            nonsense = torch.full((room, layer.num_kv_heads, layer.head_size), 400.0)
-            layer.impl.do_kv_cache_update(layer, nonsense, nonsense, layer.kv_cache, slots)
+            garbage = torch.full((free_slots, layer.num_kv_heads, layer.head_size), 400.0)
+            layer.impl.do_kv_cache_update(layer, garbage, garbage, layer.kv_cache, slots)
         poisoned += 1
     return poisoned
 
 
-@first_runner
-def test_a_step_that_is_guessed_is_no_step(checkpoints_folder):
-    """A pipeline guesses the next steps while this one admits requests: its probe stays its own.
+@model_runner_v1_only
+def test_predicted_steps_do_not_change_probes(checkpoints_folder):
+    """A pipeline's prediction of the next steps does not change the probes of this step.
 
-    One stage runs, and the scheduler goes by two.
+    The engine has one stage; the scheduler is told that there are two.
     """
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)
-    config = piecewise("cake", **PROBE, lookahead=40)
+    config = pieces_settings("cake", **PROBE, lookahead=40)
     options = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 512}
     with engine(model, additional_config=config, **options) as llm:
-        (want,) = llm.generate([prompt], 60)
+        (expected,) = llm.generate([prompt], 60)
         following = llm.scheduler.next_step
-        following._stages, following.pipelined = 2, True
-        guess, guesses = following.blocks, []
+        following._num_stages, following.is_pipelined = 2, True
+        guess, guesses = following.blocks_for_running, []
 
         def noting(looking):
-            before = dict(llm.manager.probes._rows)
+            before = dict(llm.manager.probes._num_tokens)
             found = guess(looking)
-            assert llm.manager.probes._rows == before
+            assert llm.manager.probes._num_tokens == before
             guesses.append(max(before.values(), default=0))
             return found
 
-        following.blocks = noting
+        following.blocks_for_running = noting
         llm.submit("ahead", tokens(128, seed=1), 200)
         while not llm.manager.lookaheads:
             llm.step()
@@ -243,96 +256,99 @@ def test_a_step_that_is_guessed_is_no_step(checkpoints_folder):
             llm.submit(f"short {number}", tokens(9, seed=number), 2)
             assert not any(name.startswith("r") for name in llm.step())
         done = llm.drain()
-        assert max(guesses) == ROWS
-    assert [answer for name, answer in done.items() if name.startswith("r")] == [want]
+        assert max(guesses) == PROBE_TOKENS
+    assert [output for name, output in done.items() if name.startswith("r")] == [expected]
 
 
-@first_runner
-def test_a_stage_that_was_not_told_the_last_token_hears_of_it(checkpoints_folder):
-    """A first stage that does not schedule ahead, at a preemption: the probe ends with that token.
+@model_runner_v1_only
+def test_first_stage_gets_the_last_token_after_a_preemption(checkpoints_folder):
+    """Without async scheduling, a preemption withholds the last token, which ends the probe.
 
-    One stage runs, and forgets what a first one was not told yet.
+    The engine has one stage; the test removes the token that a first stage would not have yet.
     """
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)
     options = {"max_num_seqs": 4, "max_model_len": 1024, "enable_prefix_caching": False}
-    with engine(model, additional_config=piecewise("cake", **PROBE), **options) as llm:
+    with engine(model, additional_config=pieces_settings("cake", **PROBE), **options) as llm:
         llm.submit("r", prompt, 60)
         while llm.step() is not None and llm.running()[0].num_output_tokens < 20:
             pass
         (request,) = llm.running()
         ids = list(request.all_token_ids)
         llm.preempt(request)
-        llm.scheduler.prev_step_scheduled_req_ids.clear()  # nobody resumes in the next step
+        llm.scheduler.prev_step_scheduled_req_ids.clear()  # no request resumes in the next step
         state = llm.worker.model_runner.requests[request.request_id]
         assert state.output_token_ids.pop() == ids[-1]
         fed = record_inputs(llm)
         llm.drain()
     probes = 0
-    for got, positions in fed:
-        # no step goes beyond a boundary but for a probe
+    for input_ids, positions in fed:
+        # only probe tokens cross a piece boundary
         rows = positions[-1] + 1 - (positions[0] // PIECE + 1) * PIECE
         if rows > 0 and positions[0] < len(ids):
-            first, probes = rows * FIRST // ROWS, probes + 1
-            assert got[-rows:] == ids[:first] + ids[first - rows :]
+            first, probes = rows * FIRST // PROBE_TOKENS, probes + 1
+            assert input_ids[-rows:] == ids[:first] + ids[first - rows :]
     assert probes >= 3
 
 
-def test_log_probabilities_of_a_prompt_know_nothing_of_probes(checkpoints_folder):
-    """They come chunk by chunk, and are the same whatever chunks there are."""
+def test_prompt_logprobs_exclude_probe_tokens(checkpoints_folder):
+    """Prompt log-probabilities do not depend on the chunks in which they are computed."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(300, seed=7)
-    found = []
-    for room in (ROWS + 8, 512):
+    logprobs = []
+    for batched_tokens in (PROBE_TOKENS + 8, 512):
         with engine(
             model,
-            additional_config=piecewise("cake", 0.2, **PROBE),
+            additional_config=pieces_settings("cake", 0.2, **PROBE),
             max_num_seqs=4,
             max_model_len=512,
-            max_num_batched_tokens=room,
+            max_num_batched_tokens=batched_tokens,
         ) as llm:
             (output,) = llm.outputs([prompt], 4, prompt_logprobs=1)
         assert len(output.prompt_logprobs) == len(prompt)
-        found.append(
-            [place[at] for at, place in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        logprobs.append(
+            [
+                candidates[token]
+                for token, candidates in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+            ]
         )
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-@first_runner
-def test_a_prompt_of_embeddings_is_judged_by_its_own_pieces(checkpoints_folder):
-    """It has no tokens that could be computed behind them."""
+@model_runner_v1_only
+def test_prompt_embeddings_use_no_probe(checkpoints_folder):
+    """A prompt of embeddings has no token ids from which to build a probe."""
     from vllm import SamplingParams
 
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(400, seed=9)
     options = {"max_num_seqs": 4, "max_model_len": 512, "enable_prompt_embeds": True}
-    with engine(model, additional_config=piecewise("cake", probe=0), **options) as llm:
-        want = llm.generate([prompt], 10)
-    with engine(model, additional_config=piecewise("cake", **PROBE), **options) as llm:
-        assert llm.generate([prompt], 10) != want
+    with engine(model, additional_config=pieces_settings("cake", probe=0), **options) as llm:
+        expected = llm.generate([prompt], 10)
+    with engine(model, additional_config=pieces_settings("cake", **PROBE), **options) as llm:
+        assert llm.generate([prompt], 10) != expected
         modules = dict(llm.worker.model_runner.model.named_modules())
         embeddings = modules["model.embed_tokens"].weight[torch.tensor(prompt)].detach()
         params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
         inputs = {"prompt_embeds": embeddings.clone()}
         (output,) = llm.llm.generate([inputs], params, use_tqdm=False)
-    assert [list(output.outputs[0].token_ids)] == want
+    assert [list(output.outputs[0].token_ids)] == expected
 
 
 @pytest.mark.parametrize(
-    ("flag", "room", "least"),
+    ("flag", "too_low", "minimum"),
     [
         ("max_num_batched_tokens", 39, 40),
         ("max_num_scheduled_tokens", 30, 40),
         ("long_prefill_token_threshold", 24, 25),
     ],
 )
-def test_a_step_that_never_has_room_for_a_probe_is_refused(flag, room, least, checkpoints_folder):
-    """A token of every request, or of the prompt, stands before it: or it would wait for ever."""
-    model, own = make("llama-gqa", checkpoints_folder), settings(max_whole=512, **PROBE)
-    others = "" if "prefill" in flag else " --max-num-seqs,"
+def test_step_limit_below_the_probe_is_rejected(flag, too_low, minimum, checkpoints_folder):
+    """A step must have room for the probe plus a token of the prompt, or of every request."""
+    model, config = make("llama-gqa", checkpoints_folder), settings(max_whole=512, **PROBE)
+    alternative = "" if "prefill" in flag else " --max-num-seqs,"
     sentence = (
-        f"set --{flag.replace('_', '-')} to at least {least}, got {room}, or lower{others}"
-        " --kv-probe or --kv-probe-first$"
+        f"set --{flag.replace('_', '-')} to at least {minimum}, got {too_low}, or"
+        f" lower{alternative} --kv-probe or --kv-probe-first$"
     )
     with pytest.raises(ConfigError, match=sentence):
-        configure(model, additional_config=own, max_num_seqs=16, **{flag: room})
-    configure(model, additional_config=own, max_num_seqs=16, **{flag: least})
+        configure(model, additional_config=config, max_num_seqs=16, **{flag: too_low})
+    configure(model, additional_config=config, max_num_seqs=16, **{flag: minimum})

@@ -1,17 +1,24 @@
-"""Prompts that never stand whole: what every token attends to, against float64, and how much.
+"""Prompts that are prefilled and compressed in pieces, compared with a float64 reference.
 
-The reference sees the queries, keys and values that the attention layers received. It replays the
-prompt from its first token: where it is packed, what each layer may keep, which tokens that are.
+The reference uses the recorded queries, keys and values of the attention layers. It replays a
+prompt from its first token: where it is packed, how many tokens each layer may keep, and which.
 """
 
 import pytest
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import WINDOWS, Replay, kept_of_heads, least_pages, rounded
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from test_decode_budgets import (
+    WINDOWS,
+    Replay,
+    kept_slots_per_head,
+    min_pages,
+    round_to_pages,
+    round_up_to_blocks,
+)
 from vllm_kvcompress.engine.scheduling import scheduler
-from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.pieces import PieceSchedule
 
 METHODS = [
     "snapkv",
@@ -24,198 +31,222 @@ METHODS = [
     "caote",
     "fastcaote",
 ]
-WHOLE, PIECE, WINDOW = 128, 96, 8
-IN_CHUNKS = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
+MAX_WHOLE, PIECE, WINDOW = 128, 96, 8
+CHUNKED_PREFILL = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
 
 
-def piecewise(method="cake", budget=0.4, probe=16, **more):
-    own = {"max_whole": WHOLE, "piece": PIECE, "probe": probe}
+def pieces_settings(method="cake", budget=0.4, probe=16, **overrides):
+    options = {"max_whole": MAX_WHOLE, "piece": PIECE, "probe": probe}
     if probe:
-        own["probe_first"] = 16
+        options["probe_first"] = 16
     if method not in WINDOWS:
-        own["window"] = WINDOW
-    return settings(method, budget, **(own | more))
+        options["window"] = WINDOW
+    return settings(method, budget, **(options | overrides))
 
 
 class PieceReplay(Replay):
-    """A prompt of S tokens that may keep B of each layer, packed every `PIECE` tokens."""
+    """Replay a prompt that keeps `budget` tokens per layer and is packed every `PIECE` tokens."""
 
     def __init__(self, method, shape, seen, prompt, budget) -> None:
         super().__init__(method, shape, seen, prompt, budget)
         self.w = WINDOWS.get(method, WINDOW)
         self.held = [[[] for _ in range(shape.kv_heads)] for _ in range(shape.layers)]
-        # what it may hold before its end
-        self.inside = budget
+        # budget at the boundaries before the prompt's end
+        self.max_tokens_before_end = budget
 
-    def may_hold(self, computed: int) -> int:
-        return self.budget if computed >= self.prompt else max(self.inside, self.budget)
+    def max_tokens_at(self, computed: int) -> int:
+        return (
+            self.budget if computed >= self.prompt else max(self.max_tokens_before_end, self.budget)
+        )
 
-    def to_the_end(self, tokens: int) -> None:
-        """Replay a prompt and its answer, `tokens` together, from the first token."""
+    def replay_all(self, tokens: int) -> None:
+        """Replay `tokens` prompt and output tokens from the first one."""
         for position in range(tokens - 1):
             self.look(position)
             self.after(position + 1)
 
     def after(self, computed: int) -> None:
-        """Pack at the multiples of the piece and at the end, if more is held than may be."""
+        """Pack at multiples of the piece length and at the end, if the budget is exceeded."""
         if computed == self.prompt or (computed < self.prompt and computed % PIECE == 0):
             tail = computed % BLOCK if computed == self.prompt else 0
             layers = self.shape.layers
-            low = least_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
-            cap = max(layers * (self.may_hold(computed) - tail) // BLOCK, layers * low)
+            min_layer_pages = min_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
+            max_pages = max(
+                layers * (self.max_tokens_at(computed) - tail) // BLOCK, layers * min_layer_pages
+            )
+            max_pages = round_up_to_blocks(max_pages, layers)
             lengths = [len(heads[0]) for heads in self.held]
-            if computed == self.prompt or sum(lengths) // BLOCK > cap:
-                self.pack_prompt(computed, cap, tail, low, lengths)
+            if computed == self.prompt or sum(lengths) // BLOCK > max_pages:
+                self.pack_prompt(computed, max_pages, tail, min_layer_pages, lengths)
 
-    def pack_prompt(self, computed, cap, tail, low, lengths) -> None:
+    def pack_prompt(self, computed, max_pages, tail, min_layer_pages, lengths) -> None:
         shape, w = self.shape, self.w
-        found = []
+        layer_scores = []
         for layer in range(shape.layers):
-            found.append(self.scores(layer, computed))
-        most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
-        figures = [stats for _, stats in found]
-        budget = self.may_hold(computed)
+            layer_scores.append(self.scores(layer, computed))
+        max_layer_tokens = (
+            self.max_layer_pages + computed // BLOCK - self.first_block
+        ) * BLOCK + tail
+        figures = [stats for _, stats in layer_scores]
+        budget = max_pages * BLOCK // shape.layers + tail
         always_kept = w + self.guarded(computed - w)
-        given = shares(self.method, figures, shape.layers, most, budget, always_kept, lengths)
+        layer_tokens = token_budgets(
+            self.method, figures, shape.layers, max_layer_tokens, budget, always_kept, lengths
+        )
         full = [length // BLOCK for length in lengths]
-        pages = rounded([n - tail for n in given], cap, low, full)
+        pages = round_to_pages([n - tail for n in layer_tokens], max_pages, min_layer_pages, full)
         size = self.chunk
-        for layer, (scores, _) in enumerate(found):
-            after = max(w - tail, 0)
-            past, keep = lengths[layer] - max(w, tail), pages[layer] * BLOCK - after
-            kept = kept_of_heads(scores, self.held[layer], past, keep, size, self.protected)
-            for kv, own in enumerate(self.held[layer]):
-                self.held[layer][kv] = [own[j] for j in kept[kv]] + own[past:]
-        self.most_pages = min(most // BLOCK, cap - (shape.layers - 1) * low)
-        self.first_block, self.pages = computed // BLOCK, cap
+        for layer, (scores, _) in enumerate(layer_scores):
+            window_in_pages = max(w - tail, 0)
+            num_candidates, keep = (
+                lengths[layer] - max(w, tail),
+                pages[layer] * BLOCK - window_in_pages,
+            )
+            kept = kept_slots_per_head(
+                scores, self.held[layer], num_candidates, keep, size, self.protected
+            )
+            for kv, positions in enumerate(self.held[layer]):
+                self.held[layer][kv] = [positions[j] for j in kept[kv]] + positions[num_candidates:]
+        self.max_layer_pages = min(
+            max_layer_tokens // BLOCK, max_pages - (shape.layers - 1) * min_layer_pages
+        )
+        self.first_block, self.pages = computed // BLOCK, max_pages
         self.packed_at.append(computed)
 
 
-def shares(method, stats, layers, most, budget, w, lengths):
-    """Tokens of each layer, where a budget of tokens is not one of pages."""
-    past, base = most - w, budget - w
+def token_budgets(method, stats, layers, max_layer_tokens, budget, w, lengths):
+    """Return the tokens that each layer may keep, for a budget in tokens instead of pages."""
+    max_candidates, base = max_layer_tokens - w, budget - w
     if method in ("cake", "cake-chunk"):
         weights = [h * s for h, s in stats]
-        total = layers * min(base, past)
-        given = ref.apportion([x / max(weights) for x in weights], total, [past] * layers)
+        total = layers * min(base, max_candidates)
+        counts = ref.apportion(
+            [x / max(weights) for x in weights], total, [max_candidates] * layers
+        )
     elif method == "pyramidkv":
-        given = ref.pyramid_budgets(layers, base, past)
+        counts = ref.pyramid_budgets(layers, base, max_candidates)
     else:
-        given = [min(base, past)] * layers
-    given = ref.apportion(given, sum(given), [length - w for length in lengths])
-    return [n + w for n in given]
+        counts = [min(base, max_candidates)] * layers
+    counts = ref.apportion(counts, sum(counts), [length - w for length in lengths])
+    return [n + w for n in counts]
 
 
-# with a tail, without one, and with a last piece that the window reaches behind
+# with a tail, without a tail, and with a last piece that is shorter than the window
 CASES = [*((method, 531) for method in METHODS), ("cake", 480), ("cake", 581), ("snapkv", 581)]
 
 
 @pytest.mark.parametrize(("method", "length"), [("cake", 581)] if V2 else CASES)
-def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_folder):
-    """Whatever chunks compute it; and never more blocks than what is kept and one piece."""
-    name, budget, answer = "llama-gqa", int(length * 0.4), 40
+def test_attention_matches_the_reference(method, length, checkpoints_folder):
+    """Attention matches the reference, and blocks never exceed the kept tokens and one piece."""
+    name, budget, max_tokens = "llama-gqa", int(length * 0.4), 40
     shape = SHAPES[name]
     with engine(
         make(name, checkpoints_folder),
-        additional_config=piecewise(method, probe=0),
-        **IN_CHUNKS,
+        additional_config=pieces_settings(method, probe=0),
+        **CHUNKED_PREFILL,
     ) as llm:
-        seen, free, most = llm.record_attention(), llm.free_blocks, 0
-        llm.submit("r", tokens(length, seed=5), answer)
+        recorded, free, max_blocks = llm.record_attention(), llm.free_blocks, 0
+        llm.submit("r", tokens(length, seed=5), max_tokens)
         while llm.llm.llm_engine.has_unfinished_requests():
             llm.step()
-            most = max(most, free - llm.free_blocks)
+            max_blocks = max(max_blocks, free - llm.free_blocks)
         assert llm.free_blocks == free
-    kept = -(-(shape.layers * budget // BLOCK) // shape.layers)
-    assert most <= kept + PIECE // BLOCK + 1
-    replay = PieceReplay(method, shape, seen, length, budget)
-    replay.to_the_end(length + answer)
+    kept_blocks = -(-(shape.layers * budget // BLOCK) // shape.layers)
+    assert max_blocks <= kept_blocks + PIECE // BLOCK + 1
+    replay = PieceReplay(method, shape, recorded, length, budget)
+    replay.replay_all(length + max_tokens)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
 
 
 LENGTHS = (150, 420, 531, 96, 290)
 PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS[: 3 if V2 else None]]
-# two prompts that begin alike, the second of which finds the first one's blocks
+# two prompts with a common prefix, so that the second one hits the prefix cache
 PROMPTS[1][:300] = PROMPTS[2][:300]
-ANSWER = 12 if V2 else 40
+OUTPUT_TOKENS = 12 if V2 else 40
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoints_folder):
-    """Each answer by itself."""
+def solo_outputs(checkpoints_folder):
+    """Return the output of each prompt alone."""
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=piecewise(), enable_prefix_caching=False) as llm:
-        return [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+    with engine(model, additional_config=pieces_settings(), enable_prefix_caching=False) as llm:
+        return [llm.generate([prompt], OUTPUT_TOKENS)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         pytest.param(
-            # as few as a token of each request and a probe take
+            # the minimum: one token of each request and a probe
             {"max_num_batched_tokens": 40, "max_num_seqs": 8},
-            marks=first_runner,
+            marks=model_runner_v1_only,
             id="chunks",
         ),
-        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
+        pytest.param({"enable_prefix_caching": False}, marks=model_runner_v1_only, id="batch"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"blocks": 24}, marks=first_runner, id="preempted"),
+        pytest.param({"blocks": 24}, marks=model_runner_v1_only, id="preempted"),
     ],
 )
-def test_a_prompt_depends_on_its_own_tokens(more, alone, checkpoints_folder, keep_async_scheduling):
-    """Not on its neighbours, chunks, prefix-cache hits, the pool or how steps are scheduled."""
+def test_outputs_depend_on_the_own_prompt_only(
+    options, solo_outputs, checkpoints_folder, async_scheduling_allowed
+):
+    """Outputs do not depend on the batch, chunks, prefix-cache hits, preemption or scheduling."""
     model = make("llama-gqa", checkpoints_folder)
-    with engine(model, additional_config=piecewise(), max_model_len=1024, **more) as llm:
+    with engine(model, additional_config=pieces_settings(), max_model_len=1024, **options) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
         for i, prompt in enumerate(PROMPTS):
-            llm.submit(str(i), prompt, ANSWER)
-        first = llm.drain()
-        llm.settle()
-        if "blocks" in more:
-            # an answer that goes on after a preemption is one to a longer prompt
+            llm.submit(str(i), prompt, OUTPUT_TOKENS)
+        outputs = llm.drain()
+        llm.finish_in_flight_steps()
+        if "blocks" in options:
+            # after a preemption, the output so far is part of the prompt
             assert cuts
             for i, prompt in enumerate(PROMPTS):
-                (got,) = (each for name, each in first.items() if name.split("-")[0] == str(i))
-                llm.alone(prompt, ANSWER, got, cuts.get(str(i), []))
+                (output,) = (
+                    output_ids
+                    for name, output_ids in outputs.items()
+                    if name.split("-")[0] == str(i)
+                )
+                llm.assert_matches_solo_run(prompt, OUTPUT_TOKENS, output, cuts.get(str(i), []))
             return
-        assert [first[name] for name in sorted(first)] == alone
-        assert llm.generate(PROMPTS[::-1], ANSWER)[::-1] == alone
-        llm.settle()
+        assert [outputs[name] for name in sorted(outputs)] == solo_outputs
+        assert llm.generate(PROMPTS[::-1], OUTPUT_TOKENS)[::-1] == solo_outputs
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
 
 
-@first_runner
-def test_hits_end_before_the_first_packing(checkpoints_folder):
-    """Later blocks of one prompt were computed against less than another one may hold."""
+@model_runner_v1_only
+def test_prefix_cache_hits_end_before_the_first_packing(checkpoints_folder):
+    """Later blocks were computed with a compressed prefix, so another budget cannot reuse them."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=3)
-    config = piecewise("cake", 0.4, allow_override="off,snapkv")
+    config = pieces_settings("cake", 0.4, allow_override="off,snapkv")
     with engine(model, additional_config=config, max_model_len=1024) as llm:
-        asks = [{"kv_compress": "off"}, {}, {"kv_budget": 0.2}, {}, {"kv_compress": "off"}]
-        outputs = [llm.outputs([prompt], 12, extra_args=ask)[0] for ask in asks]
+        extra_args = [{"kv_compress": "off"}, {}, {"kv_budget": 0.2}, {}, {"kv_compress": "off"}]
+        outputs = [llm.outputs([prompt], 12, extra_args=args)[0] for args in extra_args]
         hits = [output.num_cached_tokens for output in outputs]
-        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        output_ids = [list(output.outputs[0].token_ids) for output in outputs]
     with engine(
         model, additional_config=config, max_model_len=1024, enable_prefix_caching=False
     ) as llm:
-        for i in range(3):  # what the others ask again is asked once
-            assert llm.generate([prompt], 12, extra_args=asks[i]) == [answers[i]]
-        assert answers[3:] == [answers[1], answers[0]]
-    # 0.4 of 531 tokens are 212, so 288 is the first boundary with more; of 0.2 it is 192
+        for i in range(3):  # the last two repeat earlier settings
+            assert llm.generate([prompt], 12, extra_args=extra_args[i]) == [output_ids[i]]
+        assert output_ids[3:] == [output_ids[1], output_ids[0]]
+    # 0.4 of 531 tokens are 212, so the first boundary above is 288; for 0.2 it is 192
     assert hits == [0, (288 - WINDOW) // BLOCK * BLOCK, (192 - WINDOW) // BLOCK * BLOCK, 256, 512]
 
 
-@first_runner
-def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
+@model_runner_v1_only
+def test_a_prompt_preempted_between_boundaries_starts_over(checkpoints_folder):
     model, prompt = make("llama-gqa", checkpoints_folder), PROMPTS[2]
     with engine(
         model,
-        additional_config=piecewise("cake", 200),
+        additional_config=pieces_settings("cake", 200),
         max_num_seqs=8,
         max_num_batched_tokens=50,
     ) as llm:
         free = llm.free_blocks
-        want = llm.generate([prompt], 8)[0]
+        expected = llm.generate([prompt], 8)[0]
         for cut in range(1, 12, 2):
             assert llm.scheduler.reset_prefix_cache()
             llm.submit("r", prompt, 8)
@@ -223,15 +254,20 @@ def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
                 llm.step()
             assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             assert llm.free_blocks == free
-            assert list(llm.drain().values()) == [want]
+            assert list(llm.drain().values()) == [expected]
         assert llm.free_blocks == free
 
 
-@first_runner
-def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(checkpoints_folder):
-    """Its prompt stood whole, so nothing said how far hits may go; somebody else asked the same."""
+@model_runner_v1_only
+def test_a_resumed_request_in_pieces_limits_its_prefix_cache_hits(checkpoints_folder):
+    """A request resumes as a longer prompt that needs pieces, which limits its prefix-cache hits.
+
+    Its original prompt was short enough to stay uncompressed and had no such limit.
+    """
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(60, seed=8)
-    config = piecewise("snapkv", 0.4, decode_budget=96, decode_interval=BLOCK, allow_override="off")
+    config = pieces_settings(
+        "snapkv", 0.4, decode_budget=96, decode_interval=BLOCK, allow_override="off"
+    )
     with engine(model, additional_config=config, max_model_len=1024) as llm:
         llm.submit("r", prompt, 240)
         while len(llm.running()) == 0 or llm.running()[0].num_computed_tokens < 290:
@@ -240,20 +276,23 @@ def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(check
         assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
         planner = llm.manager.planner
         pieces = planner.schedule_of(request).prefill
-        assert isinstance(pieces, EveryPiece)
-        most = request.num_tokens - 1
-        assert planner.longest_hit(request, most) == pieces.first_end - 1 < most
+        assert isinstance(pieces, PieceSchedule)
+        max_hit = request.num_tokens - 1
+        assert planner.longest_hit(request, max_hit) == pieces.first_end - 1 < max_hit
         llm.drain()
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize(("piece", "warned"), [(96, True), (32, False)])
-def test_a_start_says_that_little_is_held(piece, warned, checkpoints_folder, monkeypatch):
-    """A tenth of 1,023 tokens is 102, and 160 are fewer than twice as many."""
-    said = []
-    monkeypatch.setattr(scheduler.logger, "warning", lambda text, *of: said.append(text % of))
-    config = piecewise("snapkv", 0.1, max_whole=288, piece=piece)
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=config, **IN_CHUNKS):
+def test_a_small_piece_budget_is_logged_at_startup(piece, warned, checkpoints_folder, monkeypatch):
+    """10 % of 1,023 tokens are 102; a layer that holds 160 has fewer than twice as many."""
+    warnings = []
+    monkeypatch.setattr(
+        scheduler.logger, "warning", lambda text, *args: warnings.append(text % args)
+    )
+    config = pieces_settings("snapkv", 0.1, max_whole=288, piece=piece)
+    with engine(make("llama-gqa", checkpoints_folder), additional_config=config, **CHUNKED_PREFILL):
         pass
-    assert [line for line in said if "holds 160 in each layer, and keeps 95" in line] == said
-    assert len(said) == warned
+    sentence = "each layer holds 160 tokens of a prompt of 1023 tokens, and 95 after the last piece"
+    assert [line for line in warnings if sentence in line] == warnings
+    assert len(warnings) == warned

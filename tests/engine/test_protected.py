@@ -1,4 +1,4 @@
-"""Protected spans on the real engine: what stays, against float64, however often it is packed.
+"""Protected spans on the real engine: kept tokens compared with float64 references.
 
 The reference sees the queries, keys and values that the attention layers received.
 """
@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from test_decode_budgets import INTERVAL, Replay
-from test_lookahead import AHEAD, BUDGET, Ahead, InPieces, ahead
-from test_prompts_in_pieces import IN_CHUNKS, PIECE, PieceReplay, piecewise
+from test_lookahead import (
+    BUDGET,
+    LOOKAHEAD,
+    LookaheadPieceReplay,
+    LookaheadReplay,
+    lookahead_config,
+)
+from test_prompts_in_pieces import CHUNKED_PREFILL, PIECE, PieceReplay, pieces_settings
 from vllm_kvcompress.settings.protection import parse_protect
 
 NAME = "llama-gqa"
@@ -25,7 +31,7 @@ METHODS = [
     "caote",
     "fastcaote",
 ]
-# at the beginning, inside, and into the window and the tail
+# at the beginning, in the middle, and overlapping the window and the tail
 SPANS = ["0:20", "95:131", "300:301", "390:411"]
 
 
@@ -35,24 +41,24 @@ def protected(spans):
 
 
 def recorded(folder, config, prompt, answer, spans, **options):
-    """What the attention layers saw of one request, and its packings to a prompt's end.
+    """Return the attention inputs of one request, and its compressions up to the prompt's end.
 
-    Nothing of it is left behind.
+    Checks that the request leaves no state behind.
     """
-    options = {**IN_CHUNKS, **options}
+    options = {**CHUNKED_PREFILL, **options}
     with engine(make(NAME, folder), additional_config=config, **options) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
         packed = llm.watch_packing(lambda done: done.pack_request)
         llm.submit("r", prompt, answer, extra_args={"kv_protect": spans})
         llm.drain()
-        llm.settle()
+        llm.finish_in_flight_steps()
         assert llm.free_blocks == free
         assert not llm.compressor.pool.protected
     return seen, packed
 
 
 class AtEnd(PieceReplay):
-    """A prompt that is packed when its prefill ends."""
+    """Reference for a prompt that is compressed after its prefill."""
 
     def __init__(self, method, shape, seen, prompt, budget, window) -> None:
         super().__init__(method, shape, seen, prompt, budget)
@@ -61,7 +67,7 @@ class AtEnd(PieceReplay):
 
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else METHODS)
-def test_a_prompt_keeps_its_spans_when_its_prefill_ends(method, checkpoints_folder):
+def test_compression_after_prefill_keeps_protected_spans(method, checkpoints_folder):
     length, answer, budget = 417, 12, 0.5
     window = {"tova": 1, "streamingllm": 0}.get(method, 32)
     config = settings(method, budget, **({} if window < 2 else {"window": window}))
@@ -82,26 +88,28 @@ CASES = [("snapkv", None), ("cake", None), ("cake-chunk", None), ("caote", None)
 
 
 @pytest.mark.parametrize(("method", "window"), [("cake-chunk", None)] if V2 else CASES)
-def test_a_look_ahead_ends_with_the_spans(method, window, checkpoints_folder):
-    length, answer, spans = 417, AHEAD + 20, ["0:20", "100:103", "405:417"]
-    asked = {} if window is None else {"window": window}
-    config = ahead(method, lookahead=AHEAD, **asked)
+def test_compression_after_a_lookahead_keeps_protected_spans(method, window, checkpoints_folder):
+    length, answer, spans = 417, LOOKAHEAD + 20, ["0:20", "100:103", "405:417"]
+    extra_args = {} if window is None else {"window": window}
+    config = lookahead_config(method, lookahead=LOOKAHEAD, **extra_args)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=33), answer, spans)
-    replay = Ahead(method, SHAPES[NAME], seen, length, AHEAD, window=window).whole()
+    replay = LookaheadReplay(
+        method, SHAPES[NAME], seen, length, LOOKAHEAD, window=window
+    ).start_after_prefill()
     replay.protected = protected(spans)
     for position in range(length, length + answer - 1):
         replay.step(position)
-    assert replay.packed_at == [length + AHEAD]
+    assert replay.packed_at == [length + LOOKAHEAD]
 
 
-@pytest.mark.parametrize("lookahead", [0] if V2 else [0, AHEAD])
+@pytest.mark.parametrize("lookahead", [0] if V2 else [0, LOOKAHEAD])
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
-def test_beside_what_the_operator_protects_others_keep_their_share(
+def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     method, lookahead, checkpoints_folder
 ):
-    """Of 125 tokens that 0.3 keeps of 417: 57 are protected in pages, of 360 others 108 stay."""
-    # with other seeds two of CAKE's scores at its cut lie closer together than float32 tells
-    length, answer = 417, AHEAD + 20
+    """0.3 keeps 125 of 417 tokens. 57 are protected in pages, and 108 of the other 360 are kept."""
+    # with other seeds, two CAKE scores at the cut-off differ by less than float32's precision
+    length, answer = 417, LOOKAHEAD + 20
     config = settings(
         method, 0.3, window=32, protect="system", lookahead=lookahead, allow_override=method
     )
@@ -110,13 +118,15 @@ def test_beside_what_the_operator_protects_others_keep_their_share(
     )
     plan, layers = pack_request.plan, SHAPES[NAME].layers
     computed = length + lookahead
-    shared = -(-(125 + lookahead) * (computed - plan.guarded) // computed)
-    assert plan.guarded == (64 if lookahead else 57)
+    shared = -(-(125 + lookahead) * (computed - plan.protected_in_pages) // computed)
+    assert plan.protected_in_pages == (64 if lookahead else 57)
     assert plan.raised
-    assert plan.pages == layers * -(-(plan.guarded + shared - computed % BLOCK) // BLOCK)
+    assert plan.pages == layers * -(-(plan.protected_in_pages + shared - computed % BLOCK) // BLOCK)
     if lookahead:
-        replay = Ahead(method, SHAPES[NAME], seen, length, AHEAD, window=32).whole()
-        replay.budget = plan.budget - AHEAD
+        replay = LookaheadReplay(
+            method, SHAPES[NAME], seen, length, LOOKAHEAD, window=32
+        ).start_after_prefill()
+        replay.budget = plan.budget - LOOKAHEAD
     else:
         replay = AtEnd(method, SHAPES[NAME], seen, length, plan.budget, 32)
     replay.protected = protected(SPANS)
@@ -127,51 +137,53 @@ def test_beside_what_the_operator_protects_others_keep_their_share(
     assert replay.packed_at == [computed]
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("method", ["snapkv", "cake", "streamingllm", "cake-chunk", "tova"])
-def test_pieces_keep_the_spans_of_earlier_ones(method, checkpoints_folder):
-    """Across a boundary too, and of the last piece, which its end protects by itself."""
+def test_later_pieces_keep_the_spans_of_earlier_pieces(method, checkpoints_folder):
+    """Spans cross a boundary and include the last piece, whose end is kept anyway."""
     length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
-    config = piecewise(method, 0.4, probe=0)
+    config = pieces_settings(method, 0.4, probe=0)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
     replay.protected = protected(spans)
-    replay.to_the_end(length + answer)
+    replay.replay_all(length + answer)
     assert len(replay.packed_at) >= 3
     assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
-def test_from_pieces_over_a_look_ahead_to_bounded_answers(method, checkpoints_folder):
-    """Judged by the prompt's ends, then by the answer, then again and again."""
+def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, checkpoints_folder):
+    """Scored by the prompt's ends, then by the output, then at every decode interval."""
     length, bound, answer, spans = 535, 192, 120, ["0:18", "120:150", "470:490"]
     probe = {"probe_first": 10, "probe": 14}
-    config = ahead(
+    config = lookahead_config(
         method,
         BUDGET,
-        AHEAD,
+        LOOKAHEAD,
         **{"max_whole": 384, "piece": PIECE, "window": 8, **probe},
         decode_budget=bound,
         decode_interval=INTERVAL,
     )
-    # seed 6 has two tokens at cake's cut whose scores differ by 5e-9, relatively
+    # with seed 6, the scores of two tokens at cake's cut-off differ by a relative 5e-9
     prompt, options = tokens(length, seed=8), {"blocks": 1 + 384 // BLOCK, "max_model_len": 656}
     seen, _ = recorded(checkpoints_folder, config, prompt, answer, spans, **options)
-    replay = InPieces(method, SHAPES[NAME], seen, length, AHEAD, window=8, bound=bound)
-    replay.last, replay.inside = length + answer, 384 - PIECE - 32
+    replay = LookaheadPieceReplay(
+        method, SHAPES[NAME], seen, length, LOOKAHEAD, window=8, bound=bound
+    )
+    replay.last, replay.max_tokens_before_end = length + answer, 384 - PIECE - 32
     replay.protected = protected(spans)
     for position in range(length + answer - 1):
         replay.step(position)
-    at = replay.packed_at.index(length + AHEAD)
+    at = replay.packed_at.index(length + LOOKAHEAD)
     assert at >= 3, "pieces"
     assert len(replay.packed_at) >= at + 3, "intervals"
     assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("method", ["cake", "streamingllm", "chunkkv"])
-def test_an_answer_to_a_short_prompt_keeps_its_spans(method, checkpoints_folder):
-    """Nothing of the prompt was ever packed before."""
+def test_a_decode_budget_keeps_the_spans_of_a_short_prompt(method, checkpoints_folder):
+    """The prompt stayed uncompressed until then."""
     prompt, answer, spans = 45, 150, ["0:6", "20:31"]
     config = settings(method, decode_budget=64, decode_interval=INTERVAL)
     seen, _ = recorded(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
@@ -182,9 +194,9 @@ def test_an_answer_to_a_short_prompt_keeps_its_spans(method, checkpoints_folder)
     assert len(replay.packed_at) >= 3
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize(
-    ("more", "asked", "message"),
+    ("more", "extra_args", "message"),
     [
         ({}, {"kv_protect": "0:200"}, "need a budget of 312 tokens .* may have 180"),
         ({"allow_override": "all", "budget_bounds": "0.1:0.4"}, {"kv_protect": "0:290"},
@@ -192,36 +204,36 @@ def test_an_answer_to_a_short_prompt_keeps_its_spans(method, checkpoints_folder)
         ({"decode_budget": 64, "decode_interval": 32}, {"kv_protect": "0:60"},
          "need a decode budget of 96 tokens .* may have 64"),
         ({"allow_override": "snapkv", "max_whole": 256, "piece": 96, "probe": 0},
-         {"kv_protect": "0:200"}, "every layer holds 160 between its pieces"),
-        # its end too, and not only what is held before
+         {"kv_protect": "0:200"}, "every layer keeps 192 tokens between the pieces"),
+        # the end of the prompt counts too, not only the tokens kept before it
         ({"max_whole": 512, "piece": 96, "probe": 0}, {"kv_protect": "0:200"},
          "need a budget of 312 tokens .* may have 180"),
         ({}, {"kv_protect": ",".join(f"{at}:{at + 1}" for at in range(0, 80, 2))},
-         "at most 32 spans that do not touch, got 40"),
+         "at most 32 separate spans, got 40"),
         ({}, {"kv_protect": "0:601"}, r"within the prompt's 600 tokens, got \[0, 601\]"),
-        ({}, {"kv_protect": "system"}, "since this request is no chat"),
+        ({}, {"kv_protect": "system"}, "because this request is not a chat"),
     ],
 )  # fmt: skip
-def test_what_may_not_be_protected_is_refused(more, asked, message, checkpoints_folder):
+def test_forbidden_protection_is_refused(more, extra_args, message, checkpoints_folder):
     from vllm.exceptions import VLLMValidationError
 
     config, prompt = settings("snapkv", 0.3, **more), tokens(600, seed=3)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **CHUNKED_PREFILL) as llm:
         with pytest.raises(VLLMValidationError, match=message):
-            llm.generate([prompt], 8, extra_args=asked)
+            llm.generate([prompt], 8, extra_args=extra_args)
         assert not llm.scheduler.requests
         if "decode_budget" in more:
             return
-        # one that is left whole anyway needs nothing
+        # a prompt that stays uncompressed needs no check
         assert len(llm.generate([prompt[:100]], 8, extra_args={"kv_protect": "0:90"})[0]) == 8
 
 
-@first_runner
-def test_where_most_of_a_prompt_is_protected_its_answer_is_bounded(checkpoints_folder):
-    """Its prompt is left whole, and packed with its answer when that has grown."""
+@model_runner_v1_only
+def test_a_mostly_protected_prompt_is_compressed_by_the_decode_budget(checkpoints_folder):
+    """The prompt stays uncompressed until the output has grown past the decode budget."""
     prompt, answer, spans = 150, 150, ["3:90"]
     config = settings("cake", allow_override="cake", decode_budget=128, decode_interval=INTERVAL)
-    # seed 5 has an output whose rounding is a little above the bound
+    # with seed 5, the rounding error of an output is slightly above the bound
     seen, packed = recorded(checkpoints_folder, config, tokens(prompt, seed=6), answer, spans)
     assert packed == []
     replay = Replay("cake", SHAPES[NAME], seen, prompt, 128, answer)
@@ -232,39 +244,37 @@ def test_where_most_of_a_prompt_is_protected_its_answer_is_bounded(checkpoints_f
 
 
 @pytest.mark.parametrize("probe", [8, 20])
-def test_a_probe_shorter_than_the_window_leaves_it_behind_what_was_packed(
-    probe, checkpoints_folder
-):
-    """The question stands across the last boundary, and the prompt's end right behind that."""
+def test_a_probe_shorter_than_the_window_keeps_the_window(probe, checkpoints_folder):
+    """The question crosses the last boundary, and the prompt ends right after it."""
     method, length, answer, spans = "snapkv", 4 * PIECE + 12, 20, ["2:12", f"{4 * PIECE - 20}:390"]
     more = {"max_whole": 300, "piece": PIECE, "probe": probe, "window": 16}
     config = settings(method, 0.4, **more)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     if probe < 16:
         replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
-        replay.w, replay.inside = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
+        replay.w, replay.max_tokens_before_end = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
         replay.protected = protected(spans)
-        replay.to_the_end(length + answer)
+        replay.replay_all(length + answer)
         assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("rest", [5, 12])
-def test_an_answer_that_judges_a_prompt_right_behind_its_last_piece(rest, checkpoints_folder):
-    """With the prompt's last 16 queries beside it, which reach into that piece."""
+def test_a_lookahead_right_after_the_last_piece(rest, checkpoints_folder):
+    """The prompt's last 16 queries also score, and some of them are in that piece."""
     length = 4 * PIECE + rest
     more = {"max_whole": 300, "piece": PIECE, "lookahead": 8}
     config = settings("cake-chunk", 0.4, **more)
     spans = ["0:20", f"{length - 9}:{length}"]
     _, (pack_request,) = recorded(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
-    assert pack_request.answered >= 8
-    assert pack_request.plan.settled >= 4 * PIECE - 8
+    assert pack_request.output_tokens >= 8
+    assert pack_request.plan.intact_from >= 4 * PIECE - 8
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize("spans", [["40:60"], ["2:9", "70:90", "140:150"]])
-def test_where_tokens_merge_the_protected_take_none_in(spans, checkpoints_folder):
-    """Bit for bit what was computed, however often it is packed, and the others are merged."""
+def test_protected_tokens_absorb_no_merged_tokens(spans, checkpoints_folder):
+    """Protected tokens stay bit-identical after every compression; other tokens are merged."""
     prompt, answer = 200, 110
     config = settings("d2o", 0.6, decode_budget=96, decode_interval=INTERVAL)
     with engine(make(NAME, checkpoints_folder), additional_config=config) as llm:
@@ -280,7 +290,7 @@ def test_where_tokens_merge_the_protected_take_none_in(spans, checkpoints_folder
 
 
 def as_they_were(llm, seen, positions):
-    """Each head's pages and tail hold the keys and values of these tokens as they were computed."""
+    """Check that each head's pages and tail contain the computed keys and values of tokens."""
     pool, shape = llm.compressor.pool, SHAPES[NAME]
     (slot,) = pool._slots.values()
     (request,) = llm.running()
@@ -303,28 +313,28 @@ def as_they_were(llm, seen, positions):
 
 
 PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]
-# as many tokens of two requests are protected, and they are packed together
+# two requests with the same number of protected tokens are compressed in one step
 ASKS = [["0:17"], ["5:22"], ["40:60", "400:403"], "none"]
 
 
-@first_runner
+@model_runner_v1_only
 @pytest.mark.parametrize(
     ("method", "more"),
     [
         ("cake", {"decode_budget": 96, "decode_interval": 32}),
         ("d2o", {"decode_budget": 96, "decode_interval": 32}),
-        ("cake-chunk", {"lookahead": AHEAD}),
+        ("cake-chunk", {"lookahead": LOOKAHEAD}),
     ],
 )
-def test_an_answer_depends_on_its_own_spans(method, more, checkpoints_folder):
-    """Not on its neighbours, chunks, what the prefix cache has, or how often it is preempted."""
+def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints_folder):
+    """Not on concurrent requests, chunks, the prefix cache or preemptions."""
     model = make(NAME, checkpoints_folder)
     config = settings(method, 0.4, allow_override=method, **more)
-    asked = [{"kv_protect": spans} for spans in ASKS]
+    extra_args = [{"kv_protect": spans} for spans in ASKS]
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         alone = [
             llm.generate([prompt], 80, extra_args=ask)[0]
-            for prompt, ask in zip(PROMPTS, asked, strict=True)
+            for prompt, ask in zip(PROMPTS, extra_args, strict=True)
         ]
         unprotected = [llm.generate([prompt], 80)[0] for prompt in PROMPTS]
     assert alone[3] == unprotected[3]
@@ -340,16 +350,16 @@ def test_an_answer_depends_on_its_own_spans(method, more, checkpoints_folder):
             free = llm.free_blocks
             for order in (1, -1):
                 for at in range(4)[::order]:
-                    llm.submit(str(at), PROMPTS[at], 80, extra_args=asked[at])
+                    llm.submit(str(at), PROMPTS[at], 80, extra_args=extra_args[at])
                 got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
                 assert [got[str(at)] for at in range(4)] == alone
-            llm.settle()
+            llm.finish_in_flight_steps()
             assert llm.free_blocks == free
             assert not llm.compressor.pool.protected
 
 
-@first_runner
-def test_choices_of_one_prompt_share_its_spans(checkpoints_folder):
+@model_runner_v1_only
+def test_all_outputs_of_a_prompt_share_its_spans(checkpoints_folder):
     model, config = make(NAME, checkpoints_folder), settings("cake", 0.4)
     with engine(model, additional_config=config) as llm:
         packed = llm.watch_packing(lambda done: done.pack_request.plan.spans)
@@ -360,9 +370,9 @@ def test_choices_of_one_prompt_share_its_spans(checkpoints_folder):
         assert packed == [((0, 17),)] * 2
 
 
-@first_runner
-def test_what_is_protected_counts_in_the_budget_or_raises_it(checkpoints_folder, watched):
-    """And where more than half of a prompt is, it is left whole, with its reason."""
+@model_runner_v1_only
+def test_protected_tokens_use_or_raise_the_budget(checkpoints_folder, watched):
+    """A prompt with more than half protected stays uncompressed, with a reason."""
     model, prompt = make(NAME, checkpoints_folder), tokens(600, seed=3)
     with engine(model, additional_config=settings("snapkv", 0.3, allow_override="all")) as llm:
         packed = llm.watch_packing(lambda done: done.pack_request.plan)
@@ -377,7 +387,7 @@ def test_what_is_protected_counts_in_the_budget_or_raises_it(checkpoints_folder,
             llm.drain()
     own, within, raised = packed
     assert (within.pages, within.raised) == (own.pages, False)
-    # 300 and half of the 180 that the budget keeps, but for what the tail has of them, to the page
+    # 300 and half of the budget's 180, less the tail's tokens, rounded to pages
     assert raised.raised
     assert raised.pages == 4 * -(-(300 + 90 - 600 % BLOCK) // BLOCK)
     assert held[0] == held[1] < held[2] < held[3] == 19

@@ -1,6 +1,6 @@
-"""Prompts that are pulled into small pools: whatever comes and goes, everybody ends.
+"""Prompts pulled from another server into small pools: every request ends.
 
-A scheduler alone, with a stand-in for its connector (`pulled`).
+The scheduler runs alone, with a fake KV connector (`fake_pulls`).
 """
 
 import random
@@ -10,25 +10,25 @@ from vllm.v1.request import RequestStatus
 
 from checkpoints import make, tokens
 from configuring import configure
-from engines import first_runner
-from pulled import SIZE, Pulling
+from engines import model_runner_v1_only
+from fake_pulls import SIZE, PullScheduler
 
-pytestmark = first_runner
+pytestmark = model_runner_v1_only
 
 M = 8
-WAYS = {
+CONFIGS = {
     "usual": {"compress": "cake-chunk", "lookahead": M},
-    "never": {"compress": "cake-chunk", "lookahead": M, "lookahead_yields": "never"},
-    "waiting": {"compress": "cake-chunk", "lookahead": M, "lookahead_yields": "waiting"},
-    # longer prompts have no room to look ahead
+    "never": {"compress": "cake-chunk", "lookahead": M, "lookahead_on_pressure": "never"},
+    "waiting": {"compress": "cake-chunk", "lookahead": M, "lookahead_on_pressure": "waiting"},
+    # The pool cannot hold longer prompts until such a look-ahead ends.
     "long": {"compress": "cake-chunk", "lookahead": 256},
     "bounded": {"compress": "cake", "lookahead": M, "decode_budget": 96, "decode_interval": 32},
 }
 
 
 @pytest.fixture(scope="module")
-def usual(checkpoints_folder):
-    """vLLM's configuration, once for all schedulers of this file."""
+def vllm_config(checkpoints_folder):
+    """vLLM's configuration, created once for all schedulers of this file."""
     return configure(
         make("llama-two-layers", checkpoints_folder),
         block_size=SIZE,
@@ -40,62 +40,67 @@ def usual(checkpoints_folder):
     )
 
 
-def drive(pulling, draw):
-    """Let requests come and go; returns how many were packed, and how many found no blocks for it.
+def run_random_load(pulling, rng):
+    """Add, load, abort and run random requests until all have ended.
+
+    Returns:
+        Number of packed requests, and of requests that found no blocks to be packed into.
 
     Raises:
-        AssertionError: one does not end, or keeps something.
+        AssertionError: a request does not end, or holds resources after its end.
     """
-    free, to_come = pulling.free, 14
-    shared = tokens(320, seed=draw.randrange(3))
-    most = (free - 1) * SIZE
+    free_before, num_to_add = pulling.free, 14
+    shared = tokens(320, seed=rng.randrange(3))
+    max_tokens = (free_before - 1) * SIZE
     for _ in range(3000):
-        if to_come and draw.random() < 0.5:
-            to_come -= 1
-            prompt = shared[: draw.randrange(0, 321)] + tokens(
-                draw.randrange(1, 300), seed=draw.randrange(1000)
+        if num_to_add and rng.random() < 0.5:
+            num_to_add -= 1
+            prompt = shared[: rng.randrange(0, 321)] + tokens(
+                rng.randrange(1, 300), seed=rng.randrange(1000)
             )
-            answer = draw.choice([1, 3, 20, 60])
-            prompt = prompt[: most - answer]
-            pulling.add(str(to_come), prompt, answer, pull=draw.random() < 0.8)
-        done = [name for name in pulling.loading if draw.random() < 0.15]
-        failed = [name for name in done if draw.random() < 0.1]
-        if pulling.scheduler.requests and draw.random() < 0.02:
-            pulling.abort(draw.choice(list(pulling.scheduler.requests)))
+            num_output = rng.choice([1, 3, 20, 60])
+            prompt = prompt[: max_tokens - num_output]
+            pulling.add(str(num_to_add), prompt, num_output, pull=rng.random() < 0.8)
+        done = [name for name in pulling.loading if rng.random() < 0.15]
+        failed = [name for name in done if rng.random() < 0.1]
+        if pulling.scheduler.requests and rng.random() < 0.02:
+            pulling.abort(rng.choice(list(pulling.scheduler.requests)))
             failed = []
         pulling.step(done, failed)
-        looking = pulling.manager.planner._looking
-        statuses = {pulling.scheduler.requests[name].status for name in looking}
-        # whoever waits for its load holds no slot
+        lookahead_ids = pulling.manager.planner._lookahead_ids
+        statuses = {pulling.scheduler.requests[name].status for name in lookahead_ids}
+        # A request that waits for its load holds no look-ahead slot.
         assert RequestStatus.WAITING_FOR_REMOTE_KVS not in statuses
-        if not to_come and not pulling.scheduler.requests:
+        if not num_to_add and not pulling.scheduler.requests:
             break
-    left = {name: each.status.name for name, each in pulling.scheduler.requests.items()}
-    assert not left, (left, pulling.free)
-    assert pulling.free == free
+    unfinished = {name: each.status.name for name, each in pulling.scheduler.requests.items()}
+    assert not unfinished, (unfinished, pulling.free)
+    assert pulling.free == free_before
     planner = pulling.manager.planner
-    kept = (planner.schedules, planner._looking, planner._pulled, pulling.loading)
-    assert not any((*kept, pulling.manager.lookaheads, pulling.manager._packed))
+    state = (planner.schedules, planner._lookahead_ids, planner._pulled, pulling.loading)
+    assert not any((*state, pulling.manager.lookaheads, pulling.manager._packed))
     compression_stats = pulling.manager.compression_stats
     return compression_stats.planned.total(), compression_stats.skipped["full_pool"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("slots", [1, 8])
-def test_everybody_ends_and_all_blocks_come_back(way, slots, usual):
-    packed = whole = 0
-    for seed in range(10):
-        draw = random.Random(seed)
-        own = {"budget": draw.choice([0.3, 0.6, 0.9])} | WAYS[way]
-        done = drive(Pulling(usual, draw.choice([24, 27, 40]), slots, **own), draw)
-        packed, whole = packed + done[0], whole + done[1]
-    assert packed > 10
-    # only where a prompt cannot look ahead
-    assert whole == 0 or slots == 1 or way == "long"
+def test_pulled_requests_end_and_return_their_blocks(name, slots, vllm_config):
+    num_packed = num_uncompressed = 0
+    # Few prompts are long enough to be packed if the look-ahead is long.
+    for seed in range(20 if name == "long" else 10):
+        rng = random.Random(seed)
+        config = {"budget": rng.choice([0.3, 0.6, 0.9])} | CONFIGS[name]
+        pulling = PullScheduler(vllm_config, rng.choice([24, 27, 40]), slots, **config)
+        packed, uncompressed = run_random_load(pulling, rng)
+        num_packed, num_uncompressed = num_packed + packed, num_uncompressed + uncompressed
+    assert num_packed > 10
+    # Only prompts without a look-ahead can find no blocks.
+    assert num_uncompressed == 0 or slots == 1 or name == "long"
 
 
-def three_that_share(pulling):
-    """Two prompts that share a prefix in the cache, and one that takes the rest of the pool."""
+def add_requests_that_fill_the_pool(pulling):
+    """Add two prompts that share a cached prefix, and one that takes the rest of the pool."""
     prefix = tokens(256, seed=1)
     pulling.add("before", prefix + tokens(3, seed=9), 1, pull=False)
     pulling.step()
@@ -110,43 +115,46 @@ def three_that_share(pulling):
 
 @pytest.mark.parametrize("budget", [0.3, 0.6])
 @pytest.mark.parametrize("slots", [1, 8])
-def test_prompts_that_were_pulled_run_without_a_free_block(budget, slots, usual):
-    pulling = Pulling(usual, 27, slots, compress="cake-chunk", budget=budget, lookahead=M)
-    three_that_share(pulling)
+def test_pulled_prompts_start_without_a_free_block(budget, slots, vllm_config):
+    pulling = PullScheduler(
+        vllm_config, 27, slots, compress="cake-chunk", budget=budget, lookahead=M
+    )
+    add_requests_that_fill_the_pool(pulling)
     pulling.step(["0", "1"])
-    # each finds its prompt here and no block to pack it into
+    # Both have their prompt, and no block to pack it into.
     assert pulling.step().keys() == {"0", "1"}
     pulling.step(["last"])
     for _ in range(300):
         pulling.step()
     assert not pulling.scheduler.requests
     assert pulling.free == 26
-    # the second found no slot beside the first one's, and stays whole
-    assert pulling.manager.compression_stats.skipped["full_pool"] == (slots == 1)
-    assert (pulling.manager.compression_stats.slotless > 0) == (slots == 1)
+    # With one slot, the second request finds none and stays uncompressed.
+    compression_stats = pulling.manager.compression_stats
+    assert compression_stats.skipped["full_pool"] == (slots == 1)
+    assert (compression_stats.slotless_lookaheads > 0) == (slots == 1)
 
 
-def test_what_is_promised_is_left_once_however_many_are_pulled(usual):
-    """Two that look ahead and share their prompts' beginning are promised blocks."""
-    pulling = Pulling(usual, 40, 8, compress="cake-chunk", budget=0.9, lookahead=200)
+def test_reserved_blocks_are_counted_once_for_several_pulled_prompts(vllm_config):
+    """Blocks are reserved for two look-aheads whose prompts share a prefix."""
+    pulling = PullScheduler(vllm_config, 40, 8, compress="cake-chunk", budget=0.9, lookahead=200)
     prefix = tokens(256, seed=1)
     for name in range(2):
         pulling.add(str(name), prefix + tokens(40, seed=2 + name), 250, pull=False)
         pulling.step()
-    promised, free = pulling.manager.lookaheads.promised(0), pulling.free
-    each = 2
-    fit = (free - promised) // each
-    assert promised > each < fit
-    for name in range(fit + 1):
-        pulling.add(f"pulled {name}", tokens(each * SIZE - 4, seed=30 + name))
+    reserved, free_blocks = pulling.manager.lookaheads.reserved_blocks(0), pulling.free
+    prompt_blocks = 2
+    num_fitting = (free_blocks - reserved) // prompt_blocks
+    assert reserved > prompt_blocks < num_fitting
+    for name in range(num_fitting + 1):
+        pulling.add(f"pulled {name}", tokens(prompt_blocks * SIZE - 4, seed=30 + name))
     pulling.step()
-    assert len(pulling.loading) == fit
+    assert len(pulling.loading) == num_fitting
     assert pulling.scheduler._inflight_prefill_reserved_blocks() == 0
 
 
-def test_a_prompt_of_which_all_is_computed_gives_its_blocks_back(usual, monkeypatch):
-    pulling = Pulling(usual, 27, 8, compress="cake-chunk", budget=0.3, lookahead=M)
-    monkeypatch.setattr(pulling.manager.planner, "longest_hit", lambda request, most: 0)
+def test_pulled_prompt_that_is_computed_again_returns_its_blocks(vllm_config, monkeypatch):
+    pulling = PullScheduler(vllm_config, 27, 8, compress="cake-chunk", budget=0.3, lookahead=M)
+    monkeypatch.setattr(pulling.manager.planner, "longest_hit", lambda request, max_length: 0)
     pulling.add("r", tokens(300, seed=1), 9)
     pulling.step()
     pulling.step(["r"])
@@ -157,35 +165,37 @@ def test_a_prompt_of_which_all_is_computed_gives_its_blocks_back(usual, monkeypa
 
 
 @pytest.mark.parametrize("compress", ["snapkv", "cake-chunk"])
-def test_nobody_is_judged_by_queries_that_were_computed_elsewhere(compress, usual):
-    """Also where a look-ahead gives way before its answer has as many as it was to have."""
-    own = {"budget": 0.3, "lookahead": 32, "lookahead_yields": "waiting"}
-    pulling, first, cuts = Pulling(usual, 30, 8, compress=compress, **own), {}, []
+def test_pulled_prompts_are_scored_only_by_queries_computed_here(compress, vllm_config):
+    """Also by an early compression, before all queries of the look-ahead are computed."""
+    config = {"budget": 0.3, "lookahead": 32, "lookahead_on_pressure": "waiting"}
+    pulling = PullScheduler(vllm_config, 30, 8, compress=compress, **config)
+    pulled_tokens, early_targets = {}, []
     scheduler, manager = pulling.scheduler, pulling.manager
-    update, hand_over = scheduler._update_waiting_for_remote_kv, manager._hand_over
+    update, apply_pack = scheduler._update_waiting_for_remote_kv, manager._apply_pack
 
-    def updating(request):
+    def recording_update(request):
         update(request)
-        first[request.request_id] = request.num_computed_tokens
+        pulled_tokens[request.request_id] = request.num_computed_tokens
 
-    def handing_over(pending):
+    def checking_apply_pack(pending):
         pack = pending[0]
         if scheduler.requests[pack.request_id].num_preemptions == 0:
-            cuts.append(pack.cut)
-            assert pack.plan.window <= pack.tokens - first[pack.request_id]
-        return hand_over(pending)
+            early_targets.append(pack.early_target)
+            assert pack.plan.window <= pack.tokens - pulled_tokens[pack.request_id]
+        return apply_pack(pending)
 
-    scheduler._update_waiting_for_remote_kv, manager._hand_over = updating, handing_over
+    scheduler._update_waiting_for_remote_kv = recording_update
+    manager._apply_pack = checking_apply_pack
     for name in range(12):
         pulling.add(str(name), tokens(300, seed=name), 60)
     for _ in range(400):
         pulling.step(list(pulling.loading))
     assert not scheduler.requests
-    assert any(cuts)
+    assert any(early_targets)
 
 
-def test_a_pulled_prompt_that_is_left_whole_is_told_once(usual):
-    pulling = Pulling(usual, 27, 8, compress="cake-chunk", budget=0.3, lookahead=M)
+def test_uncompressed_pulled_prompt_is_counted_once(vllm_config):
+    pulling = PullScheduler(vllm_config, 27, 8, compress="cake-chunk", budget=0.3, lookahead=M)
     pulling.add("short", tokens(20, seed=1), 9)
     pulling.step()
     pulling.step(["short"])

@@ -1,4 +1,4 @@
-"""The ring against a list of every query: rows of one token and of many, padded or not."""
+"""The query ring against a list of all queries: decode and prefill rows, padded or not."""
 
 import random
 
@@ -14,11 +14,8 @@ LAYERS, HEADS, DIM, SLOTS, REQUESTS, ROWS = 2, 2, 4, 4, 7, 8
 
 
 @pytest.mark.parametrize("window", [1, 5, 12])
-def test_it_has_the_last_queries_of_every_slot(window):
-    """Whatever was in its buffers before, whoever had its slots, and whatever pads a batch.
-
-    Padding goes behind the rows, behind the tokens, or both, as graphs want it.
-    """
+def test_ring_returns_the_last_queries_of_every_slot(window):
+    """Slots are reused by other requests, and batches are padded in rows, in tokens or in both."""
     rng, device = random.Random(window), torch.device("cpu")
     ring = QueryRing(
         layers=LAYERS,
@@ -31,18 +28,18 @@ def test_it_has_the_last_queries_of_every_slot(window):
         dtype=torch.float32,
         device=device,
     )
-    every: dict[int, list[torch.Tensor]] = {}
+    all_queries: dict[int, list[torch.Tensor]] = {}
     lengths = [0] * REQUESTS
     slots, seq_lens = torch.zeros(ROWS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
     for step in range(60):
         if step % 4 == 0:
-            if len(every) == SLOTS - 1:
-                ended = rng.choice([*every])
-                del every[ended]
-                ring.release(ended)
-            begun = rng.choice([i for i in range(1, REQUESTS) if i not in every])
-            ring.admit(begun)
-            every[begun] = []
+            if len(all_queries) == SLOTS - 1:
+                finished = rng.choice([*all_queries])
+                del all_queries[finished]
+                ring.release(finished)
+            started = rng.choice([i for i in range(1, REQUESTS) if i not in all_queries])
+            ring.admit(started)
+            all_queries[started] = []
         batch = rng.sample(range(1, REQUESTS), rng.randint(1, REQUESTS - 1))
         batch += [0] * rng.randint(0, 1)
         rng.shuffle(batch)
@@ -51,22 +48,22 @@ def test_it_has_the_last_queries_of_every_slot(window):
         padded = max(sum(counts) + rng.choice([0, 5]), rows)
         query = torch.randn(LAYERS, padded, HEADS, DIM)
         start = [0]
-        slots.fill_(3)  # what an earlier batch left
+        slots.fill_(3)  # values of an earlier batch
         for row, (slot, count) in enumerate(zip(batch, counts, strict=True)):
-            own = query[:, start[-1] : start[-1] + count]
-            if slot in every:
-                every[slot].extend(own.unbind(1))
+            row_queries = query[:, start[-1] : start[-1] + count]
+            if slot in all_queries:
+                all_queries[slot].extend(row_queries.unbind(1))
             lengths[slot] += count
             slots[row], seq_lens[row] = slot, lengths[slot]
             start.append(start[-1] + count)
         start += [start[-1]] * (rows - len(batch))
         live = torch.tensor(len(batch), dtype=torch.int32)
-        ring.follow(slots, seq_lens[: rng.choice([len(batch), ROWS])], live, rows)
+        ring.set_batch_rows(slots, seq_lens[: rng.choice([len(batch), ROWS])], live, rows)
         ring.lay_out(torch.tensor(start, dtype=torch.int32), padded, max(counts))
         for layer in range(LAYERS):
             ring.store(layer, query[layer])
-        known = [slot for slot, queries in every.items() if len(queries) >= window]
-        if known:
-            got = ring.latest(known, [lengths[slot] for slot in known], window)
-            want = torch.stack([torch.stack(every[slot][-window:], 1) for slot in known])
-            assert torch.equal(got, want.flatten(0, 1))
+        full = [slot for slot, queries in all_queries.items() if len(queries) >= window]
+        if full:
+            actual = ring.latest(full, [lengths[slot] for slot in full], window)
+            expected = torch.stack([torch.stack(all_queries[slot][-window:], 1) for slot in full])
+            assert torch.equal(actual, expected.flatten(0, 1))

@@ -1,4 +1,4 @@
-"""What doctor notes of prompts that are packed between each other's pieces."""
+"""The doctor's recorder and the server's role counts, on packings made by hand."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SETTINGS = CompressionConfig.parse({"compress": "snapkv", "window": 1})
 
 
 def packed(recorder, tokens, slots, **more):
-    """One layer of one head keeps `slots`."""
+    """Record a packing in which one layer with one head keeps `slots`."""
     pages = len(slots) // SIZE
     plan = PagePlan(num_layers=1, tokens=tokens, block_size=SIZE, window=1, budget=2, pages=pages)
     pack_request = PackRequest(
@@ -25,42 +25,42 @@ def packed(recorder, tokens, slots, **more):
     recorder.packed(pack_request, torch.tensor([[slots]], dtype=torch.int32), torch.tensor([pages]))
 
 
-def test_a_whole_prompt_between_the_pieces_of_another_is_its_own():
+def test_prompt_packed_between_pieces_of_another_is_recorded_separately():
     recorder = _Recorder(buckets=8, parts={"odd": ((1, 2), (3, 4))})
-    packed(recorder, 16, [0, 5, 10, 15], whole=False, ends=False)
+    packed(recorder, 16, [0, 5, 10, 15], nothing_dropped=False, completes_prompt=False)
     packed(recorder, 8, [1, 3, 5, 7])
-    # of the first one's pages slot 1 is position 5, and slots 4 to 7 are 16 to 19
-    packed(recorder, 20, [1, 3, 4, 7], whole=False)
-    whole, pieces = recorder.prompts
-    assert whole["share"] == [[0, 1, 0, 1, 0, 1, 0, 1]]
-    assert (whole["parts"], pieces["parts"]) == ({"odd": 1}, {"odd": 0})
+    # After the first piece, slot 1 is position 5, and slots 4 to 7 are positions 16 to 19.
+    packed(recorder, 20, [1, 3, 4, 7], nothing_dropped=False)
+    single, pieces = recorder.prompts
+    assert single["share"] == [[0, 1, 0, 1, 0, 1, 0, 1]]
+    assert (single["parts"], pieces["parts"]) == ({"odd": 1}, {"odd": 0})
     kept = torch.zeros(20)
     kept[[5, 15, 16, 19]] = 1
     bucket = torch.arange(20) * 8 // 20
-    want = torch.zeros(8).index_add_(0, bucket, kept) / torch.bincount(bucket)
-    assert pieces["share"] == [want.tolist()]
+    expected = torch.zeros(8).index_add_(0, bucket, kept) / torch.bincount(bucket)
+    assert pieces["share"] == [expected.tolist()]
     packed(recorder, 16, [0, 1, 2, 3], prefill=False)
-    assert (len(recorder.prompts), recorder.answers) == (2, 1)
+    assert (len(recorder.prompts), recorder.output_packings) == (2, 1)
 
 
-class Told:
-    """A step in which one request is new, as far as it is read."""
+class StepOutput:
+    """The parts of a `SchedulerOutput` that `RoleCounts` reads, with one new request."""
 
-    def __init__(self, request_id, roles, gone=()):
+    def __init__(self, request_id, roles, finished=()):
         params = SamplingParams(extra_args={"kvcompress_roles": {"user": [[0, 1]]}})
         attach_spans(params, (), roles)
         new = type("New", (), {"req_id": request_id, "sampling_params": params})
-        self.scheduled_new_reqs, self.finished_req_ids = [new], set(gone)
+        self.scheduled_new_reqs, self.finished_req_ids = [new], set(finished)
 
 
-@pytest.mark.parametrize("answered", [None, 0, 3])
+@pytest.mark.parametrize("output_tokens", [None, 0, 3])
 @pytest.mark.parametrize("tokens", [24, 25, 27])
-def test_what_a_server_counts_of_each_role_is_what_doctor_notes(tokens, answered):
-    """By another way: on the device and before the tail is known, from what kernels are given."""
-    layers, heads, prompt = 3, 2, tokens - (answered or 0)
+def test_role_counts_match_the_doctors_recorder(tokens, output_tokens):
+    """The server counts on the device from slots in pages; the doctor counts positions."""
+    layers, heads, prompt = 3, 2, tokens - (output_tokens or 0)
     roles = {"system": ((0, 3),), "user": ((3, 9), (11, 14)), "template": ((9, 11), (14, prompt))}
     counts = torch.tensor([2, 4, 1])
-    generator = torch.Generator().manual_seed(tokens + (answered or 9))
+    generator = torch.Generator().manual_seed(tokens + (output_tokens or 9))
     kept = torch.full((layers, heads, 4 * SIZE), -1, dtype=torch.int32)
     for layer, pages in enumerate(counts.tolist()):
         for head in range(heads):
@@ -70,22 +70,22 @@ def test_what_a_server_counts_of_each_role_is_what_doctor_notes(tokens, answered
         num_layers=layers, tokens=tokens, block_size=SIZE, window=1, budget=9, pages=7
     )  # fmt: skip
     more = {"settings": SETTINGS, "plan": plan, "tokens": tokens, "destination": ()}
-    pack_request = PackRequest(request_id="r", answered=answered, **more)
+    pack_request = PackRequest(request_id="r", output_tokens=output_tokens, **more)
     recorder, counting = _Recorder(buckets=8, parts=roles), RoleCounts()
-    counting.begin_step(Told("r", roles))
+    counting.begin_step(StepOutput("r", roles))
     for packed_by in (recorder.packed, counting.packed):
         packed_by(pack_request, kept, counts)
     counted = counting.take("r")
-    told = counted.shares(pack_request, counted.pairs.tolist())
-    assert {role: share for role, _, share in told} == pytest.approx(recorder.prompts[0]["parts"])
-    assert sum(own.tokens for own in told) == prompt
+    shares = counted.shares(pack_request, counted.pairs.tolist())
+    assert {role: share for role, _, share in shares} == pytest.approx(recorder.prompts[0]["parts"])
+    assert sum(role.tokens for role in shares) == prompt
     assert counting.take("r") is None
-    # of what was packed piece by piece a slot is no position, and nothing is told
-    counting.packed(PackRequest(request_id="r", whole=False, **more), kept, counts)
+    # In a prompt packed in pieces a slot is not a position, so nothing is counted.
+    counting.packed(PackRequest(request_id="r", nothing_dropped=False, **more), kept, counts)
     assert counting.take("r") is None
-    # nor of another request of its name that does not ask, nor once it is gone
-    for later in (Told("r", {}), Told("other", {}, gone=["r"])):
-        counting.begin_step(Told("r", roles))
+    # Roles are dropped when the request finishes, or when its id is reused without roles.
+    for later in (StepOutput("r", {}), StepOutput("other", {}, finished=["r"])):
+        counting.begin_step(StepOutput("r", roles))
         counting.begin_step(later)
         counting.packed(pack_request, kept, counts)
         assert counting.take("r") is None

@@ -1,6 +1,6 @@
-"""What the engine keeps of a prompt, against docs/methods.md in float64: positions, bytes, budgets.
+"""Compare the engine's kept positions, bytes and budgets with docs/methods.md in float64.
 
-The reference sees the queries, keys and values that the attention layers received; the engine's
+The reference gets the queries, keys and values that the attention layers received. The engine's
 side is read back from the pages that decode steps will read.
 """
 
@@ -25,9 +25,9 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 ALLOCATORS = {"cake": Cake(), "snapkv": Uniform(), "pyramidkv": Pyramid()}
 NAMES = ["llama-gqa"] if V2 else ["llama-gqa", "llama-mha", "llama-mqa", "llama-d80", "qwen3"]
 CASES = [(name, method) for name in NAMES for method in ("cake", "snapkv")]
-CASES += [("llama-gqa", "pyramidkv")]  # SnapKV's scores, and budgets out of lengths alone
+CASES += [("llama-gqa", "pyramidkv")]  # SnapKV's scores, and budgets from lengths alone
 CASES += [] if V2 else [("qwen3-moe", "cake"), ("mixtral", "snapkv")]
-# a block of the last two has 96 tokens
+# the last two have blocks of 96 tokens
 STATES = ["qwen3-next"] if V2 else ["granite", "nemotron", "granite-96", "qwen3-next"]
 CASES += [(name, "cake") for name in STATES]
 CASES += [("gpt-oss", "cake")] if V2 else [(n, m) for n in HYBRIDS for m in ("cake", "snapkv")]
@@ -35,17 +35,20 @@ PROMPT = tokens(417, seed=33)
 
 
 def softmax(logits: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Over the last dim, with a sink's logit that has no column."""
+    """Return the softmax over the last dim, with a sink's logit that has no column."""
     if sink is None:
         return logits.softmax(-1)
-    own = sink.expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
+    sink_column = sink.expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sink_column], -1).softmax(-1)[..., :-1]
 
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """docs/methods.md 1.4 and 2.3 in float64: mean, variance ``[Hq, P]`` over the window, H, V."""
+    """Return the window's mean and variance ``[Hq, P]``, and (H, V), in float64.
+
+    docs/methods.md 1.4 and 2.3.
+    """
     heads, group, past = q.shape[1], q.shape[1] // k.shape[1], len(k) - WINDOW
     q, k = q.double()[-WINDOW:], k.double()
     mean, variance, entropy = [], [], 0.0
@@ -62,7 +65,7 @@ def reference(
 
 
 def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[Hkv, P]``: pooled by plain loops, then or before averaged over the group."""
+    """Return ``[Hkv, P]`` scores, pooled by plain loops."""
     per_head = mean + 200 * variance if method == "cake" else mean * WINDOW
     grouped = per_head.view(heads, -1, per_head.shape[-1]).mean(1)
     reach = 2 if method == "cake" else 3
@@ -73,9 +76,9 @@ def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: in
     return out
 
 
-def decoded_from_kept(seen, held, shape, tokens: int) -> None:
-    """Every decode step attends to the kept tokens, the tail and what was decoded, and only."""
-    whole = tokens // shape.block * shape.block
+def assert_decode_reads_kept_tokens(seen, held, shape, tokens: int) -> None:
+    """Check that every decode step attends exactly to kept tokens, the tail and decoded tokens."""
+    full_block_tokens = tokens // shape.block * shape.block
     for layer, (keys, values) in enumerate(held):
         q, k, v, out = (
             torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
@@ -84,24 +87,28 @@ def decoded_from_kept(seen, held, shape, tokens: int) -> None:
         q, k, v, out = (x.view(len(q), -1, shape.head_dim) for x in (q, k, v, out))
         sinks = seen[layer]["sinks"]
         assert len(q) > tokens + 4
-        for at in range(tokens, len(q)):
+        for position in range(tokens, len(q)):
             for head in range(shape.heads):
                 kv = head // (shape.heads // shape.kv_heads)
-                every_k = torch.cat([keys[kv].double(), k[whole : at + 1, kv]])
-                every_v = torch.cat([values[kv].double(), v[whole : at + 1, kv]])
-                logits = every_k @ q[at, head] / math.sqrt(shape.head_dim)
-                # a float32 logit is off by its rounding, and softmax passes that on relatively
-                reach = (every_k.norm(dim=-1).amax() * q[at, head].norm()).item()
+                all_k = torch.cat([keys[kv].double(), k[full_block_tokens : position + 1, kv]])
+                all_v = torch.cat([values[kv].double(), v[full_block_tokens : position + 1, kv]])
+                logits = all_k @ q[position, head] / math.sqrt(shape.head_dim)
+                # float32 rounding of logits becomes a relative error of the softmax
+                reach = (all_k.norm(dim=-1).amax() * q[position, head].norm()).item()
                 rounding = 2 * FLOAT32_EPS * reach / math.sqrt(shape.head_dim)
-                # and so is what is written in bfloat16
-                written = 0 if shape.dtype == "float32" else torch.finfo(torch.bfloat16).eps
-                bound = (1e-6 + rounding + written) * every_v.abs().amax().item()
+                # rounding of outputs written in bfloat16
+                output_eps = 0 if shape.dtype == "float32" else torch.finfo(torch.bfloat16).eps
+                bound = (1e-6 + rounding + output_eps) * all_v.abs().amax().item()
                 weights = softmax(logits, None if sinks is None else sinks[head])
-                assert (out[at, head] - weights @ every_v).abs().amax() <= bound
+                assert (out[position, head] - weights @ all_v).abs().amax() <= bound
 
 
 def packed(llm):
-    """Step until a prompt is packed: pages of each layer, and the keys and values in them."""
+    """Step until a prompt is packed, and return its page counts, keys and values.
+
+    Returns:
+        pages of each layer, and each layer's packed keys and values ``[Hkv, n, D]``.
+    """
     while not llm.compressor.compressed:
         llm.step()
     (slot,) = llm.compressor.pool._slots.values()
@@ -115,34 +122,36 @@ def packed(llm):
     return counts, held
 
 
-def equals_the_reference(made, seen, counts, held, shape, tokens: int) -> None:
-    """What the pages of a prompt hold is what the method says, in float64."""
-    whole = tokens // shape.block * shape.block
-    decoded_from_kept(seen, held, shape, tokens)
+def assert_equals_reference(config, seen, counts, held, shape, tokens: int) -> None:
+    """Check that a prompt's pages hold what the method keeps in float64."""
+    full_block_tokens = tokens // shape.block * shape.block
+    assert_decode_reads_kept_tokens(seen, held, shape, tokens)
     q, k, v = (
         [torch.cat(seen[i][part])[:tokens].float() for i in range(shape.layers)] for part in "qkv"
     )
     q, k, v = ([x.view(tokens, -1, shape.head_dim) for x in layers] for layers in (q, k, v))
     found = [reference(q[i], k[i], seen[i]["sinks"]) for i in range(shape.layers)]
-    plan = page_plan(made.prompt(shape.layers, tokens), shape.block)
+    plan = page_plan(config.budget_spec(shape.layers, tokens), shape.block)
     entropy, shift = torch.tensor([pair for *_, pair in found], dtype=torch.float64).T
-    past = ALLOCATORS[made.compress].allocate(plan.prompt, LayerStats(entropy=entropy, shift=shift))
+    past = ALLOCATORS[config.compress].allocate(
+        plan.budget_spec, LayerStats(entropy=entropy, shift=shift)
+    )
     assert counts == round_to_pages(past + WINDOW, plan).tolist()
     for layer, (keys, values) in enumerate(held):
         mean, variance, _ = found[layer]
-        scores = scores_of(made.compress, mean, variance, shape.kv_heads)
+        scores = scores_of(config.compress, mean, variance, shape.kv_heads)
         for head in range(shape.kv_heads):
             where = {row.numpy().tobytes(): i for i, row in enumerate(k[layer][:, head])}
-            assert len(where) == tokens, "keys must tell positions apart"
+            assert len(where) == tokens, "keys must identify positions"
             kept = [where[row.numpy().tobytes()] for row in keys[head].float()]
             assert kept == sorted(kept)
             assert torch.equal(values[head].float(), v[layer][kept, head])
-            protected = set(range(tokens - WINDOW, whole))
+            protected = set(range(tokens - WINDOW, full_block_tokens))
             assert protected <= set(kept)
-            ranked = scores[head][: min(whole, tokens - WINDOW)]
+            ranked = scores[head][: min(full_block_tokens, tokens - WINDOW)]
             order = sorted(range(len(ranked)), key=lambda j: (-ranked[j].item(), j))
             best = order[: len(kept) - len(protected)]
-            # float32 and float64 may rank equals differently, and nothing else
+            # float32 and float64 may rank only equal scores differently
             boundary = ranked[best[-1]].item()
             for j in set(best) ^ (set(kept) - protected):
                 assert ranked[j].item() == pytest.approx(boundary, rel=1e-5), (layer, head, j)
@@ -150,18 +159,20 @@ def equals_the_reference(made, seen, counts, held, shape, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
-def test_pages_hold_what_the_method_says(name, method, checkpoints_folder, request):
+def test_pages_contain_the_tokens_that_the_method_selects(
+    name, method, checkpoints_folder, request
+):
     if name in STATEFUL:
         request.getfixturevalue("states_are_served")
     shape = {**SHAPES, **MIXTURES, **HYBRIDS, **STATEFUL}[name]
     block = shape.block
-    # of long blocks so few are kept that a small budget would leave no choice
+    # with long blocks a small budget keeps so few pages that there is no choice
     config = settings(method, 0.3 if block == BLOCK else 0.7, window=WINDOW)
     with engine(
         make(name, checkpoints_folder),
         additional_config=config,
         dtype=shape.dtype,
-        mamba_ssm_cache_dtype="float32",  # of states alone, whatever the processor has
+        mamba_ssm_cache_dtype="float32",  # only for states, whatever the processor supports
         enable_prefix_caching=False,
         max_num_batched_tokens=150,
         max_num_seqs=4,
@@ -173,6 +184,6 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder, reque
         assert llm.compressor.pool.block_size == block
         llm.drain()
 
-    shape = replace(shape, layers=len(seen))  # those with full attention
-    made = CompressionConfig.parse(config["kvcompress"])
-    equals_the_reference(made, seen, counts, held, shape, len(PROMPT))
+    shape = replace(shape, layers=len(seen))  # the full-attention layers
+    config = CompressionConfig.parse(config["kvcompress"])
+    assert_equals_reference(config, seen, counts, held, shape, len(PROMPT))

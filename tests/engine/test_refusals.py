@@ -1,4 +1,4 @@
-"""Options, executors and settings that cannot work: one sentence before anything loads."""
+"""Refusals of unsupported options, executors and settings before the model loads."""
 
 from contextlib import suppress
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def test_a_supported_model_is_configured(model):
     assert config.additional_config["kvcompress"]["compress"] == "cake"
 
 
-def test_the_settings_are_part_of_vllms_hash(model):
+def test_the_settings_are_part_of_vllms_config_hash(model):
     hashes = {
         configure(model, additional_config=settings(budget=budget)).compute_hash()
         for budget in (0.1, 0.2, 0.1)
@@ -38,7 +38,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "reason", "cure"),
+    ("options", "reason", "fix"),
     [
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -47,13 +47,13 @@ def test_the_settings_are_part_of_vllms_hash(model):
         ),
         (
             {"kv_cache_dtype": "fp8_per_token_head"},
-            "of quantised KV caches fp8 with one scale per layer is supported alone",
+            "the only supported quantised KV cache is fp8 with one scale per layer",
             "--kv-cache-dtype auto",
         ),
         *(
             (
                 {"kv_cache_dtype": "fp8_e4m3", "additional_config": settings(**own)},
-                "merges tokens, which a KV cache in fp8_e4m3 would have to quantise anew",
+                "merges tokens, which would have to be quantised again in a fp8_e4m3 KV cache",
                 "--kv-cache-dtype auto",
             )
             for own in (
@@ -64,7 +64,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
         ),
         (
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
-            "all layers must store keys and values alike",
+            "all layers must use the same KV cache dtype",
             "--kv-cache-dtype-skip-layers",
         ),
         (
@@ -72,21 +72,21 @@ def test_the_settings_are_part_of_vllms_hash(model):
             "the model's bfloat16; set --kv-cache-dtype auto|is incompatible with dtype",
             "auto",
         ),
-        ({"pipeline_parallel_size": 3}, "hold as many layers", "a divisor of 4, got 3"),
+        ({"pipeline_parallel_size": 3}, "have the same number of layers", "a divisor of 4, got 3"),
         ({"scheduler_cls": "somebody.Else"}, "own scheduler", "--scheduler-cls"),
         ({"worker_cls": "somebody.Elses"}, "vLLM's own workers", "--worker-cls"),
-        ({"runner": "pooling"}, "only generating models", "without --kv-compress"),
+        ({"runner": "pooling"}, "only generative models", "without --kv-compress"),
         *(
             (
                 {"additional_config": settings(name, decode_budget=64)},
-                f"cannot bound answers by '{name}'",
+                f"cannot bound outputs by '{name}'",
                 "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'd2o', 'fastcaote', 'h2o',",
             )
             for name in ("dynamickv", "keydiff", "random", "defensivekv")
         ),
         (
             {"additional_config": settings("snapkv", decode_budget=64, allow_override="keydiff")},
-            "cannot bound answers by 'keydiff'",
+            "cannot bound outputs by 'keydiff'",
             "or remove --kv-decode-budget",
         ),
         *(
@@ -98,7 +98,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
             for own, reason in (
                 ({"compress": "h2o", "scorer_params": {"per_query": True}}, "saw a token"),
                 ({"compress": "d2o", "allocator_params": {"per_query": True}}, "saw a token"),
-                ({"compress": "caote", "base": "h2o"}, "the sums of every query head"),
+                ({"compress": "caote", "base": "h2o"}, "column sums per query head"),
             )
         ),
         (
@@ -106,7 +106,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
                 "additional_config": settings(decode_budget=64, decode_interval=130),
                 "block_size": 32,
             },
-            "must be a multiple of the KV block, which has 32 tokens here, got 130",
+            "must be a multiple of the KV block's 32 tokens, got 130",
             "set it to 128",
         ),
         *(
@@ -119,20 +119,20 @@ def test_the_settings_are_part_of_vllms_hash(model):
         ),
         (
             {"additional_config": settings(max_whole=512, piece=130), "block_size": 32},
-            "must be a multiple of the KV block, which has 32 tokens here, got 130",
+            "must be a multiple of the KV block's 32 tokens, got 130",
             "set it to 128",
         ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
-def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
+def test_trap_10_trap_11_unsupported_options_are_refused(model, options, reason, fix):
     with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
         configure(model, **options)
-    assert cure in str(refusal.value)
+    assert fix in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "value", "reason", "cure"),
+    ("part", "name", "value", "reason", "fix"),
     [
         (
             "parallel_config",
@@ -156,7 +156,13 @@ def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
             "--no-disable-cascade-attn",
         ),
         ("parallel_config", "enable_dbo", True, "dual-batch overlap", "--enable-dbo"),
-        ("parallel_config", "enable_elastic_ep", True, "come and go", "--enable-elastic-ep"),
+        (
+            "parallel_config",
+            "enable_elastic_ep",
+            True,
+            "adds and removes ranks",
+            "--enable-elastic-ep",
+        ),
         (
             "parallel_config",
             "data_parallel_backend",
@@ -169,7 +175,7 @@ def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
             "model_config",
             "enable_return_routed_experts",
             True,
-            "looked up by its KV block",
+            "looks up the experts of a token by its KV block",
             "--enable-return-routed-experts",
         ),
         (
@@ -181,46 +187,46 @@ def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
         ),
     ],
 )
-def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, value, reason, cure):
-    """vLLM refuses or ignores these on a CPU, so the check is called on its configuration."""
+def test_options_that_vllm_ignores_here_are_refused(model, part, name, value, reason, fix):
+    """vLLM refuses or ignores these on a CPU, so the test calls our check directly."""
     config = configure(model)
     object.__setattr__(getattr(config, part), name, value)
     with pytest.raises(ConfigError, match=reason) as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
-    assert cure in str(refusal.value)
+    assert fix in str(refusal.value)
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "suffix", "ngram_gpu"])
-def test_trap_09_drafts_that_do_not_come_from_the_prompt(model, method):
-    """vLLM would look for a draft model first, so the check is called on its configuration."""
+def test_trap_09_drafts_from_other_sources_are_refused(model, method):
+    """vLLM would look for a draft model first, so the test calls our check directly."""
     config = configure(model)
     config.speculative_config = SimpleNamespace(method=method)
-    with pytest.raises(ConfigError, match=f"drafts of {method} come") as refusal:
+    with pytest.raises(ConfigError, match=f"drafts of {method} are not tested, or come") as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
     assert "--speculative-config" in str(refusal.value)
     assert str(model) in str(refusal.value)
 
 
 @pytest.mark.parametrize("flag", ["decode_budget", "max_whole"])
-def test_drafts_beside_what_is_packed_more_than_once(model, flag):
+def test_drafts_with_repeated_compression_are_refused(model, flag):
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     configure(model, speculative_config=ngram)
     own = settings("cake", **{flag: 8192})
-    with pytest.raises(ConfigError, match="at lengths that drafts step over") as refusal:
+    with pytest.raises(ConfigError, match="at exact lengths, which drafts can skip") as refusal:
         configure(model, speculative_config=ngram, additional_config=own)
     assert f"--kv-{flag.replace('_', '-')}" in str(refusal.value)
 
 
-def test_windows_whose_blocks_would_be_everybodys(checkpoints_folder):
-    """Without vLLM's hybrid manager a window's layer has a block for every token."""
+def test_sliding_windows_without_their_own_group_are_refused(checkpoints_folder):
+    """Without vLLM's hybrid manager, sliding-window layers share the blocks of all layers."""
     model = make("gpt-oss", checkpoints_folder)
     configure(model)
-    with pytest.raises(ConfigError, match="must have blocks of their own") as refusal:
+    with pytest.raises(ConfigError, match="need their own KV cache group") as refusal:
         configure(model, disable_hybrid_kv_cache_manager=True)
     assert "--disable-hybrid-kv-cache-manager" in str(refusal.value)
 
 
-# -- executors: by name, class or import path, what counts is where a step goes --------------------
+# -- executors, given by name, class or import path ------------------------------------------------
 
 EXECUTORS = "vllm.v1.executor"
 
@@ -262,26 +268,26 @@ def executors() -> dict[str, type]:
         f"{EXECUTORS}.uniproc_executor.UniProcExecutor",
     ],
 )
-def test_executors_that_go_through_the_worker_are_taken(model, given):
+def test_executors_that_use_the_worker_are_accepted(model, given):
     configure(model, distributed_executor_backend=executors().get(given, given))
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("Rerouted", r"Rerouted has its own execute_model;"),
-        ("Below", r"Below has its own execute_model;"),
-        ("Foreign", r"known of vLLM's own executors alone;"),
-        ("ExecutorWithExternalLauncher", "an external launcher starts schedule on their own"),
+        ("Rerouted", r"Rerouted overrides execute_model;"),
+        ("Below", r"Below overrides execute_model;"),
+        ("Foreign", r"only vLLM's own executors are known to do that;"),
+        ("ExecutorWithExternalLauncher", "an external launcher starts schedule independently"),
         (
             f"{EXECUTORS}.uniproc_executor.ExecutorWithExternalLauncher",
-            "an external launcher starts schedule on their own",
+            "an external launcher starts schedule independently",
         ),
-        ("external_launcher", "an external launcher starts schedule on their own"),
+        ("external_launcher", "an external launcher starts schedule independently"),
     ],
 )
-def test_other_executors_are_refused_and_the_cure_helps(model, given, reason):
-    """On vLLM's finished configuration: it starts no launcher to ask for one."""
+def test_other_executors_are_refused_with_a_working_fix(model, given, reason):
+    """The test edits vLLM's finished configuration, since no launcher runs here."""
     config, cake = configure(model), CompressionConfig.parse(settings()["kvcompress"])
     backend = executors().get(given, given)
     object.__setattr__(config.parallel_config, "distributed_executor_backend", backend)
@@ -293,7 +299,7 @@ def test_other_executors_are_refused_and_the_cure_helps(model, given, reason):
 
 
 def ray_executors() -> dict[str, type]:
-    """Those that load only where Ray is installed; the older one is not in vLLM 0.33."""
+    """Return executors that need Ray. vLLM 0.33 no longer has the older one."""
     need_ray()
     from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
@@ -318,14 +324,14 @@ def ray_executors() -> dict[str, type]:
 @pytest.mark.parametrize(
     "given", ["ray", "RayExecutorV2", f"{EXECUTORS}.ray_executor_v2.RayExecutorV2", "WatchedOnRay"]
 )
-def test_rays_executor_is_taken_by_name_class_and_path(model, given):
+def test_rays_executor_is_accepted_by_name_class_and_path(model, given):
     given = ray_executors().get(given, given)
     config = configure(model, distributed_executor_backend=given, tensor_parallel_size=2)
     assert config.parallel_config.worker_cls.endswith("CompressingCPUWorker")
 
 
-def test_rays_executor_sends_steps_as_vllms_own_does():
-    """What its refusal was about, in this vLLM: nothing of a step's way is its own."""
+def test_rays_executor_sends_steps_like_vllms_own():
+    """RayExecutorV2 overrides no method on the path of a step."""
     executor = ray_executors()["RayExecutorV2"]
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
     from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
@@ -342,13 +348,13 @@ def test_data_parallel_ranks_on_rays_executor_are_refused(model):
         configure(model, distributed_executor_backend="ray", data_parallel_size=2)
 
 
-def test_a_ray_executor_with_a_way_of_its_own_is_refused(model):
-    with pytest.raises(ConfigError, match=r"ReroutedOnRay has its own collective_rpc;"):
+def test_a_ray_executor_with_an_overridden_step_is_refused(model):
+    with pytest.raises(ConfigError, match=r"ReroutedOnRay overrides collective_rpc;"):
         configure(model, distributed_executor_backend=ray_executors()["ReroutedOnRay"])
 
 
 @pytest.mark.parametrize(
-    ("given", "cure"),
+    ("given", "fix"),
     [
         ("ray", "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set"),
         *(
@@ -361,14 +367,14 @@ def test_a_ray_executor_with_a_way_of_its_own_is_refused(model):
         ),
     ],
 )
-def test_rays_older_executor_is_refused_and_the_cure_helps(model, given, cure, monkeypatch):
+def test_rays_older_executor_is_refused_with_a_working_fix(model, given, fix, monkeypatch):
     found = ray_executors()
     if "RayDistributedExecutor" not in found:
         pytest.skip("this vLLM has no older executor for Ray")
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(ConfigError, match="Ray's older executor calls the model runner") as refusal:
         configure(model, distributed_executor_backend=found.get(given, given))
-    assert cure in str(refusal.value)
+    assert fix in str(refusal.value)
     monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
     configure(model, distributed_executor_backend="ray")
 
@@ -380,7 +386,7 @@ def test_an_untested_vllm_is_refused(model, version, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(VllmHookError, match=rf"vLLM {version} is untested.*install a vLLM in"):
         configure(model)
-    configure(model, additional_config={})  # without the setting nobody asks
+    configure(model, additional_config={})  # without our setting the version is not checked
 
 
 @pytest.mark.parametrize(
@@ -408,7 +414,7 @@ def test_wrong_settings_are_refused_before_the_model_is_read(given, message, mod
 # -- requests ---------------------------------------------------------------------------------
 
 
-def test_bad_prompts_are_vllms_to_refuse_and_the_engine_lives_on(model):
+def test_vllm_refuses_bad_prompts_and_the_engine_survives(model):
     from vllm.exceptions import VLLMValidationError
 
     with engine(model, additional_config=settings(), max_model_len=512) as llm:

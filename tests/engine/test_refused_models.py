@@ -1,4 +1,4 @@
-"""Models that cannot be served compressed: the engine and `kvcompress plan` say the same."""
+"""Refusals of unsupported models: the engine and `kvcompress plan` agree."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
 
-# -- models: one rule, the engine's and the one of `kvcompress plan` -------------------------------
+# -- models: the engine and `kvcompress plan` share their rules -----------------------------------
 
 MIXED = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
 LINEAR = ["full_attention", "linear_attention", "full_attention", "full_attention"]
@@ -26,29 +26,29 @@ COMPRESSED = dict(
 MODELOPT = dict(quant_method="modelopt", quant_algo="FP8", producer=dict(name="modelopt"))
 MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral")
 WITHOUT = "serve this model without --kv-compress"
-EVERY = "every layer must be full attention, or some a sliding window, this model"
+EVERY = "every layer must have full attention or a sliding window, and this model"
 STATES = (
-    "of models with state-space layers ['GraniteMoeHybridForCausalLM', 'NemotronHForCausalLM',"
-    " 'Qwen3NextForCausalLM', 'Qwen3_5ForCausalLM'] alone are tested, and this is another one;"
+    "of the models with state-space layers only ['GraniteMoeHybridForCausalLM',"
+    " 'NemotronHForCausalLM', 'Qwen3NextForCausalLM', 'Qwen3_5ForCausalLM'] are tested;"
     f" {WITHOUT}"
 )
 ONE_KIND = (
-    "some layers must be full attention and others keep a state, and this model has no layer of one"
-    f" of the two kinds; {WITHOUT}"
+    "the model must have both full-attention and stateful layers, and this model lacks one of the"
+    f" two kinds; {WITHOUT}"
 )
 GRANITE = dict(architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid")
-POOLING = f"only generating models decode, this one is for pooling; {WITHOUT}"
+POOLING = f"only generative models are supported, this one is for pooling; {WITHOUT}"
 
 
 def declares(dtype: str, cache: str) -> str:
     return (
-        "of quantised KV caches fp8 with one scale per layer is supported alone; set"
+        "the only supported quantised KV cache is fp8 with one scale per layer; set"
         f" --kv-cache-dtype {dtype}, this checkpoint declares {cache}"
     )
 
 
 MODELS = {
-    # name: (changes of a Llama's config.json, the sentence; empty for a model that is served)
+    # name: (changes to a Llama's config.json, the error message; empty if the model is served)
     "llama": (dict(), ""),
     "null kv heads": (dict(num_key_value_heads=None), ""),
     "all full by number": (dict(attn_type_list=[1, 1, 1, 1]), ""),
@@ -72,7 +72,7 @@ MODELS = {
             architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4,
             hidden_size=128,
         ),
-        f"ALiBi needs every token at its true position, which a packed page has not; {WITHOUT}",
+        f"ALiBi needs every token at its true position, which compression changes; {WITHOUT}",
     ),
     "mla": (
         dict(
@@ -83,27 +83,27 @@ MODELS = {
     ),
     "window": (
         dict(**MISTRAL, sliding_window=512),
-        "some layer must be full attention, all of this model have a sliding window of 512;"
-        f" {WITHOUT}, or pass --disable-sliding-window for prompts shorter than it",
+        "some layer must have full attention, and all of this model have a sliding window of 512;"
+        f" {WITHOUT}, or pass --disable-sliding-window for prompts shorter than the window",
     ),
     "windows by name, all layers": (
         dict(sliding_window=512, layer_types=["sliding_attention"] * 4),
-        "some layer must be full attention, all of this model have a sliding window of 512;"
-        f" {WITHOUT}, or pass --disable-sliding-window for prompts shorter than it",
+        "some layer must have full attention, and all of this model have a sliding window of 512;"
+        f" {WITHOUT}, or pass --disable-sliding-window for prompts shorter than the window",
     ),
     "every other layer a window": (dict(sliding_window=64, layer_types=MIXED[:2] * 2), ""),
     "windows that are switched off": (dict(sliding_window=None, layer_types=MIXED), ""),
     "soft cap": (
         dict(attn_logit_softcapping=50.0),
-        f"scores are taken before the soft cap of 50.0 on this model's logits; {WITHOUT}",
+        f"scores are computed before the soft cap of 50.0 on this model's logits; {WITHOUT}",
     ),
     "linear layers": (
         dict(layer_types=LINEAR), f"{EVERY} has ['full_attention', 'linear_attention']; {WITHOUT}",
     ),
     "window layers": (
         dict(sliding_window=64, layer_types=MIXED),
-        "the layers with full attention must be one group for vLLM, which makes 3 of this model's"
-        f" 3, since 1 have a window; {WITHOUT}",
+        "vLLM must put all full-attention layers in one group, and makes 3 groups of this model's"
+        f" 3, because it has 1 windowed layers; {WITHOUT}",
     ),
     "linear by number": (
         dict(attn_type_list=[0, 0, 0, 1]), STATES,
@@ -135,8 +135,8 @@ MODELS = {
     ),
     "granite with more attention than states": (
         dict(**GRANITE, layer_types=["attention"] * 3 + ["mamba"]),
-        "the layers with full attention must be one group for vLLM, which makes 3 of this model's"
-        f" 3, since 1 keep a state; {WITHOUT}",
+        "vLLM must put all full-attention layers in one group, and makes 3 groups of this model's"
+        f" 3, because it has 1 stateful layers; {WITHOUT}",
     ),
     "qwen3-next": (dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"), ""),
     "whisper": (
@@ -152,8 +152,8 @@ MODELS = {
     "classifier": (dict(architectures=["LlamaForSequenceClassification"]), POOLING),
     "not causal": (
         dict(is_causal=False),
-        "every token must attend to those before it alone, and images or prompts of this model"
-        f" are attended to as a whole; {WITHOUT}",
+        "every token must attend only to earlier tokens, and this model has bidirectional attention"
+        f" in images or prompts; {WITHOUT}",
     ),
     "chunks": (
         dict(attention_chunk_size=64), f"{EVERY} attends in chunks of 64; {WITHOUT}",
@@ -185,8 +185,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trap_12_the_engine_and_plan_say_the_same_of_a_model(edited, name, request):
-    """Both from config.json alone; the cure of a sentence that has one is tried on both."""
+def test_trap_12_the_engine_and_plan_agree_about_a_model(edited, name, request):
+    """Both read only config.json; the fix in a message is tried on both."""
     if name == "qwen3-next":
         request.getfixturevalue("states_are_served")
     changes, sentence = MODELS[name]
@@ -204,24 +204,24 @@ def test_trap_12_the_engine_and_plan_say_the_same_of_a_model(edited, name, reque
         configure(path)
     assert str(ours.value) == sentence
     assert str(engines.value) == f"--kv-compress cake: {sentence}"
-    if cure := re.search(r"--kv-cache-dtype (\w+)", sentence):
-        assert configure(path, kv_cache_dtype=cure[1]).cache_config.cache_dtype == cure[1]
-        assert shape_of(read_config(path), cache_dtype=cure[1]).layers == 4
+    if fix := re.search(r"--kv-cache-dtype (\w+)", sentence):
+        assert configure(path, kv_cache_dtype=fix[1]).cache_config.cache_dtype == fix[1]
+        assert shape_of(read_config(path), cache_dtype=fix[1]).layers == 4
     if "--disable-sliding-window" in sentence:
         config = configure(path, disable_sliding_window=True)
         shape = shape_of(read_config(path), disable_sliding_window=True)
         assert shape.longest == config.model_config.max_model_len == 512
 
 
-def test_a_float32_model_with_a_quantised_cache_is_told_to_change_both(edited):
-    """--kv-cache-dtype knows no float32."""
+def test_a_float32_model_with_a_quantised_cache_must_change_both(edited):
+    """--kv-cache-dtype has no float32."""
     path = edited(quantization_config=dict(**COMPRESSED, kv_cache_scheme=PER_HEAD))
     with pytest.raises(ConfigError, match="set --dtype bfloat16 --kv-cache-dtype bfloat16"):
         configure(path, dtype="float32")
     configure(path, dtype="bfloat16", kv_cache_dtype="bfloat16")
 
 
-def test_modelopts_older_file_of_its_own_is_read(edited):
+def test_modelopts_separate_quantisation_file_is_read(edited):
     path = edited()
     declared = dict(quant_algo="FP8", kv_cache_quant_algo="NVFP4")
     old = dict(producer=dict(name="modelopt"), quantization=declared)
@@ -232,20 +232,20 @@ def test_modelopts_older_file_of_its_own_is_read(edited):
     configure(path, kv_cache_dtype="bfloat16")
 
 
-def test_models_with_states_are_served_on_the_vllm_that_they_were_tested_on(
-    checkpoints_folder, monkeypatch
-):
+def test_models_with_states_need_the_tested_vllm(checkpoints_folder, monkeypatch):
     import vllm
 
     model, plain = make("granite", checkpoints_folder), {"enable_prefix_caching": False}
     for version in ("0.31.0", "0.33.0"):
         monkeypatch.setattr(vllm, "__version__", version)
-        with pytest.raises(ConfigError, match=rf"vLLM 0\.32 alone; install it, got {version}"):
+        with pytest.raises(
+            ConfigError, match=rf"tested only on vLLM 0\.32; install it, got {version}"
+        ):
             configure(model, additional_config=settings("cake"), **plain)
 
 
-def test_what_vllm_takes_for_no_generator_or_no_attention_is_known_by_name():
-    """vLLM's own tables and classes, walked: a name that is missing here would be accepted."""
+def test_all_vllm_models_without_attention_are_known():
+    """Walks vLLM's tables and classes: a model missing in our list would be accepted."""
     import vllm
     from vllm.model_executor.models import registry
 

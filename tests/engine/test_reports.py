@@ -1,4 +1,4 @@
-"""A worker's report waits for its device and nobody waits for the report."""
+"""Workers' reports of packed prompts, from the device to a response's usage."""
 
 import asyncio
 import copy
@@ -15,8 +15,8 @@ from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
-from vllm_kvcompress.engine.messages.step import Packed, PackRequest, StepPlan
-from vllm_kvcompress.engine.messages.usage import take_kept
+from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, StepPlan
+from vllm_kvcompress.engine.messages.usage import take_usage
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.serving.process import compressed_requests
@@ -26,12 +26,12 @@ SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
 
 
 def pack_request(name, tokens=100):
-    plan = page_plan(SETTINGS.prompt(2, tokens), 16)
+    plan = page_plan(SETTINGS.budget_spec(2, tokens), 16)
     return PackRequest(request_id=name, settings=SETTINGS, plan=plan, tokens=tokens, destination=())
 
 
 class Event:
-    """A CUDA event whose device does what it is told to have done."""
+    """A fake CUDA event; the fake device has finished the first `reached` events."""
 
     made = 0
     reached = 0
@@ -48,7 +48,7 @@ class Event:
         return self.at <= Event.reached
 
     def elapsed_time(self, end):
-        assert end.query(), "asked before the device was there: a wait"
+        assert end.query(), "reading an unfinished event would block"
         return 1000.0 * (end.at - self.at)
 
 
@@ -59,20 +59,20 @@ def gpu(monkeypatch):
     return SimpleNamespace(type="cuda")
 
 
-def test_the_line_of_the_log_is_the_one_that_is_read(monkeypatch):
-    """Demo, doctor and tests read it back from a server's log."""
-    said = []
-    monkeypatch.setattr(reporting.logger, "info", lambda line, *given: said.append(line % given))
-    told, one = Reports(Stages([(0, 1)]), log=True), pack_request("r")
-    told.add(one, torch.tensor([3, 2]), Stopwatch(torch.device("cpu")))
-    (done,) = told.take()
-    (read,) = compressed_requests("\n".join(said))
+def test_log_line_can_be_parsed(monkeypatch):
+    """The demo, the doctor and tests parse it from a server's log."""
+    lines = []
+    monkeypatch.setattr(reporting.logger, "info", lambda line, *args: lines.append(line % args))
+    reports, one = Reports(Stages([(0, 1)]), log=True), pack_request("r")
+    reports.add(one, torch.tensor([3, 2]), Stopwatch(torch.device("cpu")))
+    (done,) = reports.take()
+    (read,) = compressed_requests("\n".join(lines))
     assert (read.request, read.prompt_tokens, read.lookahead) == ("r", done.tokens, 0)
-    assert (read.kept_tokens, read.layer_tokens) == (done.kept, done.layer_tokens)
+    assert (read.kept_tokens, read.layer_tokens) == (done.kept_tokens, done.layer_tokens)
     assert (read.blocks_before, read.blocks_after) == (7, one.plan.blocks + 1)
 
 
-def test_a_report_comes_when_the_device_is_there(gpu):
+def test_report_is_returned_once_the_device_has_finished(gpu):
     reports = Reports(Stages([(0, 1)]))
     for name in "ab":
         watch = Stopwatch(gpu)
@@ -81,7 +81,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
         reports.add(pack_request(name), torch.tensor([2, 1]), watch)
     assert Event.made == 8
     assert reports.take() == []
-    Event.reached = 3  # a's packing, not yet its copy
+    Event.reached = 3  # the packing of "a" is done, but not its copy
     assert reports.take() == []
     Event.reached = 4
     (first,) = reports.take()
@@ -91,7 +91,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
     assert [done.request_id for done in reports.take()] == ["b"]
 
 
-def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
+def test_report_on_a_cpu_is_immediate_and_adds_up_the_time():
     reports, watch = Reports(Stages([(0, 1)])), Stopwatch(torch.device("cpu"))
     for _ in range(3):
         with watch.running():
@@ -99,23 +99,20 @@ def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
     reports.add(pack_request("r", 101), torch.tensor([3, 0]), watch)
     (done,) = reports.take()
     assert (done.method, done.tokens, done.layer_tokens) == ("cake", 101, (53, 5))
-    assert done.kept == 29
+    assert done.kept_tokens == 29
     assert done.seconds > 0
     assert reports.take() == []
 
 
-def test_an_output_that_vllm_shares_is_not_written_to():
+def test_attaching_a_report_does_not_modify_vllms_shared_output():
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     from vllm_kvcompress.engine.messages.step import StepReport
     from vllm_kvcompress.engine.worker.worker import _with_report
 
-    report = StepReport(carried_out=3, packed=())
+    report = StepReport(executed_plan=3, packed=())
     assert _with_report(EMPTY_MODEL_RUNNER_OUTPUT, report).kvcompress is report
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kvcompress")
-
-
-# -- on their way to an answer's usage --------------------------------------------------------
 
 
 def outputs(*names):
@@ -125,7 +122,7 @@ def outputs(*names):
 
 
 def packed(name, tokens, layer_tokens):
-    return Packed(
+    return PackedPrompt(
         request_id=name,
         method="cake",
         tokens=tokens,
@@ -135,50 +132,50 @@ def packed(name, tokens, layer_tokens):
     )
 
 
-def news_of(output):
-    return take_kept(copy.copy(output))
+def usage_of(output):
+    return take_usage(copy.copy(output))
 
 
-def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has_them():
+def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
+    notes.add_plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     first, other = outputs("a", "c")
-    notes.send([first, other])
-    assert news_of(other) is None
-    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 44.0}
-    assert news_of(first) == mean
-    merge(kept, news_of(first))
-    handed_out = kept  # what a result holds is brought up to date too
-    notes.report([packed("a", 100, (52, 36)), packed("b", 100, (36, 52))])
-    second, whole = outputs("a", "b")
-    notes.send([second, whole])
-    assert news_of(whole) == mean | {"layer_tokens": [36, 52]}
-    merge(kept, news_of(second))
-    assert handed_out == mean | {"layer_tokens": [52, 36]}
+    notes.attach_to([first, other])
+    assert usage_of(other) is None
+    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 52.0}
+    assert usage_of(first) == mean
+    merge(kept, usage_of(first))
+    same_object = kept  # a result that refers to it is updated too
+    notes.add_packed([packed("a", 100, (68, 36)), packed("b", 100, (36, 68))])
+    second, other_first = outputs("a", "b")
+    notes.attach_to([second, other_first])
+    assert usage_of(other_first) == mean | {"layer_tokens": [36, 68]}
+    merge(kept, usage_of(second))
+    assert same_object == mean | {"layer_tokens": [68, 36]}
     assert len(notes) == 0
 
 
-def test_layers_of_an_earlier_compression_are_not_a_later_ones():
+def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
-    notes.report([packed("a", 100, (52, 36))])
+    notes.add_plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
+    notes.add_packed([packed("a", 100, (68, 36))])
     (output,) = outputs("a")
-    notes.send([output])
-    assert "layer_tokens" not in news_of(output)
-    merge(kept, news_of(output))
-    merge(kept, {"prompt_tokens": 100, "layer_tokens": [52, 36]})
-    assert kept == news_of(output)
+    notes.attach_to([output])
+    assert "layer_tokens" not in usage_of(output)
+    merge(kept, usage_of(output))
+    merge(kept, {"prompt_tokens": 100, "layer_tokens": [68, 36]})
+    assert kept == usage_of(output)
 
 
-def test_requests_that_are_gone_leave_no_news():
+def test_finished_requests_leave_no_usage_notes():
     notes = UsageNotes()
-    notes.plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
-    notes.report([packed("gone", 100, (52, 36))])
-    notes.forget({"b": None})
+    notes.add_plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
+    notes.add_packed([packed("gone", 100, (68, 36))])
+    notes.forget_ended({"b": None})
     assert len(notes) == 1
     (output,) = outputs("b")
-    notes.send([output])
-    assert news_of(output)["kept_tokens"] == 44.0
+    notes.attach_to([output])
+    assert usage_of(output)["kept_tokens"] == 52.0
 
 
 WRAPPED = (
@@ -208,14 +205,14 @@ def collected(*kept):
     return found
 
 
-def test_prompts_of_one_request_are_added_up():
+def test_usage_of_a_requests_prompts_is_summed():
     one = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.25}
     two = {**one, "prompt_tokens": 300, "kept_tokens": 30.5, "layer_tokens": [20, 41]}
     assert collected().total() is None
     both = collected(one, two).total()
     assert both == {"method": "tova", "budget": 0.1, "prompt_tokens": 400, "kept_tokens": 40.8}
     assert collected(two, two).total()["layer_tokens"] == [40, 82]
-    # one was judged by its answer's first tokens, and the other at the end of its prefill
+    # one prompt was compressed after its look-ahead, the other at the end of its prefill
     assert collected({**two, "lookahead": 32}, one).total()["lookahead"] == 32
     assert collected(*[{**two, "lookahead": 32}] * 2).total()["lookahead"] == 64
 
@@ -232,12 +229,12 @@ def test_prompts_of_one_request_are_added_up():
     ],
     ids=str,
 )
-def test_events_without_a_usage_of_openais_are_passed_on_as_they_are(event):
+def test_events_without_openai_usage_are_unchanged(event):
     kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
     assert with_usage(event, collected(kept)) is event
 
 
-def test_an_event_with_usage_keeps_what_vllm_says():
+def test_event_with_usage_keeps_vllms_fields():
     details = '"prompt_tokens_details":{"cached_tokens":2}'
     event = f'data: {{"id":"é","usage":{{"prompt_tokens":3,{details}}}}}\n\n'
     kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
@@ -249,8 +246,8 @@ def test_an_event_with_usage_keeps_what_vllm_says():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_in_and_out_say_what_was_kept(monkeypatch, stream):
-    """`/inference/v1/generate`, whose handler the other endpoints' do not share."""
+def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
+    """Test `/inference/v1/generate`, which has a separate handler."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.entrypoints.serve.engine.protocol import UsageInfo
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -271,7 +268,7 @@ def test_tokens_in_and_out_say_what_was_kept(monkeypatch, stream):
             pass
         return SimpleNamespace(usage=UsageInfo(prompt_tokens=100))
 
-    for module, owner, name in WRAPPED:  # what `install` wraps is as before after the test
+    for module, owner, name in WRAPPED:  # undo the wrappers of `install` after the test
         found = getattr(importlib.import_module(module), owner)
         monkeypatch.setattr(found, name, getattr(found, name))
     monkeypatch.setattr(usage.OutputProcessor, usage._INSTALLED, False, raising=False)
@@ -279,18 +276,16 @@ def test_tokens_in_and_out_say_what_was_kept(monkeypatch, stream):
     monkeypatch.setattr(ServingTokens, "serve_tokens", serve_tokens)
     usage.install()
 
-    async def asked():
-        answer = await ServingTokens.serve_tokens(None, None)
+    async def reported_usage():
+        response = await ServingTokens.serve_tokens(None, None)
         if not stream:
-            return answer.usage.prompt_tokens_details.kv_compress
-        (event,) = [event async for event in answer]
+            return response.usage.prompt_tokens_details.kv_compress
+        (event,) = [event async for event in response]
         chunk = json.loads(event.removeprefix("data: "))
         return chunk["usage"]["prompt_tokens_details"]["kv_compress"]
 
-    assert asyncio.run(asked()) == kept
+    assert asyncio.run(reported_usage()) == kept
 
-
-# -- under another name of the model ----------------------------------------------------------
 
 IN, XARGS = "vllm.entrypoints.", lambda request: request.vllm_xargs
 
@@ -315,7 +310,7 @@ IN, XARGS = "vllm.entrypoints.", lambda request: request.vllm_xargs
         ("anthropic.protocol", "AnthropicCountTokensRequest", None),
     ],
 )  # fmt: skip
-def test_every_request_may_come_under_an_alias(module, name, carried):
+def test_every_request_type_resolves_an_alias(module, name, carried):
     from vllm import SamplingParams
 
     kind = getattr(importlib.import_module(IN + module), name)
@@ -329,10 +324,7 @@ def test_every_request_may_come_under_an_alias(module, name, carried):
         assert carried(request) == {"kv_alias": "fast"}
 
 
-# -- and what doctor makes of several ranks' own --------------------------------------------------
-
-
-def test_ranks_beside_each_other_are_averaged_and_stages_come_one_after_the_other():
+def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():
     from types import SimpleNamespace
 
     from vllm_kvcompress.engine.diagnosis.probe import Outcome, kept_map

@@ -1,11 +1,11 @@
-"""Requests that share prompts: the cache holds what the hash says, whoever was compressed."""
+"""Requests that share prompts: the prefix cache holds only blocks that match their hash."""
 
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 
-NEW = 8
+NUM_OUTPUT = 8
 PROMPT = tokens(400 if V2 else 900, seed=3)
 
 
@@ -15,19 +15,15 @@ def model(checkpoints_folder):
 
 
 @pytest.fixture(scope="module")
-def alone(model):
-    """What each prompt answers in an engine of its own, without a prefix cache."""
+def single_outputs(model):
+    """The output of each prompt when it runs alone, without a prefix cache."""
     with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
-        memory: dict[tuple[int, ...], list[int]] = {}
-
-        def answer(prompt: list[int], new: int = NEW) -> list[int]:
-            key = (*prompt, -new)
-            if key not in memory:
-                memory[key] = llm.generate([prompt], new)[0]
-            return memory[key]
-
-        pairs = _pairs()
-        yield {tuple(p): answer(p) for pair in pairs for p in pair}
+        outputs: dict[tuple[int, ...], list[int]] = {}
+        for pair in _pairs():
+            for prompt in pair:
+                if tuple(prompt) not in outputs:
+                    outputs[tuple(prompt)] = llm.generate([prompt], NUM_OUTPUT)[0]
+        yield outputs
 
 
 def _pairs() -> list[tuple[list[int], list[int]]]:
@@ -37,24 +33,24 @@ def _pairs() -> list[tuple[list[int], list[int]]]:
         (shared + tokens(100, seed=8), shared + tokens(77, seed=9)),
         (PROMPT, PROMPT[:300]),
         (PROMPT[:300], PROMPT),
-        (PROMPT, PROMPT[:100]),  # the second stays under the threshold
+        (PROMPT, PROMPT[:100]),  # the second one is too short to be compressed
     ]
 
 
-# on Model Runner V2, not what is another pair in the other order, or left whole
+# Model Runner V2 skips the reverse of another pair, and the pair with a short prompt.
 @pytest.mark.parametrize("pair", [0, 1, 3] if V2 else range(len(_pairs())))
-def test_one_after_the_other_in_either_order(pair, model, alone):
+def test_consecutive_requests_share_a_prefix(pair, model, single_outputs):
     first, second = _pairs()[pair]
     with engine(model, additional_config=settings()) as llm:
         for prompt in (first, second, second, first):
-            assert llm.generate([prompt], NEW)[0] == alone[tuple(prompt)]
-        again = llm.outputs([first], NEW)[0]
-        assert again.num_cached_tokens >= (len(first) - 32 - BLOCK) // BLOCK * BLOCK
+            assert llm.generate([prompt], NUM_OUTPUT)[0] == single_outputs[tuple(prompt)]
+        repeated = llm.outputs([first], NUM_OUTPUT)[0]
+        assert repeated.num_cached_tokens >= (len(first) - 32 - BLOCK) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("chunk", [96, 8192])
-def test_overlapping(chunk, model, alone):
-    """The second starts while the first prefills, is compressed or decodes, in either order."""
+def test_concurrent_requests_share_a_prefix(chunk, model, single_outputs):
+    """The second request starts while the first one prefills, is compressed or decodes."""
     with engine(
         model,
         additional_config=settings(),
@@ -64,21 +60,22 @@ def test_overlapping(chunk, model, alone):
     ) as llm:
         pairs = [_pairs()[1], _pairs()[1][::-1], _pairs()[2], _pairs()[3]]
         for pair in pairs[:2] if V2 else pairs:
-            prefill = -(-len(pair[0]) // chunk)
-            delays = {0, 1, prefill - 1, prefill, prefill + 2}
-            for delay in {1, prefill} if V2 else delays:
+            prefill_steps = -(-len(pair[0]) // chunk)
+            delays = {0, 1, prefill_steps - 1, prefill_steps, prefill_steps + 2}
+            for delay in {1, prefill_steps} if V2 else delays:
                 assert llm.llm.reset_prefix_cache()
-                llm.submit("0", pair[0], NEW)
+                llm.submit("0", pair[0], NUM_OUTPUT)
                 for _ in range(delay):
                     llm.step()
-                llm.submit("1", pair[1], NEW)
-                got = {key.split("-")[0]: value for key, value in llm.drain().items()}
-                assert got == {"0": alone[tuple(pair[0])], "1": alone[tuple(pair[1])]}, delay
+                llm.submit("1", pair[1], NUM_OUTPUT)
+                outputs = {key.split("-")[0]: output for key, output in llm.drain().items()}
+                expected = {str(i): single_outputs[tuple(prompt)] for i, prompt in enumerate(pair)}
+                assert outputs == expected, delay
 
 
-@first_runner
-def test_the_cache_keeps_prompt_blocks_and_nothing_computed_after(model):
-    """Blocks from the tail on were computed against a compressed context: no hash for them."""
+@model_runner_v1_only
+def test_prefix_cache_has_no_blocks_computed_after_compression(model):
+    """Blocks from the tail on are computed from a compressed context, so they get no hash."""
     length = 300
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", tokens(length, seed=4), 3 * BLOCK)
@@ -92,39 +89,42 @@ def test_the_cache_keeps_prompt_blocks_and_nothing_computed_after(model):
         llm.drain()
 
 
-def test_a_conversation_whose_history_was_compressed(model):
-    """Each turn's prompt contains the last turn's answer; only uncompressed blocks are reused.
+def test_conversation_reuses_only_uncompressed_blocks(model):
+    """Each turn's prompt contains the last turn's output.
 
-    Every answer fills the block in which its prompt ended: none of its own may be found again.
+    Each output fills the block in which its prompt ended. No block of the output may be reused.
     """
-    new = 10 if V2 else 40
+    num_output = 10 if V2 else 40
     with engine(model, additional_config=settings()) as llm:
         history, turns = PROMPT[:348], []
         for turn in range(3):
-            output = llm.outputs([history], new)[0]
-            turns.append((list(history), list(output.outputs[0].token_ids)))
+            result = llm.outputs([history], num_output)[0]
+            turns.append((list(history), list(result.outputs[0].token_ids)))
             if turn:
-                assert 0 < output.num_cached_tokens <= len(history) - 32
-            assert (len(history) + new - 1) // BLOCK > len(history) // BLOCK
+                assert 0 < result.num_cached_tokens <= len(history) - 32
+            assert (len(history) + num_output - 1) // BLOCK > len(history) // BLOCK
             history = history + turns[-1][1] + tokens(54, seed=turn)
     with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
-        for history, answer in turns:
-            assert llm.generate([history], new)[0] == answer
+        for history, output in turns:
+            assert llm.generate([history], num_output)[0] == output
 
 
 def test_trap_20_parallel_samples_share_a_prompt(model):
     with engine(model, additional_config=settings(), max_num_seqs=8) as llm:
         from vllm import SamplingParams
 
-        free = llm.free_blocks
-        params = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=NEW, ignore_eos=True)
-        one = llm.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
-        two = llm.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
-        texts = [list(o.token_ids) for o in one.outputs]
-        assert texts == [list(o.token_ids) for o in two.outputs]
-        assert all(len(t) == NEW for t in texts)
+        free_before = llm.free_blocks
+        sampling = {"max_tokens": NUM_OUTPUT, "ignore_eos": True, "seed": 7}
+        params = SamplingParams(n=3, temperature=0.8, **sampling)
+        first, second = (
+            llm.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+            for _ in range(2)
+        )
+        samples = [list(sample.token_ids) for sample in first.outputs]
+        assert samples == [list(sample.token_ids) for sample in second.outputs]
+        assert all(len(sample) == NUM_OUTPUT for sample in samples)
         assert llm.compressor.compressed == 6
-        assert llm.free_blocks == free
-        greedy = SamplingParams(n=2, temperature=0.0001, seed=7, max_tokens=NEW, ignore_eos=True)
-        both = llm.llm.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False)[0]
-        assert both.outputs[0].token_ids == both.outputs[1].token_ids
+        assert llm.free_blocks == free_before
+        greedy = SamplingParams(n=2, temperature=0.0001, **sampling)
+        pair = llm.llm.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False)[0]
+        assert pair.outputs[0].token_ids == pair.outputs[1].token_ids

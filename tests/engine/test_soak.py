@@ -1,9 +1,10 @@
-"""Seeded random requests in a pool that is too small: nothing lost, nothing leaked.
+"""Soak test: seeded random requests in a pool that is too small lose and leak nothing.
 
-Requests choose their own methods and budgets, of answers too, are given up, preempted and computed
-again; each answer is the same request's where there is room for all, so nobody sees another's
-tokens. What was preempted, and a tenth of the others, is asked again alone, the rest a few at a
-time: in a roomy engine company changes nothing (test_invariance, test_methods, test_overrides).
+Requests choose their own methods, budgets and decode budgets. They are aborted, preempted and
+recomputed. Each output must equal the output in a large pool, which shows that no request reads
+another one's tokens. In the large pool, preempted requests and a tenth of the others run alone. The
+rest run a few at a time, because concurrent requests do not change outputs there (test_invariance,
+test_methods, test_overrides).
 """
 
 import gc
@@ -30,72 +31,92 @@ from vllm_kvcompress.settings.overrides import settings_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of one engine.
+    """The load of one engine.
 
     Args:
-        count: requests.
-        longest: tokens of the longest prompt.
-        pool: blocks; the longest prompt needs most of them.
-        chunk: tokens a step may compute.
-        talkative: share of the requests that want a long answer.
-        choosy: whether requests choose their method and budget.
-        bounded: whether answers are, and requests choose how much.
-        ahead: whether answers judge their prompts, and requests choose after how many tokens.
-        model: two layers of it are compressed.
-        beside: blocks of the pool for layers with a sliding window.
-        options: of the engine.
-        cache: what keys and values are stored in; of the roomy engine too.
+        count: number of requests.
+        max_prompt: tokens of the longest prompt.
+        pool: blocks of the pool. The longest prompt needs most of them.
+        chunk: maximum tokens per step.
+        long_output_rate: share of the requests with a long output.
+        overrides_method: whether requests choose their method and budget.
+        bounded: whether there is a decode budget, and requests choose its size.
+        lookahead: whether there is a look-ahead, and requests choose its length.
+        model: name of a test checkpoint with two compressed layers.
+        window_blocks: further blocks of the pool for layers with a sliding window.
+        options: more engine options.
+        cache_dtype: dtype of keys and values, in the large pool too.
     """
 
     count: int
-    longest: int
+    max_prompt: int
     pool: int
     chunk: int = 512
-    talkative: float = 0.4
-    choosy: bool = False
+    long_output_rate: float = 0.4
+    overrides_method: bool = False
     bounded: bool = False
-    ahead: bool = False
+    lookahead: bool = False
     model: str = "llama-two-layers"
-    beside: int = 0
+    window_blocks: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    cache: str = "auto"
+    cache_dtype: str = "auto"
 
     @property
-    def asks(self) -> list[dict[str, Any] | None]:
-        """What requests may ask for: what is quantised is not merged."""
-        asks = ASKS_BOUNDED if self.bounded else ASKS if self.choosy else [None]
-        asks = ASKS_AHEAD if self.ahead else asks
+    def overrides(self) -> list[dict[str, Any] | None]:
+        """Return the overrides that requests may send. A quantised cache cannot be merged."""
+        overrides: list[dict[str, Any] | None] = [None]
+        if self.lookahead:
+            overrides = LOOKAHEAD_OVERRIDES
+        elif self.bounded:
+            overrides = BOUNDED_OVERRIDES
+        elif self.overrides_method:
+            overrides = OVERRIDES
         merging = {"kv_compress": "d2o"}.items()
-        return [x for x in asks if self.cache == "auto" or not merging <= (x or {}).items()]
+        return [
+            override
+            for override in overrides
+            if self.cache_dtype == "auto" or not merging <= (override or {}).items()
+        ]
 
     @property
-    def free(self) -> bool:
-        """Whether requests may protect more than their budget holds."""
-        return bool(self.allowed["kvcompress"].get("allow_override"))
+    def may_protect(self) -> bool:
+        """Return whether requests may protect more tokens than their budget holds."""
+        return bool(self.config["kvcompress"].get("allow_override"))
 
     @property
-    def allowed(self) -> dict[str, Any]:
-        """The engine's settings."""
+    def config(self) -> dict[str, Any]:
+        """Return the engine's settings."""
         if self.bounded:
             return BOUNDED
-        if self.ahead:
-            return AHEAD
-        return FREE if self.cache == "auto" else settings("cake", 0.3, allow_override=UNMERGED)
+        if self.lookahead:
+            return LOOKAHEAD
+        if self.cache_dtype == "auto":
+            return FREE
+        return settings("cake", 0.3, allow_override=NOT_MERGING)
 
 
 @dataclass(slots=True)
 class Request:
-    """One request, and when it is sent and given up, in steps."""
+    """One request.
+
+    Args:
+        prompt: token ids.
+        num_output: output tokens.
+        wait: steps to run before the next request is sent.
+        abort: steps until it is aborted, None if it is not.
+        priority: vLLM's priority.
+        override: settings of the request, None without.
+    """
 
     prompt: list[int]
-    new: int
+    num_output: int
     wait: int
     abort: int | None
     priority: int
-    asks: dict[str, Any] | None
+    override: dict[str, Any] | None
 
 
-ASKS: list[dict[str, Any] | None] = [
+OVERRIDES: list[dict[str, Any] | None] = [
     None,
     None,
     {"kv_compress": "off"},
@@ -107,7 +128,7 @@ ASKS: list[dict[str, Any] | None] = [
     {"kv_compress": "d2o", "kv_budget": 0.4},
     {"kv_compress": "streamingllm", "kv_budget": 0.2},
 ]
-ASKS_BOUNDED: list[dict[str, Any] | None] = [
+BOUNDED_OVERRIDES: list[dict[str, Any] | None] = [
     None,
     {"kv_compress": "off"},
     {"kv_budget": 40, "kv_decode_budget": 40},
@@ -115,7 +136,7 @@ ASKS_BOUNDED: list[dict[str, Any] | None] = [
     {"kv_compress": "streamingllm", "kv_budget": 64, "kv_decode_budget": 64},
     {"kv_compress": "d2o"},
 ]
-ASKS_AHEAD: list[dict[str, Any] | None] = [
+LOOKAHEAD_OVERRIDES: list[dict[str, Any] | None] = [
     None,
     {"kv_compress": "off"},
     {"kv_lookahead": 0},
@@ -123,31 +144,33 @@ ASKS_AHEAD: list[dict[str, Any] | None] = [
     {"kv_compress": "snapkv"},
     {"kv_compress": "streamingllm"},
 ]
-SMALL = dict(longest=450, pool=22, chunk=256, talkative=0.8)
-HYBRID = {**SMALL, "chunk": 128, "model": "gpt-oss", "beside": 12}
+SMALL = dict(max_prompt=450, pool=22, chunk=256, long_output_rate=0.8)
+HYBRID = {**SMALL, "chunk": 128, "model": "gpt-oss", "window_blocks": 12}
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 LOADS = {
-    "plain": Load(count=160, longest=2200, pool=70, talkative=0.2, choosy=True),
-    "bounded": Load(count=24, longest=500, pool=24, talkative=0.8, bounded=True),
+    "plain": Load(count=160, max_prompt=2200, pool=70, long_output_rate=0.2, overrides_method=True),
+    "bounded": Load(count=24, max_prompt=500, pool=24, long_output_rate=0.8, bounded=True),
     "async": Load(**SMALL, count=16, bounded=True, options={"async_scheduling": True}),
     "priority": Load(**SMALL, count=20, options={"scheduling_policy": "priority"}),
-    "hybrid": Load(**HYBRID, count=24, choosy=True),
+    "hybrid": Load(**HYBRID, count=24, overrides_method=True),
     "hybrid, bounded": Load(**HYBRID, count=16, bounded=True),
-    "drafts": Load(**SMALL, count=20, choosy=True, options={"speculative_config": DRAFTS}),
-    "fp8": Load(**SMALL, count=24, choosy=True, cache="fp8"),
-    "ahead": Load(**SMALL, count=24, ahead=True, options={"async_scheduling": True}),
+    "drafts": Load(
+        **SMALL, count=20, overrides_method=True, options={"speculative_config": DRAFTS}
+    ),
+    "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
+    "ahead": Load(**SMALL, count=24, lookahead=True, options={"async_scheduling": True}),
 }
 if V2:
-    LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
+    LOADS = {"plain": Load(count=12, max_prompt=400, pool=24, overrides_method=True)}
 
-# `make soak` asks for many times as many requests
+# `make soak` sets this to run many more requests.
 TIMES = int(os.environ.get("SOAK_TIMES", "1"))
 LAYERS, TOGETHER = 2, 24
 FREE = settings("cake", 0.3, allow_override="all")
-AHEAD = settings("cake", 0.3, lookahead=8, allow_override="off,snapkv,streamingllm")
-UNMERGED = "off,snapkv,h2o,streamingllm"
-# In tokens, and the same of a prompt and of an answer: what is computed again keeps what it was
-# granted, and a long answer to a short prompt what it held. Many prompts are longer than a piece.
+LOOKAHEAD = settings("cake", 0.3, lookahead=8, allow_override="off,snapkv,streamingllm")
+NOT_MERGING = "off,snapkv,h2o,streamingllm"
+# Prompt budget and decode budget are equal numbers of tokens. So a recomputed request keeps as much
+# as before, and so does a long output of a short prompt. Many prompts are longer than a piece.
 BOUNDED = settings(
     "cake",
     96,
@@ -163,7 +186,7 @@ BOUNDED = settings(
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What this process holds: open files by what they are, threads, and bytes of memory."""
+    """Resources of this process: open files by kind, threads, and memory in bytes."""
 
     files: Counter[str]
     threads: int
@@ -175,83 +198,92 @@ def resources() -> Resources:
     process = psutil.Process(os.getpid())
     files: Counter[str] = Counter()
     for file in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
-            # each socket and pipe has a number of its own
+        with suppress(FileNotFoundError):  # the file descriptor that listed the folder
+            # Remove the numbers of sockets and pipes.
             files[re.sub(r"\[\d+\]", "", os.readlink(f"/proc/self/fd/{file}"))] += 1
     return Resources(files, process.num_threads(), process.memory_info().rss)
 
 
-def requests(load: Load, seed: int):
-    """Mostly short, some very long; half of them begin alike."""
+def random_requests(load: Load, seed: int):
+    """Yield requests with mostly short and some very long prompts. Half of them share a prefix."""
     rng = random.Random(seed)
-    stems = [tokens(load.longest, seed=100 + i) for i in range(3)]
+    stems = [tokens(load.max_prompt, seed=100 + i) for i in range(3)]
     for index in range(load.count):
-        long = index % 25 == 0 or load.longest < 1000
-        length = rng.randint(1, load.longest if long else load.longest // 6)
+        is_long = index % 25 == 0 or load.max_prompt < 1000
+        length = rng.randint(1, load.max_prompt if is_long else load.max_prompt // 6)
         shared = rng.randint(0, length) if rng.random() < 0.5 else 0
-        made = Request(
+        request = Request(
             prompt=rng.choice(stems)[:shared] + tokens(length - shared, seed=index),
-            new=rng.randint(60, 220) if rng.random() < load.talkative else rng.randint(1, 24),
+            num_output=(
+                rng.randint(60, 220) if rng.random() < load.long_output_rate else rng.randint(1, 24)
+            ),
             wait=rng.randint(0, 1),
             abort=rng.randint(1, 12) if rng.random() < 0.15 else None,
             priority=rng.randint(0, 3),
-            asks=rng.choice(load.asks),
+            override=rng.choice(load.overrides),
         )
-        # a smaller decode budget than the server's may not hold it
-        bound = "kv_decode_budget" in (made.asks or {})
-        if rng.random() < 0.3 and length > 40 and load.free and not bound:
+        # A decode budget below the server's may be too small for protected tokens.
+        sets_decode_budget = "kv_decode_budget" in (request.override or {})
+        if rng.random() < 0.3 and length > 40 and load.may_protect and not sets_decode_budget:
             protect = [[rng.randint(0, 9), 20], [length - 12, length - rng.randint(1, 6)]]
-            made.asks = {**(made.asks or {}), "kv_protect": protect}
-        yield made
+            request.override = {**(request.override or {}), "kv_protect": protect}
+        yield request
 
 
 def is_compressed(request: Request, config: CompressionConfig) -> bool:
-    """Whether this request's prompt is to be compressed, from what it says alone."""
-    own = settings_for(config, request.asks)
-    if own is None or len(request.prompt) < own.min_prompt:
+    """Return whether this request's prompt should be compressed."""
+    request_settings = settings_for(config, request.override)
+    if request_settings is None or len(request.prompt) < request_settings.min_prompt:
         return False
-    if request.new < own.resolved_lookahead + 2:
+    if request.num_output < request_settings.resolved_lookahead + 2:
         return False
-    spans = tuple(map(tuple, (request.asks or {}).get("kv_protect", ())))
-    return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK, spans) is not None
+    spans = tuple(map(tuple, (request.override or {}).get("kv_protect", ())))
+    budget_spec = request_settings.budget_spec(LAYERS, len(request.prompt))
+    return page_plan(budget_spec, BLOCK, spans) is not None
 
 
-def send(llm: Engine, pack_request: Sequence[Request]) -> tuple[dict[str, list[int]], set[str]]:
-    """Send everything, stepping in between, until nothing is left: answers, and who was aborted."""
-    done: dict[str, list[int]] = {}
+def run_requests(
+    llm: Engine, load_requests: Sequence[Request]
+) -> tuple[dict[str, list[int]], set[str]]:
+    """Send all requests with steps in between, and run until all have ended.
+
+    Returns:
+        The outputs by request id, and the ids of the aborted requests.
+    """
+    outputs: dict[str, list[int]] = {}
     aborted: set[str] = set()
-    due: list[tuple[int, str]] = []
-    steps = 0
-    for index, request in enumerate(pack_request):
+    planned_aborts: list[tuple[int, str]] = []
+    num_steps = 0
+    for index, request in enumerate(load_requests):
         llm.submit(
             str(index),
             request.prompt,
-            request.new,
+            request.num_output,
             priority=request.priority,
-            extra_args=request.asks,
+            extra_args=request.override,
         )
         if request.abort is not None:
-            due.append((steps + request.wait + request.abort, str(index)))
+            planned_aborts.append((num_steps + request.wait + request.abort, str(index)))
         for _ in range(request.wait):
-            done.update({k: list(v.outputs[0].token_ids) for k, v in llm.step().items()})
-            steps += 1
-            for when, request_id in [item for item in due if item[0] <= steps]:
-                due.remove((when, request_id))
-                aborted.add(request_id)
-                llm.llm.llm_engine.abort_request([request_id])
-    done.update(llm.drain())
-    llm.settle()
-    return done, aborted
+            outputs.update({k: list(v.outputs[0].token_ids) for k, v in llm.step().items()})
+            num_steps += 1
+            for abort in [abort for abort in planned_aborts if abort[0] <= num_steps]:
+                planned_aborts.remove(abort)
+                aborted.add(abort[1])
+                llm.llm.llm_engine.abort_request([abort[1]])
+    outputs.update(llm.drain())
+    llm.finish_in_flight_steps()
+    return outputs, aborted
 
 
 def watch_early(llm: Engine) -> dict[str, list[int]]:
-    """From now on: per request how many tokens it had when its look-ahead was cut short."""
+    """Record, by request, the number of output tokens at each of its early compressions."""
     seen: dict[str, list[int]] = {}
 
     def packed(pack_request: Any, kept: Any, counts: Any) -> None:
-        if pack_request.cut:
+        if pack_request.early_target:
             seen.setdefault(pack_request.request_id.split("-")[0], []).append(
-                pack_request.answered + 1
+                pack_request.output_tokens + 1
             )
 
     llm.compressor.packer.observers.append(packed)
@@ -260,52 +292,51 @@ def watch_early(llm: Engine) -> dict[str, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400 * TIMES)
-@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # of V1's drafter, by its compiler
+@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # from the compiler of V1's drafter
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=needs_avx512 if load.cache == "fp8" else ())
+        pytest.param(name, marks=needs_avx512 if load.cache_dtype == "fp8" else ())
         for name, load in LOADS.items()
     ],
 )
-def test_soak(name, checkpoints_folder, keep_async_scheduling):
+def test_soak(name, checkpoints_folder, async_scheduling_allowed):
     load = replace(LOADS[name], count=LOADS[name].count * TIMES)
     model = make(load.model, checkpoints_folder)
-    chosen = load.allowed
-    config = CompressionConfig.parse(chosen["kvcompress"])
+    config = CompressionConfig.parse(load.config["kvcompress"])
     options = dict(
-        additional_config=chosen,
+        additional_config=load.config,
         max_model_len=load.pool * BLOCK,
         max_num_seqs=96,
-        kv_cache_dtype=load.cache,
+        kv_cache_dtype=load.cache_dtype,
     )
-    pack_request = list(requests(load, seed=17))
+    load_requests = list(random_requests(load, seed=17))
     with engine(
         model,
-        blocks=1 + load.pool + load.beside,
+        blocks=1 + load.pool + load.window_blocks,
         max_num_batched_tokens=load.chunk,
         **options,
         **load.options,
     ) as llm:
-        free = llm.free_blocks
-        resumed = llm.watch_preemptions()
-        ids = llm.watch_packing(lambda finished: finished.pack_request.request_id.split("-")[0])
+        free_before = llm.free_blocks
+        preemptions = llm.watch_preemptions()
+        packed_ids = llm.watch_packing(lambda done: done.pack_request.request_id.split("-")[0])
         early = watch_early(llm)
-        done, aborted = send(llm, pack_request)
-        packed = set(ids)
-        assert llm.free_blocks == free
+        outputs, aborted = run_requests(llm, load_requests)
+        packed = set(packed_ids)
+        assert llm.free_blocks == free_before
         manager, compressor = llm.manager, llm.compressor
-        left = [
+        leftovers = [
             manager.planner.schedules,
             manager._packed,
             manager._cacheable,
             manager._pending,
             manager._observe,
-            manager._grow,
-            manager._keep,
-            manager._add,
+            manager._keep_output_queries,
+            manager._keep_prompt_queries,
+            manager._add_attention,
             manager.lookaheads,
-            manager.planner._looking,
+            manager.planner._lookahead_ids,
             compressor.pool.protected,
             compressor._prefills,
             compressor._step,
@@ -314,78 +345,94 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
             compressor.reports._pending,
             manager.compression_stats.packed,
             llm.scheduler.requests,
+            manager.compression_stats._repeats,
         ]
-        assert not any(left), left
+        assert not any(leftovers), leftovers
         gc.collect()
         assert not manager.planner.admissions._decisions
-        cuts = {request_id: list(at) for request_id, at in resumed.items()}
-        again, pieces = (
-            samples()[f"{what}_total",] for what in ("repacked_answers", "packed_pieces")
+        resumed_at = {request_id: list(times) for request_id, times in preemptions.items()}
+        num_repacked, num_pieces = (
+            samples()[f"{name}_total",] for name in ("repacked_answers", "packed_pieces")
         )
-        # vLLM itself grows until everything was used once; from then on nothing may
+        # vLLM's own memory grows until every code path has run once, and must not grow later.
         for _ in range(2):
             before = resources()
-            send(llm, pack_request[: load.count // 4])
-            assert llm.free_blocks == free
+            run_requests(llm, load_requests[: load.count // 4])
+            assert llm.free_blocks == free_before
         after = resources()
-    more = after.files - before.files  # fewer may be open: those of what ran before, and ended
-    threads, grown = after.threads - before.threads, after.memory - before.memory
-    expected = {str(i) for i in range(load.count)} - aborted
+    new_files = after.files - before.files  # files of earlier tests may have been closed
+    new_threads, growth = after.threads - before.threads, after.memory - before.memory
+    completed = {str(i) for i in range(load.count)} - aborted
     assert aborted
-    assert expected <= done.keys()
-    meant = {str(i) for i, request in enumerate(pack_request) if is_compressed(request, config)}
-    assert meant - aborted <= packed <= meant | early.keys()
-    assert bool(early) is load.ahead
+    assert completed <= outputs.keys()
+    compressible = {
+        str(i) for i, request in enumerate(load_requests) if is_compressed(request, config)
+    }
+    assert compressible - aborted <= packed <= compressible | early.keys()
+    assert bool(early) is load.lookahead
     assert len(packed) > load.count // 10
-    assert (again > load.count) is load.bounded
-    assert (pieces > load.count // 2) is load.bounded
+    assert (num_repacked > load.count) is load.bounded
+    assert (num_pieces > load.count // 2) is load.bounded
     if not V2:
-        assert cuts, "the pool was meant to force preemption"
+        assert resumed_at, "no request was preempted: the pool is too large"
     print(  # noqa: T201
-        f"{load.count} requests, {len(aborted)} aborted, {len(packed)} compressed, {len(cuts)}"
-        f" preempted, answers packed {again:.0f} times; then in {load.count // 4}:"
-        f" {more.total()} files, {threads} threads, {grown / 2**20:.1f} MiB more"
+        f"{load.count} requests, {len(aborted)} aborted, {len(packed)} compressed,"
+        f" {len(resumed_at)} preempted, {num_repacked:.0f} packed during decoding; then in"
+        f" {load.count // 4} requests: {new_files.total()} new files, {new_threads} new threads,"
+        f" {growth / 2**20:.1f} MiB more memory"
     )
-    assert not more
-    assert threads == 0
-    assert grown < 5 * 2**20 * TIMES, "memory is lost with every request"
+    assert not new_files
+    assert new_threads == 0
+    assert growth < 5 * 2**20 * TIMES, "memory grows with every request"
     with engine(model, enable_prefix_caching=False, **options) as llm:
-        crowded = llm.watch_preemptions()
-        asked = {
-            request_id: pack_request[int(request_id)] for request_id in sorted(expected, key=int)
+        large_pool_preemptions = llm.watch_preemptions()
+        by_id = {
+            request_id: load_requests[int(request_id)] for request_id in sorted(completed, key=int)
         }
-        # What is never packed is the same whatever happens to it. An answer that is computed again
-        # is bounded as before, but its prompt stays whole unless both are longer than may be.
-        packing = asked.keys() if load.bounded else meant
-        asks = {
-            request_id: request.asks if request_id in packing else {"kv_compress": "off"}
-            for request_id, request in asked.items()
+        # Outputs of requests that are never packed do not depend on preemption. With a decode
+        # budget, recomputed prompts stay uncompressed unless prompt and output exceed `max_whole`.
+        packable = by_id.keys() if load.bounded else compressible
+        overrides = {
+            request_id: request.override if request_id in packable else {"kv_compress": "off"}
+            for request_id, request in by_id.items()
         }
-        whole = {"min_prompt": config.max_whole or 10**6}
-        left_whole = CompressionConfig.parse({**config.to_additional_config(), **whole})
-        single = (cuts.keys() & packing) | {i for i in asked if int(i) % 10 == 0} | early.keys()
-        for request_id in sorted(single & asked.keys(), key=int):
-            request, at = asked[request_id], cuts.get(request_id, [])
-            at = at if request_id in packing else []
-            llm.manager.replace_settings(config if request_id in meant else left_whole)
-            answer = done[request_id]
-            if load.ahead:
-                # Before it is packed a preemption changes nothing. Behind it no fresh request is
-                # judged as the rest is: by queries of its own answer, of a prompt with its answer.
-                # Nor is one that was judged early, since the pool was short.
-                own = settings_for(config, request.asks)
-                at = [cut for cut in at if own is None or cut >= own.resolved_lookahead]
-                at += early.get(request_id, [])
-                answer, at = answer[: min(at, default=len(answer))], []
-            llm.alone(request.prompt, len(answer), answer, at, extra_args=asks[request_id])
+        uncompressed_prompts = CompressionConfig.parse(
+            {**config.to_additional_config(), "min_prompt": config.max_whole or 10**6}
+        )
+        single = (resumed_at.keys() & packable) | early.keys()
+        single |= {request_id for request_id in by_id if int(request_id) % 10 == 0}
+        for request_id in sorted(single & by_id.keys(), key=int):
+            request, times = by_id[request_id], resumed_at.get(request_id, [])
+            times = times if request_id in packable else []
+            llm.manager.replace_settings(
+                config if request_id in compressible else uncompressed_prompts
+            )
+            output = outputs[request_id]
+            if load.lookahead:
+                # A preemption before the packing changes nothing. After a later one, or an early
+                # compression, the kept tokens were scored by other queries than in a new request,
+                # so only the output up to there is compared.
+                request_settings = settings_for(config, request.override)
+                times = [
+                    time
+                    for time in times
+                    if request_settings is None or time >= request_settings.resolved_lookahead
+                ]
+                times += early.get(request_id, [])
+                output, times = output[: min(times, default=len(output))], []
+            llm.assert_matches_solo_run(
+                request.prompt, len(output), output, times, extra_args=overrides[request_id]
+            )
         llm.manager.replace_settings(config)
-        # those that answer as long go together, or all would wait for one
-        others = sorted(asked.keys() - single, key=lambda name: (asked[name].new, int(name)))
-        for start in range(0, len(others), TOGETHER):
-            few = others[start : start + TOGETHER]
-            for request_id in few:
-                request = asked[request_id]
-                llm.submit(request_id, request.prompt, request.new, extra_args=asks[request_id])
-            got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
-            assert got == {request_id: done[request_id] for request_id in few}
-        assert not crowded, "there was meant to be room for all"
+        # Requests with equal output lengths run together, so that none waits for a longer one.
+        rest = sorted(by_id.keys() - single, key=lambda name: (by_id[name].num_output, int(name)))
+        for start in range(0, len(rest), TOGETHER):
+            batch = rest[start : start + TOGETHER]
+            for request_id in batch:
+                request = by_id[request_id]
+                llm.submit(
+                    request_id, request.prompt, request.num_output, extra_args=overrides[request_id]
+                )
+            batch_outputs = {key.split("-")[0]: output for key, output in llm.drain().items()}
+            assert batch_outputs == {request_id: outputs[request_id] for request_id in batch}
+        assert not large_pool_preemptions, "a request was preempted in the large pool"

@@ -1,4 +1,4 @@
-"""`kvcompress plan` of real models whose layers keep a state: blocks as long as vLLM makes them."""
+"""`kvcompress plan` for real models with state layers: block sizes and counts match vLLM's."""
 
 import json
 
@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import MultipleOf
 from checkpoints import STATEFUL, make, tokens
 from configuring import configure
 from engines import engine, settings, with_states
-from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.commands.plan import make_plan
 from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.worker.footprint import sizes_of
@@ -52,15 +52,16 @@ REAL = {
         "num_local_experts": 72, "num_experts_per_tok": 10,
     },
 }  # fmt: skip
-# name, ranks: tokens in a block; groups with states, blocks of them; where compression pays
+# model, ranks, block size, groups with states, their blocks, shortest prompt that frees a block:
+# every layer keeps a page, so a prompt needs two full blocks
 BLOCKS = [
-    ("Qwen3-Next-80B", 1, 544, 3, 6, 1024),
+    ("Qwen3-Next-80B", 1, 544, 3, 6, 2 * 544),
     ("Qwen3-Next-80B", 4, 272, 3, 6, 1024),
     ("Qwen3.5", 1, 272, 3, 6, 1024),
-    ("Qwen3.5 in float32", 1, 528, 3, 6, 1024),
-    ("Qwen3.5-27B", 1, 784, 3, 6, 1024),
-    ("Nemotron-H-8B", 1, 1040, 6, 6, 2080),
-    ("Granite-4-H-small", 1, 528, 9, 9, 1024),
+    ("Qwen3.5 in float32", 1, 528, 3, 6, 2 * 528),
+    ("Qwen3.5-27B", 1, 784, 3, 6, 2 * 784),
+    ("Nemotron-H-8B", 1, 1040, 6, 6, 2 * 1040),
+    ("Granite-4-H-small", 1, 528, 9, 9, 2 * 528),
 ]
 
 
@@ -75,32 +76,32 @@ def model(tmp_path):
 
 def planned(path, length=16000, output=500, **more):
     options = dict(everything='{"compress": "cake", "budget": 0.2}', requests=64) | more
-    return ask(PlanOptions(model=path, length=length, output=output, **options))
+    return make_plan(PlanOptions(model=path, length=length, output=output, **options))
 
 
 @pytest.mark.parametrize(("name", "ranks", "block", "groups", "states", "pays"), BLOCKS)
 def test_plan_counts_long_blocks_and_states(name, ranks, block, groups, states, pays, model):
-    answer = planned(model(name), ranks=ranks)
-    found, own = answer.forecast, answer.shape.groups
-    assert (found.block_size, own.stateful_groups) == (block, groups)
-    assert own.full_groups == 1
+    plan = planned(model(name), ranks=ranks)
+    found, layer_groups = plan.forecast, plan.shape.groups
+    assert (found.block_size, layer_groups.stateful_groups) == (block, groups)
+    assert layer_groups.full_groups == 1
     full = -(-16499 // block)
     assert found.off.end == full + states
     assert found.on.end < found.off.end / 1.5
     assert found.pays_from == pays
     for length in range(pays, pays + 4 * block, block // 3):
-        at = planned(model(name), ranks=ranks, length=length).forecast
-        assert at.on.decoding < at.off.decoding, length
-    before = [
+        longer = planned(model(name), ranks=ranks, length=length).forecast
+        assert longer.on.decoding < longer.off.decoding, length
+    shorter = [
         planned(model(name), ranks=ranks, length=length).forecast
         for length in (pays - 1, max(pays - block, 1))
     ]
-    assert any(each.on.decoding == each.off.decoding for each in before)
+    assert any(each.on.decoding == each.off.decoding for each in shorter)
 
 
 @pytest.fixture
 def aligned(monkeypatch):
-    """A configuration whose block vLLM's own arithmetic has made long enough for a state."""
+    """A function that lets vLLM enlarge a configuration's block size until a state fits."""
 
     class Backend:
         get_supported_kernel_block_sizes = staticmethod(lambda *_: [MultipleOf(16)])
@@ -117,7 +118,7 @@ def aligned(monkeypatch):
 
 @with_states
 @pytest.mark.parametrize(
-    ("name", "cached", "asked", "block"),
+    ("name", "cached", "state_dtype", "block"),
     [
         ("Qwen3-Next-80B", True, "auto", 544),
         ("Qwen3-Next-80B", False, "auto", 544),
@@ -129,14 +130,14 @@ def aligned(monkeypatch):
         ("Granite-4-H-small", False, "float32", 1040),
     ],
 )
-def test_these_blocks_are_vllms(name, cached, asked, block, model, aligned):
-    """With blocks of 16 as on CUDA; Qwen3.5's needs torchvision."""
+def test_block_size_matches_vllm(name, cached, state_dtype, block, model, aligned):
+    """With blocks of 16 tokens as on CUDA. Qwen3.5 is left out because it needs torchvision."""
     path = model(name)
     config = configure(path, block_size=16, enable_prefix_caching=cached)
-    # a CPU sums in float32 where its processor has instructions for bfloat16
-    usual = "float32" if "Nemotron" in name else "auto"
-    config.cache_config.mamba_ssm_cache_dtype = usual if asked == "auto" else asked
-    found = planned(path, state_dtype=asked, prefix_caching=cached)
+    # vLLM's "auto" depends on the processor for Nemotron: float32 if it has bfloat16 instructions.
+    default = "float32" if "Nemotron" in name else "auto"
+    config.cache_config.mamba_ssm_cache_dtype = default if state_dtype == "auto" else state_dtype
+    found = planned(path, state_dtype=state_dtype, prefix_caching=cached)
     assert aligned(config).cache_config.block_size == found.forecast.block_size == block
     assert groups_of(config) == found.shape.groups
     assert found.shape.groups.states == (2 if cached else 1)
@@ -147,18 +148,16 @@ def test_these_blocks_are_vllms(name, cached, asked, block, model, aligned):
     ("name", "more", "ranks", "block"),
     [
         ("Qwen3-Next-80B", {}, 4, 272),
-        # its one group is on every rank, and shows where much of a state is for the convolution
+        # Every rank has the one group, and its convolution is a large part of the state.
         ("Nemotron-H-8B", {"n_groups": 1, "conv_kernel": 400}, 4, 2832),
         ("Nemotron-H-8B", {}, 2, 1040),
         ("Granite-4-H-small", {}, 4, 528),
         ("Granite-4-H-small", {"mamba_d_head": "auto"}, 1, 528),
-        # which it does not read
+        # Qwen3-Next does not read this setting.
         ("Qwen3-Next-80B", {"mamba_ssm_dtype": "float32"}, 1, 544),
     ],
 )
-def test_these_blocks_are_vllms_on_each_of_several_ranks(
-    name, more, ranks, block, aligned, tmp_path
-):
+def test_block_size_matches_vllm_on_several_ranks(name, more, ranks, block, aligned, tmp_path):
     config = {**REAL[name], **more, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     config = configure(str(tmp_path), block_size=16, enable_prefix_caching=False)
@@ -170,7 +169,7 @@ def test_these_blocks_are_vllms_on_each_of_several_ranks(
 
 @with_states
 @pytest.mark.parametrize(
-    ("name", "asked", "block"),
+    ("name", "state_dtype", "block"),
     [
         ("Qwen3-Next-80B", "float32", 1056),
         ("Qwen3-Next-80B", "bfloat16", 544),
@@ -179,27 +178,27 @@ def test_these_blocks_are_vllms_on_each_of_several_ranks(
         ("Nemotron-H-8B", "float16", 528),
     ],
 )
-def test_these_blocks_are_vllms_on_a_cpu(name, asked, block, model, aligned):
-    """Where 16 bits are asked for, layers sum in them."""
-    path, plain = model(name), {"enable_prefix_caching": "Qwen" in name}
-    config = aligned(configure(path, block_size=16, mamba_ssm_cache_dtype=asked, **plain))
-    found = planned(path, state_dtype=asked, device="cpu", block_size=16).forecast
+def test_block_size_matches_vllm_on_a_cpu(name, state_dtype, block, model, aligned):
+    """A CPU sums in the requested 16-bit type too."""
+    path, options = model(name), {"enable_prefix_caching": "Qwen" in name}
+    config = aligned(configure(path, block_size=16, mamba_ssm_cache_dtype=state_dtype, **options))
+    found = planned(path, state_dtype=state_dtype, device="cpu", block_size=16).forecast
     assert config.cache_config.block_size == found.block_size == block
 
 
 @with_states
 @pytest.mark.parametrize("name", ["granite-96", "qwen3-next"])
-def test_plan_counts_the_blocks_that_an_engine_holds(name, checkpoints_folder):
+def test_planned_blocks_match_the_engine(name, checkpoints_folder):
     path, length, output = make(name, checkpoints_folder), 700, 100
-    given = settings("cake", 0.4)
+    compression = settings("cake", 0.4)
     options = dict(
         dtype=STATEFUL[name].dtype, mamba_ssm_cache_dtype="float32", max_model_len=1024,
         enable_prefix_caching=name == "qwen3-next",
     )  # fmt: skip
-    with engine(path, additional_config=given, **options) as llm:
+    with engine(path, additional_config=compression, **options) as llm:
         config, free = llm.scheduler.vllm_config, llm.free_blocks
         found = planned(
-            path, length, output, everything=json.dumps(given["kvcompress"]), block_size=32,
+            path, length, output, everything=json.dumps(compression["kvcompress"]), block_size=32,
             dtype=STATEFUL[name].dtype, longest=1024, device="cpu",
         ).forecast  # fmt: skip
         assert found.block_size == llm.manager.block_size == 96
@@ -212,7 +211,7 @@ def test_plan_counts_the_blocks_that_an_engine_holds(name, checkpoints_folder):
             llm.step()
             if llm.compressor.compressed:
                 held.append(free - llm.free_blocks)
-        # of two blocks with states, one is there only where the next one begins
+        # The second state block of a group is allocated only when its next block begins.
         groups = groups_of(config)
         spare = groups.stateful_groups * (groups.states - 1)
         assert found.on.decoding - spare <= held[1] <= found.on.decoding

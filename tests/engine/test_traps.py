@@ -1,5 +1,5 @@
-"""The traps that public attempts at this fell into (docs/traps.md): tests carry their numbers, here
-and elsewhere (`pytest -k trap`).
+"""Known failures of public KV-cache compression engines (docs/traps.md). Test names have the
+numbers of the traps (`pytest -k trap`).
 
 Traps of speculative decoding, KV connectors and quantised caches are refused (test_refusals.py).
 """
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, first_runner, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 
 PROMPT = tokens(420, seed=21)
 
@@ -19,7 +19,7 @@ def model(checkpoints_folder):
 
 
 def watch_packing(llm) -> list:
-    """Every compression of the engine, as (tokens computed so far, plan)."""
+    """Return every compression of the engine, as (tokens computed so far, plan)."""
 
     def computed(finishing):
         running = {r.request_id: r for r in llm.scheduler.running}
@@ -30,7 +30,7 @@ def watch_packing(llm) -> list:
     return llm.watch_packing(computed)
 
 
-def test_trap_01_only_the_last_chunk_arms(model):
+def test_trap_01_compression_follows_only_the_last_chunk(model):
     with engine(
         model,
         additional_config=settings(),
@@ -38,16 +38,16 @@ def test_trap_01_only_the_last_chunk_arms(model):
         max_num_seqs=4,
         max_model_len=1024,
     ) as llm:
-        seen = watch_packing(llm)
+        compressions = watch_packing(llm)
         llm.submit("r", PROMPT, 3)
         for _ in range(len(PROMPT) // 64):
             llm.step()
-            assert not seen
+            assert not compressions
         llm.drain()
-        assert [computed for computed, _ in seen] == [len(PROMPT)]
+        assert [computed for computed, _ in compressions] == [len(PROMPT)]
 
 
-def test_trap_02_nothing_is_written_into_a_shared_or_hashed_block(model):
+def test_trap_02_shared_and_hashed_blocks_are_never_written(model):
     with engine(model, additional_config=settings()) as llm:
         llm.generate([PROMPT], 4)
         hashed = {b.block_id for b in llm.pool.blocks if b.block_hash is not None}
@@ -70,8 +70,8 @@ def test_trap_02_a_full_prefix_hit_still_computes_a_window(model):
         assert llm.compressor.compressed == 2
 
 
-def test_trap_04_trap_05_positions_and_slots_stay_semantic(model):
-    """Every decoded token lies at its position's slot, not at the compressed length's."""
+def test_trap_04_trap_05_slots_follow_original_positions(model):
+    """Every decoded token is in the slot of its position, not of the compressed length."""
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 60)
         llm.step()
@@ -85,16 +85,16 @@ def test_trap_04_trap_05_positions_and_slots_stay_semantic(model):
         llm.drain()
 
 
-@first_runner
+@model_runner_v1_only
 def test_trap_06_freed_blocks_are_not_allocated_again(model):
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 90)
         llm.step()
-        held = [llm.manager.num_blocks_held(llm.running()[0].request_id)]
+        num_blocks = [llm.manager.num_blocks_held(llm.running()[0].request_id)]
         while llm.running():
-            held.append(llm.manager.num_blocks_held(llm.running()[0].request_id))
+            num_blocks.append(llm.manager.num_blocks_held(llm.running()[0].request_id))
             llm.step()
-        assert max(held) - held[0] <= 90 // BLOCK + 1
+        assert max(num_blocks) - num_blocks[0] <= 90 // BLOCK + 1
 
 
 def test_trap_07_preemption_forgets_the_compression(model):
@@ -118,8 +118,8 @@ def test_trap_07_preemption_forgets_the_compression(model):
 
 
 @pytest.mark.parametrize("spare", [0, 3], ids=["in place", "into fresh blocks"])
-def test_trap_07_preempted_in_the_step_that_planned_its_compression(spare, model):
-    """Priority scheduling takes back a prefill that it scheduled a moment ago."""
+def test_trap_07_preemption_in_the_step_that_planned_compression(spare, model):
+    """Priority scheduling preempts a prefill that it scheduled in the same step."""
     low, high, other = tokens(6 * BLOCK, seed=1), tokens(BLOCK, seed=2), tokens(4, seed=3)
     options = dict(
         additional_config=settings("cake", 0.4),
@@ -154,8 +154,8 @@ def test_trap_07_preempted_in_the_step_that_planned_its_compression(spare, model
         assert got["high"] == llm.generate([high], 8)[0]
 
 
-@first_runner
-def test_trap_10_blocks_of_a_compressed_request_are_not_where_their_tokens_say(model):
+@model_runner_v1_only
+def test_trap_10_block_tables_of_compressed_requests_are_not_by_position(model):
     with engine(model, additional_config=settings()) as llm:
         assert llm.manager.has_positionally_stable_blocks is False
         llm.submit("r", PROMPT, 4)
@@ -178,12 +178,12 @@ def test_the_window_is_never_evicted(model):
         assert kept
         for positions in (layer for stack in kept for layer in stack):
             count = int((positions[0] >= 0).sum())
-            want = [*range(4), *range(end - count + 4, end)]
-            assert positions[:, :count].tolist() == [want] * len(positions)
+            expected = [*range(4), *range(end - count + 4, end)]
+            assert positions[:, :count].tolist() == [expected] * len(positions)
 
 
-@first_runner
-def test_trap_13_buffers_grow_with_requests_not_with_the_pool(model):
+@model_runner_v1_only
+def test_trap_13_buffers_scale_with_requests_not_with_the_pool(model):
     with engine(model, additional_config=settings(), max_num_seqs=4, max_model_len=1024) as llm:
         pool = llm.compressor.pool
         assert pool._packed.shape == (5, 4, 1024 // BLOCK)
@@ -200,22 +200,22 @@ def test_trap_14_huge_keys_do_not_overflow(model):
         assert all(value == value for value in values)
 
 
-@first_runner
-def test_trap_15_what_ranks_must_agree_on_comes_from_lengths_alone(model):
-    """Pages and blocks of a prompt do not depend on what its tokens are."""
+@model_runner_v1_only
+def test_trap_15_block_counts_depend_on_lengths_only(model):
+    """Pages and blocks of a prompt do not depend on its token ids."""
     plans = []
     with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
-        seen = watch_packing(llm)
+        compressions = watch_packing(llm)
         for seed in range(4):
             llm.generate([tokens(420, seed=seed)], 2)
-        plans = [pack_request.plan for _, pack_request in seen]
+        plans = [pack_request.plan for _, pack_request in compressions]
     assert len(plans) == 4
     assert len(set(plans)) == 1
 
 
-@first_runner
-def test_trap_16_an_answer_of_one_token_is_not_paid_for(model):
-    """It comes from the full cache: a compression would never be read."""
+@model_runner_v1_only
+def test_trap_16_requests_for_one_token_are_not_compressed(model):
+    """The only output token comes from the full cache, so compression would be wasted."""
     with engine(model, additional_config=settings()) as llm:
         llm.generate([PROMPT], 1)
         assert llm.compressor.compressed == 0
@@ -223,15 +223,15 @@ def test_trap_16_an_answer_of_one_token_is_not_paid_for(model):
         assert llm.compressor.compressed == 1
 
 
-@first_runner
-def test_trap_18_the_compressions_are_counted(model):
+@model_runner_v1_only
+def test_trap_18_compressions_are_counted(model):
     with engine(model, additional_config=settings()) as llm:
         llm.generate([PROMPT, PROMPT[:100], PROMPT[:200]], 2)
         assert llm.compressor.compressed == 2
 
 
-@first_runner
-def test_trap_19_the_gauge_sees_the_freed_blocks_in_the_same_step(model):
+@model_runner_v1_only
+def test_trap_19_the_usage_gauge_drops_in_the_same_step(model):
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 4)
         llm.step()
@@ -245,11 +245,11 @@ def test_trap_19_the_gauge_sees_the_freed_blocks_in_the_same_step(model):
 @pytest.mark.skipif(V2, reason="the layout of the cache does not depend on the model runner")
 @pytest.mark.parametrize(("dtype", "block"), [("float32", 32), ("bfloat16", 32), ("bfloat16", 128)])
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-d80", "qwen3"])
-def test_the_adapter_reads_what_vllm_wrote(name, dtype, block, checkpoints_folder):
-    """Keys and values as the attention layers received them, found again in the pages."""
+def test_pages_contain_the_keys_and_values_that_vllm_wrote(name, dtype, block, checkpoints_folder):
+    """The pages contain keys and values as the attention layers received them."""
     with engine(
         make(name, checkpoints_folder),
-        additional_config=settings(min_prompt=100_000),
+        additional_config=settings(min_prompt=8192),
         dtype=dtype,
         block_size=block,
         enable_prefix_caching=False,

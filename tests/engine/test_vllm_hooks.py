@@ -1,4 +1,4 @@
-"""What we need of vLLM is a table, checked on the vLLM that runs (docs/traps.md, trap 22)."""
+"""The table of vLLM hooks, checked on the installed vLLM (docs/traps.md, trap 22)."""
 
 import ast
 import importlib
@@ -21,18 +21,18 @@ from vllm_kvcompress.errors import VllmHookError
 
 
 @pytest.mark.parametrize("hook", VLLM_HOOKS, ids=lambda hook: f"{hook.name}-{hook.target}")
-def test_every_seam_is_in_this_vllm(hook):
+def test_every_hook_exists_in_this_vllm(hook):
     hook.check(vllm.__version__)
 
 
-def test_every_seam_names_a_module_of_ours_and_an_end():
+def test_every_hook_names_our_module_and_a_removal_event():
     for hook in VLLM_HOOKS:
         importlib.import_module(f"vllm_kvcompress.engine.{hook.name}")
         assert hook.kind in ("registry", "subclass", "wrap", "use")
         assert hook.remove_when
 
 
-# `diagnosis` runs before the hooks were checked, or on an engine that has started
+# `diagnosis` runs before the hooks are checked, or on an engine that has started
 UNLISTED = {
     "vllm:SamplingParams",
     "vllm.plugins:load_general_plugins",
@@ -42,14 +42,14 @@ UNLISTED = {
 
 
 def imported_from_vllm():
-    """Every name of vLLM that a file of engine/ imports, as ``module:name``."""
+    """Return every vLLM name that a file of engine/ imports, as ``module:name``."""
     for file in Path(engine_package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vllm":
                 yield from (f"{node.module}:{name.name}" for name in node.names)
 
 
-def test_every_touch_of_vllm_is_in_the_table():
+def test_every_use_of_vllm_is_in_the_table():
     targets = (hook.target.partition(":") for hook in VLLM_HOOKS)
     listed = {f"{module}:{name.split('.')[0]}" for module, _, name in targets}
     touched = set(imported_from_vllm())
@@ -59,7 +59,7 @@ def test_every_touch_of_vllm_is_in_the_table():
 
 
 def is_module(name):
-    """A module of vLLM, whose functions are listed one by one."""
+    """Return whether a vLLM name is a module, whose functions are listed one by one."""
     module = name.replace(":", ".")
     return any(hook.target.startswith(f"{module}:") for hook in VLLM_HOOKS)
 
@@ -77,7 +77,7 @@ def is_module(name):
         ),
     ],
 )
-def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
+def test_trap_22_a_missing_hook_is_named_with_the_fix(target, params, message):
     hook = VllmHook(name="x", target=target, kind="wrap", params=params, remove_when="never")
     with pytest.raises(VllmHookError, match=message) as refusal:
         hook.check("0.32.0")
@@ -91,7 +91,7 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         (
             "import no_such_package.part",
             "vLLM 0.33.0 needs the Python package no_such_package, which is not installed;"
-            " run `pip check`, and install what it names",
+            " run `pip check`, and install what it reports",
         ),
         (  # no environment of the tests has it, and vLLM asks for it
             "import torchcodec",
@@ -106,7 +106,7 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         ),
         (
             "import vllm.no_such_part",
-            "vLLM 0.33.0 lacks its own module vllm.no_such_part; install vLLM 0.33.0 again: it is"
+            "vLLM 0.33.0 lacks its own module vllm.no_such_part; reinstall vLLM 0.33.0, which is"
             " incomplete",
         ),
         (
@@ -126,10 +126,8 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
     ],
     ids=["missing", "its version", "half there", "not whole", "name", "lazy", "other"],
 )
-def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
-    imports, message, tmp_path, monkeypatch
-):
-    """A package that vLLM needs is not a hook that vLLM lost: another vLLM would not help."""
+def test_import_errors_name_the_missing_package(imports, message, tmp_path, monkeypatch):
+    """If a package that vLLM needs is missing, another vLLM version would not help."""
     (tmp_path / "importing").mkdir()
     (tmp_path / "importing" / "hook.py").write_text(imports + "\nclass Thing: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -142,13 +140,13 @@ def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
         hook.check("0.33.0")
     assert message in str(refusal.value)
     assert "install a vLLM in" not in str(refusal.value)
-    # and `kvcompress doctor` says it once for all that it is behind
+    # `kvcompress doctor` reports it once for all hooks in that module
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     assert check_vllm_hooks([hook, hook]).detail == str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("asked", "cure"),
+    ("requirement", "command"),
     [
         ("pydantic>=2,<999", f"--force-reinstall --no-deps 'pydantic=={version('pydantic')}'"),
         ("pydantic[email]", f"--force-reinstall --no-deps 'pydantic=={version('pydantic')}'"),
@@ -156,15 +154,15 @@ def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
         ("pydantic[timezone,email]>=999", "'pydantic[email,timezone]>=999'"),
     ],
 )
-def test_the_cure_changes_what_is_installed(asked, cure, monkeypatch):
-    """pip does nothing where the version fits, and an extra that is dropped stays missing."""
-    monkeypatch.setattr(import_failures, "requires", lambda build: [asked])
+def test_the_fix_changes_the_installation(requirement, command, monkeypatch):
+    """pip does nothing if the version fits, and a dropped extra stays missing."""
+    monkeypatch.setattr(import_failures, "requires", lambda build: [requirement])
     error = ModuleNotFoundError(name="pydantic.no_such_part")
-    told = str(import_failures.import_failure(error, "0.33.0"))
-    assert told.endswith(f"run `pip install {cure}`")
+    message = str(import_failures.import_failure(error, "0.33.0"))
+    assert message.endswith(f"run `pip install {command}`")
 
 
-def test_check_all_stops_at_the_first_lost_seam(monkeypatch):
+def test_check_all_stops_at_the_first_missing_hook(monkeypatch):
     from vllm_kvcompress.engine.startup import vllm_hooks
 
     lost = VllmHook(name="x", target="vllm:no_such", kind="wrap", params=(), remove_when="never")
@@ -178,7 +176,7 @@ def test_supported_versions(version):
     assert TESTED.contains(version, prereleases=True)
 
 
-def test_the_package_asks_for_the_versions_that_are_accepted():
+def test_the_package_metadata_allows_the_accepted_versions():
     extras = [Requirement(text) for text in requires("vllm-kvcompress")]
     (vllm_of_cuda,) = (one for one in extras if one.name == "vllm")
     assert vllm_of_cuda.specifier == TESTED
@@ -224,7 +222,7 @@ except VllmHookError as e:
 """
 
 
-def test_a_vllm_without_our_doors_is_served_as_it_is_with_compression_off(tmp_path):
+def test_a_vllm_without_frontend_hooks_works_with_compression_off(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LOST, make("llama-gqa", tmp_path)],
         capture_output=True, text=True, check=False, timeout=600,
@@ -232,7 +230,7 @@ def test_a_vllm_without_our_doors_is_served_as_it_is_with_compression_off(tmp_pa
     assert done.stdout.strip().endswith("fine"), done.stderr
 
 
-def test_registering_twice_in_a_fresh_process_wraps_once_and_hides_no_builtin_spec():
+def test_registering_twice_wraps_once_and_hides_no_builtin_spec():
     done = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False, timeout=600
     )

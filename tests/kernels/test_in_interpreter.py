@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-import again
+import pytest_process
 
-KERNELS = again.ROOT / "kernels" / "kvcompress_kernels"
+KERNELS = pytest_process.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
 MORE_TESTS = (
     "sinks",
@@ -28,11 +28,11 @@ def test_triton_kernels_match_the_references(tmp_path):
     # the columns at the edge of a matrix in another order than the inner columns, so that equal
     # keys get different scores. Nehalem's kernels and GPUs use one order.
     environment = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
-    done = again.run(FILES, environment, tmp_path)
-    assert done.ok, done.said
-    assert all(done.passed.values()), f"of some file no test ran: {done.passed}"
+    done = pytest_process.run(FILES, environment, tmp_path)
+    assert done.ok, done.output
+    assert all(done.passed.values()), f"a file without a passed test: {done.passed}"
 
 
 def test_every_op_has_a_test():
     assert "window_scores" in OPS
-    assert [file for file in FILES if not (again.ROOT / file).exists()] == []
+    assert [file for file in FILES if not (pytest_process.ROOT / file).exists()] == []

@@ -7,7 +7,7 @@ pages hold NaN. Without a GPU these shapes would take hours, so the tests are sk
 import pytest
 import torch
 
-from benchmarks.gpu.ops import OPS, wrong
+from benchmarks.gpu.ops import OPS, mismatch
 from benchmarks.gpu.prompt import DecodeStep, Prompt, Shape
 
 pytestmark = pytest.mark.gpu
@@ -40,18 +40,18 @@ def work(request, shape, gpu):
 
 def results(op, work, layers):
     got = op.launch(work, layers)
-    return [x.clone() for x in (op.left(work) if op.left else got)]
+    return [x.clone() for x in (op.read_outputs(work) if op.read_outputs else got)]
 
 
 def test_every_op_matches_its_reference(work, shape):
-    ops = [op for op in OPS if isinstance(work, op.of)]
+    ops = [op for op in OPS if isinstance(work, op.inputs)]
     assert ops
     for op in ops:
         launches = op.launches(shape)
         for layers in {launches[0], launches[-1]}:
-            got, again = (results(op, work, layers) for _ in range(2))
-            assert wrong(op, got, op.plain(work, layers)) <= op.undecided, op.name
-            assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), op.name
+            got, second = (results(op, work, layers) for _ in range(2))
+            assert mismatch(op, got, op.reference(work, layers)) <= op.tie_share, op.name
+            assert all(torch.equal(a, b) for a, b in zip(got, second, strict=True)), op.name
 
 
 def test_one_shape_exceeds_two_to_the_31_elements():

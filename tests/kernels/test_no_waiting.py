@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvcompress_kernels
+from host_sync import launches, no_uploads_or_reads
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import triton as column_sums_triton
 from kvcompress_kernels.key_cosines import key_cosines
@@ -33,7 +34,6 @@ from kvcompress_kernels.window_scores import (
     window_scores_of_layers,
     window_scores_of_rows,
 )
-from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="uses meta tensors")
 
@@ -150,7 +150,7 @@ def test_every_op_is_covered():
 
 @pytest.mark.parametrize("call", CALLS)
 def test_ops_read_and_upload_nothing(call, launched):
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         CALLS[call]()
     assert launched
 
@@ -182,7 +182,7 @@ WAITS = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_syncs_are_detected(wait):
     with (
-        nothing_uploaded_or_read(),
+        no_uploads_or_reads(),
         pytest.raises((AssertionError, NotImplementedError, RuntimeError, TypeError)),
     ):
         WAITS[wait](on_device(3))
@@ -190,7 +190,7 @@ def test_syncs_are_detected(wait):
 
 def test_operations_on_the_device_are_allowed():
     x = on_device(3, 4)
-    with nothing_uploaded_or_read():
+    with no_uploads_or_reads():
         torch.full((1,), 7, device=x.device)
         torch.arange(0, 8, 4, device=x.device)
         x.to(torch.float32).cumsum(1)[None, :2].contiguous().zero_()

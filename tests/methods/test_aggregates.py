@@ -1,4 +1,4 @@
-"""The window's rows as their mean, their maximum, or a defended one: docs/methods.md 4.4."""
+"""Aggregation of the window's queries by mean, maximum or DefensiveKV: docs/methods.md 4.4."""
 
 from dataclasses import replace
 
@@ -31,10 +31,12 @@ def inputs(layers, heads, kv_heads, tokens, dim, *, sink=0.0, seed=0):
     return tuple(torch.from_numpy(x).float() for x in (q, k, v))
 
 
-def columns(maximum, kv_heads, w):
+def stats_of(maximum, kv_heads, w):
     maximum = torch.as_tensor(maximum, dtype=torch.float32)
     past = maximum.shape[1] - w
-    return AttentionStats(num_kv_heads=kv_heads, past=past, device=CPU, rows=w, maximum=maximum)
+    return AttentionStats(
+        num_kv_heads=kv_heads, past=past, device=CPU, num_queries=w, maximum=maximum
+    )
 
 
 @pytest.mark.parametrize("scorer", ["snapkv", "caote", "fastcaote"])
@@ -72,7 +74,7 @@ def test_value_norms_equal_the_reference(aggregate, page_size):
         assert found[1, 3] == 0
 
 
-def test_values_that_are_all_zero_are_no_reason_to_choose():
+def test_zero_values_score_zero():
     q, k, v = inputs(1, 2, 1, 90, 8)
     policy = {"compress": "snapkv", "scorer_params": {"value_norm": True}}
     got = compress(q, k, torch.zeros_like(v), policy=policy, budget=40)
@@ -80,18 +82,18 @@ def test_values_that_are_all_zero_are_no_reason_to_choose():
     assert got.positions[0][0].tolist() == [*range(8), *range(58, 90)]
 
 
-def test_defensive_by_hand():
-    """docs/methods.md 4.4: the rows' maximum by the reference, then what it is raised to."""
+def test_defensive_worked_example():
+    """docs/methods.md 4.4: the queries' maximum from the reference, raised to its mean."""
     rows = np.array([[0.8, 0, 0, 0, 0, 0], [0, 0, 0, 0.4, 0, 0]])
     highest = np.max([ref.pooled_row(row) for row in rows], axis=0)
     np.testing.assert_allclose(highest, [0.8 / 3] * 3 + [0.08] * 3, rtol=1e-6)
-    got = SnapKV(aggregate="defensive").score(columns(highest[None], 1, 0))
+    got = SnapKV(aggregate="defensive").score(stats_of(highest[None], 1, 0))
     want = [pytest.approx(0.26667, rel=1e-4)] * 3 + [pytest.approx(0.17333, rel=1e-4)] * 3
     assert got[0].tolist() == want
 
 
-def test_aggregates_rank_apart():
-    """All rows look at key 20, one of them at key 7 alone."""
+def test_aggregates_rank_differently():
+    """All queries attend to key 20, and only one of them to key 7."""
     q, k, v = inputs(1, 1, 1, 60, 8, seed=3)
     q[..., 0], k[:, :, 20], k[:, :, 20, 0] = 3.0, 0.0, 4.0
     q[:, :, -20], k[:, :, 7], k[:, :, 7, 0] = 6.0, 3.0, -3.0
@@ -106,7 +108,7 @@ def test_aggregates_rank_apart():
         for aggregate in AGGREGATES
     }
     best = {name: x.scores[0][0, :28].argmax().item() for name, x in kept.items()}
-    # the first of a plateau, as wide as what is pooled
+    # the first token of a plateau as wide as the pooling
     assert best == {"mean": 17, "max": 4, "defensive": 5}
     assert len({tuple(x.positions[0][0].tolist()) for x in kept.values()}) == 3
 
@@ -123,13 +125,13 @@ def test_aggregates_rank_apart():
 def test_the_maximum_of_a_group_is_pooled(heads, past, w, kind, kernel, seed):
     query_heads, kv_heads = heads
     a = np.random.RandomState(seed).rand(query_heads, past + w)
-    shown = columns(a, kv_heads, w)
-    got = SnapKV(aggregate="max", pooling=kind, kernel=kernel).score(shown)
+    stats = stats_of(a, kv_heads, w)
+    got = SnapKV(aggregate="max", pooling=kind, kernel=kernel).score(stats)
     grouped = a[:, :past].reshape(kv_heads, -1, past).max(1)
     np.testing.assert_allclose(got, ref.pool(grouped, kind, kernel), rtol=1e-5)
     assert (got.shape, got.dtype) == ((kv_heads, past), torch.float32)
 
-    raised = SnapKV(aggregate="defensive").score(shown)
+    raised = SnapKV(aggregate="defensive").score(stats)
     want = np.maximum(grouped, grouped.mean(-1, keepdims=True))
     np.testing.assert_allclose(raised, want, rtol=1e-5)
     assert (raised.shape, raised.dtype) == ((kv_heads, past), torch.float32)
@@ -142,18 +144,18 @@ def test_the_maximum_of_a_group_is_pooled(heads, past, w, kind, kernel, seed):
     st.integers(1, 5),
     st.integers(0, 2**31 - 1),
 )
-def test_weights_of_caote_sum_to_one(aggregate, past, w, seed):
+def test_caote_weights_sum_to_one(aggregate, past, w, seed):
     a = torch.from_numpy(np.random.RandomState(seed).rand(4, past + w)).float()
-    shown = replace(columns(a, 2, w), total=a[:, :past], recent=a[:, past:])
-    got = Caote(aggregate=aggregate).weights(shown)
+    stats = replace(stats_of(a, 2, w), total=a[:, :past], recent=a[:, past:])
+    got = Caote(aggregate=aggregate).weights(stats)
     assert (got.shape, got.dtype) == (a.shape, torch.float32)
     np.testing.assert_allclose(got.sum(-1), np.ones(4), rtol=1e-5)
-    # the window's own columns are not pooled, and keep their proportion
+    # the window's columns are not pooled and keep their proportions
     np.testing.assert_allclose(got[:, past:] / got[:, -1:], a[:, past:] / a[:, -1:], rtol=1e-4)
 
 
-def test_equal_keys_get_equal_scores_wherever_they_lie():
-    """A period of 16 keys: its neighbourhoods repeat, those at the two ends aside."""
+def test_equal_keys_get_equal_scores_at_any_position():
+    """Keys have a period of 16, so that their surroundings repeat except at the two ends."""
     rs = np.random.RandomState(5)
     period = rs.standard_normal((1, 1, 16, 8))
     k = np.tile(period, (1, 1, 70, 1))
@@ -166,11 +168,11 @@ def test_equal_keys_get_equal_scores_wherever_they_lie():
     assert inner[0].unique().numel() > 1
 
 
-def test_reads():
+def test_reads_of_each_aggregate():
     window, maximum, pooled = Reads.WINDOW, Reads.MAXIMUM, Reads.POOLED
-    asked = {"mean": window, "max": window | maximum, "defensive": window | maximum | pooled}
-    assert {x: SnapKV(aggregate=x).reads for x in AGGREGATES} == asked
-    assert {x: Caote(aggregate=x).reads & ~Reads.VALUES for x in AGGREGATES} == asked
+    expected = {"mean": window, "max": window | maximum, "defensive": window | maximum | pooled}
+    assert {x: SnapKV(aggregate=x).reads for x in AGGREGATES} == expected
+    assert {x: Caote(aggregate=x).reads & ~Reads.VALUES for x in AGGREGATES} == expected
     assert SnapKV(value_norm=True).reads == window | Reads.VALUES
     assert Caote(base="h2o").reads == Reads.COLUMN_SUMS | Reads.VALUES
     assert Caote(base="tova").reads == Reads.WINDOW | Reads.VALUES
@@ -183,40 +185,43 @@ def test_unknown_aggregates_are_refused(scorer):
 
 
 @pytest.mark.parametrize("base", ["tova", "h2o"])
-def test_only_snapkvs_window_is_aggregated(base):
-    with pytest.raises(ConfigError, match=rf"aggregate='max'.*base '{base}' has none; set base"):
+def test_only_base_snapkv_takes_an_aggregate(base):
+    with pytest.raises(
+        ConfigError, match=rf"aggregate='max'.*base '{base}' does not have; set base"
+    ):
         Caote(aggregate="max", base=base)
 
 
 @pytest.mark.parametrize("scorer", ["snapkv", "caote", "fastcaote"])
-@pytest.mark.parametrize("given", [{"kernel": 7}, {"kernel": 1}, {"pooling": "max"}])
-def test_a_pooling_that_defensive_would_not_do_is_refused(scorer, given):
+@pytest.mark.parametrize("params", [{"kernel": 7}, {"kernel": 1}, {"pooling": "max"}])
+def test_pooling_parameters_are_refused_with_defensive(scorer, params):
     policy = {"compress": "custom", "scorer": scorer, "window": 32}
-    params = {"aggregate": "defensive", **given}
+    defensive = {"aggregate": "defensive", **params}
     with pytest.raises(ConfigError, match="has no effect with aggregate 'defensive'"):
-        CompressionConfig.parse({**policy, "scorer_params": params})
-    CompressionConfig.parse({**policy, "scorer_params": {"aggregate": "max", **given}})
+        CompressionConfig.parse({**policy, "scorer_params": defensive})
+    CompressionConfig.parse({**policy, "scorer_params": {"aggregate": "max", **params}})
 
 
-def test_a_presets_own_kernel_stands_beside_defensive():
+def test_a_presets_kernel_is_accepted_with_defensive():
     policy = {"compress": "chunkkv", "scorer_params": {"aggregate": "defensive"}}
     assert CompressionConfig.parse(policy).build_scorer() == SnapKV(aggregate="defensive", kernel=1)
 
 
-def test_a_value_norm_needs_the_values():
-    shown = replace(AttentionStats(num_kv_heads=1, past=2, device=CPU), total=torch.ones(1, 2))
+def test_value_norm_needs_the_values():
+    stats = replace(AttentionStats(num_kv_heads=1, past=2, device=CPU), total=torch.ones(1, 2))
     with pytest.raises(ValueError, match="value_norm needs the cached values"):
-        SnapKV(value_norm=True).score(shown)
+        SnapKV(value_norm=True).score(stats)
 
 
 @pytest.mark.parametrize("scorer", [SnapKV, Caote])
 @pytest.mark.parametrize("aggregate", ["max", "defensive"])
-def test_an_aggregate_needs_what_it_reads(scorer, aggregate):
-    shown = replace(
+def test_an_aggregate_needs_the_maximum(scorer, aggregate):
+    stats = replace(
         AttentionStats(num_kv_heads=1, past=2, device=CPU),
         total=torch.ones(1, 2),
         recent=torch.ones(1, 1),
     )
-    made = scorer(aggregate=aggregate)
+    aggregating = scorer(aggregate=aggregate)
+    run = aggregating.weights if isinstance(aggregating, Caote) else aggregating.score
     with pytest.raises(ValueError, match=f"{aggregate} needs the window's maximum"):
-        made.weights(shown) if isinstance(made, Caote) else made.score(shown)
+        run(stats)

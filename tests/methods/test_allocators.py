@@ -1,3 +1,5 @@
+"""Uniform, pyramid and CAKE budgets: docs/methods.md 2.1 to 2.3."""
+
 import math
 
 import pytest
@@ -19,19 +21,19 @@ from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
 
-def prompt(n, budget, window, tokens):
+def budget_spec(n, budget, window, tokens):
     return BudgetSpec(num_layers=n, tokens=tokens, window=window, budget=budget)
 
 
-def figures(*pairs):
-    """Statistics of layers with these entropies and shifts."""
+def stats_of(*pairs):
+    """Return layer statistics with these pairs of entropy and shift."""
     entropy, shift = torch.tensor(pairs, dtype=torch.float64).view(-1, 2).unbind(1)
     return LayerStats(entropy=entropy, shift=shift)
 
 
 def weighted(*weights):
-    """Statistics whose preference is `weights` at tau1 = tau2 = 1."""
-    return figures(*((1.0, float(w)) for w in weights))
+    """Return layer statistics whose preferences are `weights` at tau1 = tau2 = 1."""
+    return stats_of(*((1.0, float(w)) for w in weights))
 
 
 def allocate(allocator, *args):
@@ -41,7 +43,7 @@ def allocate(allocator, *args):
 
 
 def preferences(cake, *pairs):
-    stats = figures(*pairs)
+    stats = stats_of(*pairs)
     return cake.preferences(stats.entropy, stats.shift).tolist()
 
 
@@ -50,13 +52,13 @@ def prompts(draw):
     window = draw(st.integers(0, 64))
     budget = draw(st.integers(window + 1, 2000))
     tokens = draw(st.integers(window + 1, 4000))
-    return prompt(draw(st.integers(1, 48)), budget, window, tokens)
+    return budget_spec(draw(st.integers(1, 48)), budget, window, tokens)
 
 
 stats_value = st.floats(1e-30, 1e6) | st.just(0.0)
 
 
-def test_names():
+def test_names_and_reads():
     assert dict(ALLOCATORS) == {
         "uniform": Uniform,
         "pyramid": Pyramid,
@@ -78,13 +80,13 @@ def test_names():
 
 @prop
 @given(prompts(), st.data())
-def test_sum_and_caps(p, data):
+def test_allocators_keep_sum_and_caps(p, data):
     pair = st.tuples(stats_value, stats_value)
     stats = data.draw(st.lists(pair, min_size=p.num_layers, max_size=p.num_layers))
     beta = data.draw(st.floats(1.01, 1e4))
     tau = data.draw(st.tuples(st.floats(0.2, 2), st.floats(0.4, 3)))
     for allocator in (Uniform(), Pyramid(beta=beta), Cake(tau1=tau[0], tau2=tau[1])):
-        past = allocate(allocator, p, figures(*stats))
+        past = allocate(allocator, p, stats_of(*stats))
         assert len(past) == p.num_layers
         assert sum(past) == min(p.num_layers * p.base, p.num_layers * p.past)
         assert all(0 <= b <= p.past and type(b) is int for b in past)
@@ -95,7 +97,7 @@ def test_sum_and_caps(p, data):
 
 @prop
 @given(prompts())
-def test_uniform(p):
+def test_uniform_gives_equal_budgets(p):
     assert allocate(Uniform(), p) == [min(p.budget, p.tokens) - p.window] * p.num_layers
 
 
@@ -103,26 +105,26 @@ def test_uniform(p):
 
 
 def test_pyramid_worked_example():
-    assert allocate(Pyramid(), prompt(4, 20, 4, 100)) == [31, 21, 11, 1]
+    assert allocate(Pyramid(), budget_spec(4, 20, 4, 100)) == [31, 21, 11, 1]
 
 
 @pytest.mark.parametrize("layers", [30, 32])
-def test_pyramid_does_not_overspend_where_the_authors_code_does(layers):
-    assert sum(allocate(Pyramid(), prompt(layers, 128, 8, 2000))) == layers * 120
+def test_pyramid_stays_within_the_budget_unlike_the_authors_code(layers):
+    assert sum(allocate(Pyramid(), budget_spec(layers, 128, 8, 2000))) == layers * 120
 
 
-def test_pyramid_hi_is_cut_to_the_prompt():
+def test_pyramid_hi_is_limited_to_the_prompt():
     # base 60, P 80: hi 117 -> 80, lo 40; 80, 66.67, 53.33, 40
-    assert allocate(Pyramid(), prompt(4, 70, 10, 90)) == [80, 67, 53, 40]
+    assert allocate(Pyramid(), budget_spec(4, 70, 10, 90)) == [80, 67, 53, 40]
 
 
-def test_pyramid_one_layer():
-    assert allocate(Pyramid(), prompt(1, 20, 4, 100)) == [16]
+def test_pyramid_of_one_layer():
+    assert allocate(Pyramid(), budget_spec(1, 20, 4, 100)) == [16]
 
 
 @prop
 @given(prompts(), st.floats(1.01, 1e3))
-def test_pyramid_falls(p, beta):
+def test_pyramid_budgets_decrease(p, beta):
     past = allocate(Pyramid(beta=beta), p)
     assert past == sorted(past, reverse=True)
 
@@ -142,7 +144,7 @@ def test_pyramid_is_within_a_token_of_the_line(p, beta):
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 0.0, -3.0, math.nan])
-def test_pyramid_refuses(beta):
+def test_pyramid_refuses_bad_betas(beta):
     with pytest.raises(ConfigError, match="beta must be > 1"):
         Pyramid(beta=beta)
 
@@ -161,7 +163,7 @@ def test_pyramid_refuses(beta):
     ],
 )
 def test_cake_worked_examples(weights, budget, window, tokens, expected):
-    p = prompt(len(weights), budget, window, tokens)
+    p = budget_spec(len(weights), budget, window, tokens)
     assert allocate(Cake(), p, weighted(*weights)) == expected
 
 
@@ -185,13 +187,13 @@ def test_cake_preference_of_tiny_mha():
 
 
 @pytest.mark.parametrize("zero", [(0.0, 2.0), (2.0, 0.0), (math.nan, 2.0)])
-def test_cake_without_entropy_or_shift_weighs_nothing(zero):
+def test_cake_gives_no_weight_without_entropy_or_shift(zero):
     assert preferences(Cake(), zero, (2.0, 2.0)) == [0.0, 1.0]
     assert preferences(Cake(), zero, zero) == [0.0, 0.0]
-    assert allocate(Cake(), prompt(2, 8, 4, 100), figures(zero, zero)) == [4, 4]
+    assert allocate(Cake(), budget_spec(2, 8, 4, 100), stats_of(zero, zero)) == [4, 4]
 
 
-def test_cake_raw_values_beyond_float64_still_have_ratios():
+def test_cake_keeps_ratios_of_values_beyond_float64():
     for scale in (1e-200, 1e200):
         stats = [(scale, h * scale) for h in (3.0, 1.0)]
         assert preferences(Cake(), *stats) == pytest.approx([1.0, 1 / 3], rel=1e-9)
@@ -200,25 +202,25 @@ def test_cake_raw_values_beyond_float64_still_have_ratios():
 @prop
 @given(prompts(), st.floats(0.05, 3), st.data())
 def test_cake_sum_is_exact_at_any_tau(p, tau2, data):
-    """The configuration allows any tau > 0: preferences then reach float64's subnormals."""
+    """The configuration allows any tau > 0, so preferences can be float64 subnormals."""
     shift = st.floats(1e-20, 1e2)
     stats = weighted(*data.draw(st.lists(shift, min_size=p.num_layers, max_size=p.num_layers)))
     past = allocate(Cake(tau2=tau2), p, stats)
     assert sum(past) == p.num_layers * min(p.base, p.past)
 
 
-def test_cake_sum_is_exact_where_preferences_are_subnormal():
-    """One layer is full, the others share 1e-310 each: tau2 = 0.1, V 31 decades apart."""
+def test_cake_sum_is_exact_with_subnormal_preferences():
+    """One layer is full and the others get 1e-310 each: tau2 = 0.1, V 31 decades apart."""
     stats = weighted(1.0, 1e-31, 1e-31)
-    past = allocate(Cake(tau2=0.1), prompt(3, 9, 4, 14), stats)
+    past = allocate(Cake(tau2=0.1), budget_spec(3, 9, 4, 14), stats)
     assert past == [10, 3, 2]
 
 
 @prop
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=12), prompts())
-def test_cake_shares_follow_any_common_factor(shifts, p):
-    """Sums or means over heads, rows and columns: a common factor cancels (docs/methods.md 2.3)."""
-    p = prompt(len(shifts), p.budget, p.window, p.tokens)
+def test_cake_shares_ignore_a_common_factor(shifts, p):
+    """docs/methods.md 2.3: for sums or means over heads and queries, a common factor cancels."""
+    p = budget_spec(len(shifts), p.budget, p.window, p.tokens)
     one = allocate(Cake(), p, weighted(*shifts))
     two = allocate(Cake(), p, weighted(*(s * 7.5 for s in shifts)))
     assert all(abs(a - b) <= 1 for a, b in zip(one, two, strict=True))
@@ -229,11 +231,11 @@ def test_cake_shares_follow_any_common_factor(shifts, p):
 )
 def test_cake_needs_the_statistics_of_every_layer(stats):
     with pytest.raises(ValueError, match="statistics of 2 layers"):
-        allocate(Cake(), prompt(2, 8, 4, 100), stats)
+        allocate(Cake(), budget_spec(2, 8, 4, 100), stats)
 
 
 @pytest.mark.parametrize("tau", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["tau1", "tau2"])
-def test_cake_refuses(name, tau):
+def test_cake_refuses_bad_temperatures(name, tau):
     with pytest.raises(ConfigError, match=f"cake.{name} must be a finite number > 0"):
         Cake(**{name: tau})

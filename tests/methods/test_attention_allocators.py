@@ -19,11 +19,11 @@ from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
 
-def prompt(n, budget, window, tokens, total=None):
+def budget_spec(n, budget, window, tokens, total=None):
     return BudgetSpec(num_layers=n, tokens=tokens, window=window, budget=budget, total=total)
 
 
-def of_shifts(shifts):
+def stats_of_shifts(shifts):
     shift = torch.tensor([*shifts], dtype=torch.float64)
     return LayerStats(entropy=torch.ones_like(shift), shift=shift)
 
@@ -31,9 +31,9 @@ def of_shifts(shifts):
 # -- CAKE ---------------------------------------------------------------------------------------
 
 
-def test_cake_of_the_worked_example():
-    stats = of_shifts((1, 20, 20, 100))
-    assert Cake().allocate(prompt(4, 15, 4, 24), stats).tolist() == [0, 12, 12, 20]
+def test_cake_worked_example():
+    stats = stats_of_shifts((1, 20, 20, 100))
+    assert Cake().allocate(budget_spec(4, 15, 4, 24), stats).tolist() == [0, 12, 12, 20]
 
 
 # -- DynamicKV --------------------------------------------------------------------------------
@@ -53,14 +53,14 @@ def test_dynamickv_worked_example():
     st.integers(0, 999),
 )
 def test_dynamickv_equals_the_reference(layers, heads, past, levels, every, seed):
-    """Few score levels: ties cross heads and layers, the lower layer counts first."""
+    """Few score levels: ties cross heads and layers, and the lower layer counts first."""
     rng = np.random.RandomState(seed)
     scores = rng.randint(0, 3**levels, (layers, heads, past)).astype(np.float32)
     scores *= rng.lognormal(0, 1, (layers, 1, 1)).astype(np.float32)
     base = rng.randint(1, past + 1)
     r_max = float(rng.choice([1.0, 1.5, 3.0, 10.0]))
     got = DynamicKV(r_max=r_max, every=every).allocate(
-        prompt(layers, base + 8, 8, past + 8), LayerStats(scores=torch.from_numpy(scores))
+        budget_spec(layers, base + 8, 8, past + 8), LayerStats(scores=torch.from_numpy(scores))
     )
     got = got.tolist()
     assert got == ref.dynamickv_budgets(list(scores), base, past, r_max, every)
@@ -70,13 +70,13 @@ def test_dynamickv_equals_the_reference(layers, heads, past, levels, every, seed
 
 @pytest.mark.parametrize("layers", [1, 3, 4, 5, 30])
 def test_dynamickv_updates_after_the_last_layer_too(layers):
-    """The authors' code leaves up to 10 budgets in each layer after the last full group."""
+    """The authors' code leaves up to 10 mean budgets in each layer after the last full group."""
     scores = torch.rand(layers, 2, 300, generator=torch.Generator().manual_seed(1))
-    got = DynamicKV().allocate(prompt(layers, 28, 8, 308), LayerStats(scores=scores))
+    got = DynamicKV().allocate(budget_spec(layers, 28, 8, 308), LayerStats(scores=scores))
     assert sum(got) == layers * 20
 
 
-def test_count_highest():
+def test_count_highest_by_layer():
     scores = torch.tensor([[[3.0, 1.0, 1.0]], [[1.0, 2.0, torch.nan]]])
     assert [count_highest(ranked(scores), keep).tolist() for keep in range(7)] == [
         [0, 0],
@@ -90,10 +90,10 @@ def test_count_highest():
 
 
 @pytest.mark.parametrize("stats", [None, LayerStats(), LayerStats(scores=torch.zeros(3, 1, 92))])
-def test_allocators_by_scores_need_them(stats):
+def test_allocators_by_scores_need_the_scores(stats):
     for allocator, name in ((DynamicKV(), "dynamickv"), (Global(), "global")):
         with pytest.raises(ValueError, match=f"{name} needs the scores of 2 layers"):
-            allocator.allocate(prompt(2, 20, 8, 100), stats)
+            allocator.allocate(budget_spec(2, 20, 8, 100), stats)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_allocators_by_scores_need_them(stats):
         (dict(every=0), "every"),
     ],
 )
-def test_dynamickv_refuses(params, message):
+def test_dynamickv_refuses_bad_parameters(params, message):
     with pytest.raises(ConfigError, match=message):
         DynamicKV(**params)
 
@@ -115,7 +115,7 @@ def test_dynamickv_refuses(params, message):
 RAW = (3.59, 0.98, 3.15, 1.00, 2.38, 0.99)
 
 
-def of_variances(*rows):
+def stats_of_variances(*rows):
     return LayerStats(column_variance=torch.tensor(rows, dtype=torch.float64))
 
 
@@ -127,9 +127,9 @@ def of_variances(*rows):
     ],
 )
 def test_d2o_worked_example(norm, expected):
-    """docs/methods.md 2.5 prints two decimals of the statistics, and budgets of the whole ones."""
+    """docs/methods.md 2.5 prints rounded statistics, but budgets of the exact ones."""
     got = D2O(norm=norm).allocate(
-        prompt(6, 51, 0, 257, total=308), of_variances(*((f,) for f in RAW))
+        budget_spec(6, 51, 0, 257, total=308), stats_of_variances(*((f,) for f in RAW))
     )
     got = got.tolist()
     assert sum(got) == 308
@@ -152,39 +152,45 @@ def test_d2o_head_minmax_scales_within_the_layer():
     st.integers(0, 60),
     st.booleans(),
 )
-def test_d2o_sum_floor_and_caps(rows, norm, tokens, window, skips):
+def test_d2o_keeps_sum_floor_and_caps(rows, norm, tokens, window, skips):
     n = len(rows)
     window = min(window, tokens - 1)
     total = n * window + min(n * 20, n * (tokens - window))
-    p = prompt(n, window + 20, window, tokens, total=total)
+    p = budget_spec(n, window + 20, window, tokens, total=total)
     d2o = D2O(norm=norm, skip_layers=(0, 1, -1) if skips else ())
-    got = d2o.allocate(p, of_variances(*rows)).tolist()
+    got = d2o.allocate(p, stats_of_variances(*rows)).tolist()
     assert sum(got) == p.past_total
     assert all(min(8 - window, p.past) <= b <= p.past for b in got)
 
 
-def test_d2o_skipped_layers_keep_every_token_and_the_total_stays():
-    stats = of_variances(*((float(i),) for i in range(8)))
-    got = D2O(skip_layers=(0, 1, -1)).allocate(prompt(8, 50, 0, 100, total=400), stats).tolist()
+def test_d2o_skipped_layers_keep_all_tokens_within_the_total():
+    stats = stats_of_variances(*((float(i),) for i in range(8)))
+    got = (
+        D2O(skip_layers=(0, 1, -1)).allocate(budget_spec(8, 50, 0, 100, total=400), stats).tolist()
+    )
     assert [got[0], got[1], got[-1]] == [100, 100, 100]
     assert sum(got) == 400
-    poor = D2O(skip_layers=(0, 1, -1)).allocate(prompt(8, 20, 0, 100, total=160), stats).tolist()
-    assert sum(poor) == 160
-    assert min(poor) == 8
-    one = D2O(skip_layers=(5, -9)).allocate(prompt(1, 20, 0, 100), of_variances((1.0,)))
-    assert one.tolist() == [20]
+    small_budget = (
+        D2O(skip_layers=(0, 1, -1)).allocate(budget_spec(8, 20, 0, 100, total=160), stats).tolist()
+    )
+    assert sum(small_budget) == 160
+    assert min(small_budget) == 8
+    one_layer = D2O(skip_layers=(5, -9)).allocate(
+        budget_spec(1, 20, 0, 100), stats_of_variances((1.0,))
+    )
+    assert one_layer.tolist() == [20]
 
 
-@pytest.mark.parametrize("stats", [None, of_variances((1.0,)), of_variances((), ())])
+@pytest.mark.parametrize("stats", [None, stats_of_variances((1.0,)), stats_of_variances((), ())])
 def test_d2o_needs_variances(stats):
     with pytest.raises(ValueError, match="variances of 2 layers"):
-        D2O().allocate(prompt(2, 20, 0, 100), stats)
+        D2O().allocate(budget_spec(2, 20, 0, 100), stats)
 
 
 @pytest.mark.parametrize(
     ("params", "message"), [(dict(norm="minmax"), "norm must be"), (dict(floor=-1), "floor")]
 )
-def test_d2o_refuses(params, message):
+def test_d2o_refuses_bad_parameters(params, message):
     with pytest.raises(ConfigError, match=message):
         D2O(**params)
 
@@ -192,19 +198,21 @@ def test_d2o_refuses(params, message):
 # -- global -----------------------------------------------------------------------------------
 
 
-def globally(scores, base, window=8):
+def global_budgets(scores, base, window=8):
     scores = torch.as_tensor(scores, dtype=torch.float32)
     layers, _, past = scores.shape
     stats = LayerStats(scores=scores)
-    return Global().allocate(prompt(layers, base + window, window, past + window), stats).tolist()
+    return (
+        Global().allocate(budget_spec(layers, base + window, window, past + window), stats).tolist()
+    )
 
 
 def test_global_worked_example():
-    """The first of docs/methods.md 2.6; in the last the lower layer has the ties."""
-    assert globally([[[4, 3, 1, 0]], [[3, 1, 1, 1]]], 2) == [2, 2]
-    assert globally([[[4, 3, 1, 0]], [[9, 9, 9, 9]]], 1) == [2, 0]
-    assert globally([[[9, 9, 9, 9]], [[4, 3, 1, 0]]], 2) == [2, 2]
-    assert globally([[[9, 9, 9, 9]], [[9, 9, 9, 9]]], 1) == [2, 0]
+    """The first case is in docs/methods.md 2.6; in the last, the lower layer gets the ties."""
+    assert global_budgets([[[4, 3, 1, 0]], [[3, 1, 1, 1]]], 2) == [2, 2]
+    assert global_budgets([[[4, 3, 1, 0]], [[9, 9, 9, 9]]], 1) == [2, 0]
+    assert global_budgets([[[9, 9, 9, 9]], [[4, 3, 1, 0]]], 2) == [2, 2]
+    assert global_budgets([[[9, 9, 9, 9]], [[9, 9, 9, 9]]], 1) == [2, 0]
 
 
 @prop
@@ -217,14 +225,14 @@ def test_global_worked_example():
     st.integers(0, 999),
 )
 def test_global_equals_the_reference(layers, heads, past, levels, odd, seed):
-    """Few score levels: ties cross heads and layers, the lower layer counts first."""
+    """Few score levels: ties cross heads and layers, and the lower layer counts first."""
     rng = np.random.RandomState(seed)
     scores = rng.randint(0, 3**levels, (layers, heads, past)).astype(np.float32)
     scores *= 2.0 ** rng.randint(-30, 30, (layers, 1, 1))
     for value in (math.inf, math.nan)[:odd]:
         scores[rng.random_sample(scores.shape) < 0.1] = value
     base = rng.randint(1, past + 1)
-    got = globally(scores, base)
+    got = global_budgets(scores, base)
     assert got == ref.global_budgets(list(scores), base, past)
     assert all(0 <= b <= past for b in got)
     assert sum(got) == layers * base
@@ -232,39 +240,39 @@ def test_global_equals_the_reference(layers, heads, past, levels, odd, seed):
 
 @prop
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 30), st.integers(0, 999))
-def test_global_budgets_are_what_a_ranking_over_all_layers_keeps(layers, heads, past, seed):
-    """To a token: the mean over the heads of a layer of how many of the best are its own."""
+def test_global_budgets_equal_a_ranking_over_all_layers(layers, heads, past, seed):
+    """To one token: the mean over a layer's heads of how many of the best scores they have."""
     scores = np.random.RandomState(seed).standard_exponential((layers, heads, past))
     scores = scores.astype(np.float32)
     base = past // 2 + 1
     normal = scores / scores.sum((1, 2), keepdims=True)
     best = np.sort(normal.ravel())[-layers * base * heads]
-    for budget, layer in zip(globally(scores, base), normal, strict=True):
+    for budget, layer in zip(global_budgets(scores, base), normal, strict=True):
         assert abs(budget - (layer >= best).sum() / heads) < 1 + 1e-6
 
 
-def test_global_does_not_depend_on_a_layers_scale():
+def test_global_ignores_a_layers_scale():
     scores = torch.rand(5, 2, 60, generator=torch.Generator().manual_seed(3))
     scaled = scores * torch.tensor([1.0, 2.0**-60, 2.0**60, 8.0, 0.5]).view(-1, 1, 1)
-    assert globally(scaled, 20) == globally(scores, 20)
+    assert global_budgets(scaled, 20) == global_budgets(scores, 20)
 
 
-def test_global_over_scores_that_are_no_numbers():
-    """+inf is kept whatever it is beside; NaN and -inf rank last, behind a layer of zeros."""
+def test_global_handles_infinite_and_nan_scores():
+    """+inf is always kept; NaN and -inf rank last, after a layer of zeros."""
     inf, nan = math.inf, math.nan
     layers = [[[inf, 1.0, 3.0]], [[nan, 1.0, -inf]], [[0.0, 0.0, 0.0]], [[inf, inf, nan]]]
     expected = [[inf, 0.25, 0.75], [-inf, 1, -inf], [0, 0, 0], [inf, inf, -inf]]
     assert shares(torch.tensor(layers))[:, 0].tolist() == expected
     # +inf three times, then 1 and 0.75, 0.25, three zeros
-    assert globally(layers, 1) == [1, 1, 0, 2]
-    assert globally(layers, 2) == [3, 1, 2, 2]
-    assert globally(torch.full((3, 2, 5), nan), 2) == [5, 1, 0]
+    assert global_budgets(layers, 1) == [1, 1, 0, 2]
+    assert global_budgets(layers, 2) == [3, 1, 2, 2]
+    assert global_budgets(torch.full((3, 2, 5), nan), 2) == [5, 1, 0]
 
 
 @pytest.mark.parametrize("huge", [3e38, 1e-42])
-def test_global_over_sums_that_float32_does_not_hold(huge):
-    """A sum beyond float32 is no infinity and one below is no zero: nothing becomes NaN."""
+def test_global_handles_sums_outside_float32(huge):
+    """Nothing becomes NaN: a sum beyond float32 is not infinite, and one below is not zero."""
     found = shares(torch.tensor([[[huge, huge, 0.0]], [[2.0, 1.0, 1.0]]]))
     assert torch.isfinite(found).all()
     assert found[0, 0, 0] > found[0, 0, 2] == 0
-    assert sum(globally(torch.full((2, 1, 3), huge), 2)) == 4
+    assert sum(global_budgets(torch.full((2, 1, 3), huge), 2)) == 4

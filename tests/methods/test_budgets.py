@@ -1,3 +1,5 @@
+"""Integer budgets: apportionment and rounding to pages, docs/methods.md 2.0 and 1.8."""
+
 import itertools
 import math
 import sys
@@ -26,41 +28,41 @@ def round_to_pages(tokens, plan):
     return budgets.round_to_pages(torch.tensor(tokens), plan).tolist()
 
 
-def water_fill(weights, rest, room):
-    """docs/methods.md 2.0 step 3 in exact rationals."""
+def water_fill(weights, rest, free):
+    """Return step 3 of docs/methods.md 2.0 in exact rationals."""
     x = [Fraction(0)] * len(weights)
     for shares in (weights, [1] * len(weights)):
-        active = [i for i in range(len(room)) if shares[i] > 0 and x[i] < room[i]]
+        active = [i for i in range(len(free)) if shares[i] > 0 and x[i] < free[i]]
         left = rest - sum(x)
         while active and left > 0:
             lam = Fraction(left) / sum(Fraction(shares[i]) for i in active)
-            full = [i for i in active if lam * Fraction(shares[i]) >= room[i]]
+            full = [i for i in active if lam * Fraction(shares[i]) >= free[i]]
             if not full:
                 for i in active:
                     x[i] = lam * Fraction(shares[i])
                 return x
             for i in full:
-                x[i] = Fraction(room[i])
-                left -= room[i]
+                x[i] = Fraction(free[i])
+                left -= free[i]
             active = [i for i in active if i not in full]
     return x
 
 
 def exact_apportion(weights, total, caps, floor=0):
-    """docs/methods.md 2.0 in exact rationals."""
+    """Return docs/methods.md 2.0 in exact rationals."""
     if sum(caps) <= total:
         return list(caps)
-    given_ = [min(floor, c) for c in caps]
-    room = [c - g for c, g in zip(caps, given_, strict=True)]
-    rest = total - sum(given_)
-    x = water_fill(weights, rest, room)
+    floors = [min(floor, c) for c in caps]
+    free = [c - g for c, g in zip(caps, floors, strict=True)]
+    rest = total - sum(floors)
+    x = water_fill(weights, rest, free)
     n = [math.floor(v) for v in x]
     by_fraction = sorted(range(len(x)), key=lambda i: (n[i] - x[i], i))
     while sum(n) < rest:
         for i in by_fraction:
-            if sum(n) < rest and n[i] < room[i]:
+            if sum(n) < rest and n[i] < free[i]:
                 n[i] += 1
-    return [g + v for g, v in zip(given_, n, strict=True)]
+    return [g + v for g, v in zip(floors, n, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def shares(draw, weight):
 
 @prop
 @given(shares(st.floats(0, 1e12, allow_subnormal=False) | st.sampled_from([0.0, 1.0])))
-def test_apportion_total_caps_and_floors(case):
+def test_apportion_keeps_total_caps_and_floors(case):
     weights, total, caps, floor = case
     out = apportion(weights, total, caps, floor)
     assert sum(out) == min(total, sum(caps))
@@ -113,7 +115,7 @@ def test_apportion_total_caps_and_floors(case):
     ],
 )
 def test_apportion_is_exact_for_any_finite_weights(weights):
-    """CAKE's exp(log P - max) reaches subnormals when tau2 is small."""
+    """CAKE's exp(log P - max) reaches subnormals if tau2 is small."""
     for total in range(31):
         out = apportion(weights, total, [10, 10, 10])
         assert sum(out) == total, (total, out)
@@ -144,10 +146,10 @@ def test_apportion_depends_on_ratios_only(case, power):
 @prop
 @given(shares(st.integers(0, 1000)))
 def test_apportion_equals_exact_rationals(case):
-    """Except where float64 cannot tell two fractional parts apart."""
+    """Except where float64 cannot distinguish two fractional parts."""
     weights, total, caps, floor = case
-    room = [c - min(floor, c) for c in caps]
-    x = water_fill(weights, min(total, sum(caps)) - sum(caps) + sum(room), room)
+    free = [c - min(floor, c) for c in caps]
+    x = water_fill(weights, min(total, sum(caps)) - sum(caps) + sum(free), free)
     fraction = sorted({v - math.floor(v) for v in x})
     assume(all(b - a > Fraction(1, 10**8) for a, b in itertools.pairwise(fraction)))
     tied = len({v - math.floor(v) for v in x}) < len(x)
@@ -160,8 +162,8 @@ def test_apportion_equals_exact_rationals(case):
 
 
 @pytest.mark.parametrize("scale", [1, 3, 0.1, 7e-5])
-def test_equal_fractions_go_to_the_lower_layer_whatever_the_scale(scale):
-    """8 * 20 / 48, 8 * 8 / 48 and 8 * 2 / 48 all end in 1/3; in float64 they differ by noise."""
+def test_equal_fractions_go_to_the_lower_layer_at_any_scale(scale):
+    """8 * 20 / 48, 8 * 8 / 48 and 8 * 2 / 48 all have the fraction 1/3, up to float64 noise."""
     weights = [w * scale for w in (20, 11, 8, 7, 2)]
     assert apportion(weights, 8, [44, 21, 59, 23, 37]) == [4, 2, 1, 1, 0]
 
@@ -180,7 +182,7 @@ def test_equal_weights_give_the_remainder_to_the_first_layers(n, total, weight):
 
 @prop
 @given(shares(st.floats(0, 1e3, allow_subnormal=False)))
-def test_heavier_layers_never_get_less(case):
+def test_layers_with_larger_weights_never_get_less(case):
     weights, total, _caps, floor = case
     caps = [300] * len(weights)
     total = max(total, sum(min(floor, c) for c in caps))
@@ -212,11 +214,11 @@ def plan(*, layers, tokens, block, window, budget, pages):
         ([28, 28], 3, [2, 1]),
         # 1.25 and 1.75
         ([24, 32], 3, [1, 2]),
-        # a floor of one page for the window
+        # a minimum of one page for the window
         ([100, 4], 7, [6, 1]),
     ],
 )
-def test_round_to_pages_by_hand(tokens, pages, expected):
+def test_round_to_pages_worked_examples(tokens, pages, expected):
     p = plan(layers=2, tokens=100, block=16, window=8, budget=28, pages=pages)
     assert (p.full_blocks, p.tail, p.floor_pages) == (6, 4, 1)
     assert round_to_pages(tokens, p) == expected
@@ -224,26 +226,26 @@ def test_round_to_pages_by_hand(tokens, pages, expected):
 
 @st.composite
 def plans_with_tokens(draw):
-    """A plan that `page_plan` makes and token budgets that an allocator could return."""
+    """Draw a plan from `page_plan` and token budgets that an allocator could return."""
     layers, block = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 8, 16, 32, 128]))
     tokens = draw(st.integers(2, 40 * block))
     window = draw(st.integers(0, min(tokens - 1, 3 * block)))
     budget = draw(st.integers(window + 1, tokens))
-    made = page_plan(
+    plan = page_plan(
         BudgetSpec(num_layers=layers, tokens=tokens, window=window, budget=budget), block
     )
-    assume(made is not None)
+    assume(plan is not None)
     weights = draw(st.lists(st.floats(0, 100), min_size=layers, max_size=layers))
-    past, base = tokens - window, budget - window
-    given_ = exact_apportion(
+    past, base = tokens - window, plan.budget_spec.budget - window
+    past_budgets = exact_apportion(
         [Fraction(w) for w in weights], layers * min(base, past), [past] * layers
     )
-    return made, [b + window for b in given_]
+    return plan, [b + window for b in past_budgets]
 
 
 @prop
 @given(plans_with_tokens())
-def test_page_rounding(case):
+def test_page_rounding_keeps_sum_and_bounds(case):
     p, tokens = case
     pages = round_to_pages(tokens, p)
     assert sum(pages) == p.pages
@@ -265,16 +267,18 @@ def test_page_rounding_keeps_the_order_of_budgets(case):
 @prop
 @given(st.integers(1, 30), st.integers(1, 60), st.integers(1, 64), st.data())
 @example(3, 5, 16, None)
-def test_page_rounding_with_whole_pages_changes_nothing(layers, full, block, data):
+def test_page_rounding_does_not_change_full_pages(layers, full_blocks, block, data):
     tail = block // 2
-    low = int(tail == 0)  # something is left of every layer
+    low = 1  # every layer keeps a page
     if data is None:
-        wanted = [5, 0, 2]
+        wanted = [5, 1, 2]
     else:
-        wanted = data.draw(st.lists(st.integers(low, full), min_size=layers, max_size=layers))
+        wanted = data.draw(
+            st.lists(st.integers(low, full_blocks), min_size=layers, max_size=layers)
+        )
     p = plan(
         layers=layers,
-        tokens=full * block + tail,
+        tokens=full_blocks * block + tail,
         block=block,
         window=0,
         budget=1,

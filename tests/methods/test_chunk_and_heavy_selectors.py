@@ -13,15 +13,15 @@ from vllm_kvcompress.methods.selectors import Chunks, HeavyRecent, TopK
 prop = settings(derandomize=True, deadline=None, max_examples=150)
 
 
-def select(selector, scores, keep, after=0):
-    """One layer's positions."""
+def select(selector, scores, keep, kept_after=0):
+    """Return one layer's positions."""
     one = torch.tensor([keep])
-    return selector.select(scores[None], scores.shape[1], one, after, keep)[0]
+    return selector.select(scores[None], scores.shape[1], one, kept_after, keep)[0]
 
 
 @st.composite
 def scored(draw):
-    """Few levels, so that ties are everywhere."""
+    """Draw scores with few levels, so that there are many ties."""
     heads, n = draw(st.integers(1, 3)), draw(st.integers(1, 60))
     rng = np.random.RandomState(draw(st.integers(0, 9999)))
     return rng.randint(0, draw(st.sampled_from([2, 5, 1000])), (heads, n)).astype(np.float32)
@@ -67,15 +67,15 @@ def test_chunks_of_one_token_are_shared_top_k(scores, data):
 
 @prop
 @given(scored(), st.integers(1, 12), st.data())
-def test_kept_chunks_are_whole_but_for_one(scores, size, data):
+def test_at_most_one_kept_chunk_is_incomplete(scores, size, data):
     keep = data.draw(st.integers(0, scores.shape[1]))
     row = select(Chunks(size=size), torch.from_numpy(scores), keep)[0].tolist()
-    cut = 0
+    incomplete = 0
     for start in range(0, scores.shape[1], size):
         part = [j for j in row if start <= j < start + size]
         assert part == [*range(start, start + len(part))]
-        cut += 0 < len(part) < min(size, scores.shape[1] - start)
-    assert cut <= 1
+        incomplete += 0 < len(part) < min(size, scores.shape[1] - start)
+    assert incomplete <= 1
 
 
 def test_chunks_rank_nan_last():
@@ -83,7 +83,7 @@ def test_chunks_rank_nan_last():
     assert select(Chunks(size=2), t, 2).tolist() == [[2, 3]]
 
 
-def test_a_layer_that_reuses_a_ranking():
+def test_layers_reuse_the_ranking_of_an_earlier_layer():
     assert [Chunks(reuse=3).source(layer) for layer in range(7)] == [0, 0, 0, 3, 3, 3, 6]
     assert [TopK().source(layer) for layer in range(3)] == [0, 1, 2]
 
@@ -103,10 +103,10 @@ def test_top_k_shared_over_heads():
 )
 def test_heavy_recent_split(n, sinks, heavy, recent):
     scores = torch.rand(2, 300, generator=torch.Generator().manual_seed(n))
-    lifted = HeavyRecent().protect(scores[None], torch.tensor([n]), 0)[0]
-    assert torch.isinf(lifted[0, :sinks]).all()
-    assert int(torch.isinf(lifted[0]).sum()) == sinks + recent
-    assert torch.isinf(lifted[0, 300 - recent :]).all()
+    protected = HeavyRecent().protect(scores[None], torch.tensor([n]), 0)[0]
+    assert torch.isinf(protected[0, :sinks]).all()
+    assert int(torch.isinf(protected[0]).sum()) == sinks + recent
+    assert torch.isinf(protected[0, 300 - recent :]).all()
     assert select(HeavyRecent(), scores, n).shape == (2, sinks + heavy + recent)
 
 
@@ -121,21 +121,21 @@ def test_heavy_recent_equals_the_reference(scores, data):
 
 @prop
 @given(scored(), st.integers(0, 40), st.data())
-def test_what_follows_counts_as_recent(scores, after, data):
-    """The tail and a window are recents already: the split is that of all kept tokens."""
+def test_tokens_kept_after_count_as_recent(scores, kept_after, data):
+    """The tail and the window already are recent tokens: the split covers all kept tokens."""
     keep = data.draw(st.integers(0, scores.shape[1]))
     n = scores.shape[1]
-    got = select(HeavyRecent(), torch.from_numpy(scores), keep, after)
-    _, _, recent = ref.split(keep + after)
+    got = select(HeavyRecent(), torch.from_numpy(scores), keep, kept_after)
+    _, _, recent = ref.split(keep + kept_after)
     sinks = min(4, keep)
-    recent = min(max(recent - after, 0), keep - sinks)
+    recent = min(max(recent - kept_after, 0), keep - sinks)
     for head, row in enumerate(scores):
         middle = sorted(range(sinks, n - recent), key=lambda j: (-row[j], j))
         heavy = middle[: keep - sinks - recent]
         assert got[head].tolist() == sorted([*range(sinks), *heavy, *range(n - recent, n)])
 
 
-def test_heavy_recent_keeps_its_protected_beside_infinite_scores():
+def test_heavy_recent_keeps_sinks_and_recents_despite_infinite_scores():
     scores = torch.full((1, 20), torch.inf)
     scores[0, 10:] = torch.nan
     assert select(HeavyRecent(), scores, 8).tolist() == [[0, 1, 2, 3, 4, 5, 18, 19]]
@@ -150,6 +150,6 @@ def test_heavy_recent_keeps_its_protected_beside_infinite_scores():
         (lambda: HeavyRecent(recent=1.5), "heavy_recent.recent"),
     ],
 )
-def test_refuses(make, message):
+def test_selectors_refuse_bad_parameters(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

@@ -20,22 +20,22 @@ DIM = 8
 
 
 def inputs(layers, kv_heads, tokens, *, seed, dtype=torch.float32):
-    """Queries that nobody may read, keys that lean to one side, values."""
+    """Return queries of NaN, which must not be read, keys with a common direction, and values."""
     rs = np.random.RandomState(seed)
     k, v = (torch.from_numpy(rs.standard_normal((layers, kv_heads, tokens, DIM))) for _ in "kv")
     queries = torch.full((layers, 2 * kv_heads, tokens, DIM), torch.nan)
     return queries.to(dtype), (k + 0.4).to(dtype), v.to(dtype)
 
 
-def columns(k, v, window, page=16):
-    """One layer's ``[Hkv, S, D]`` as a scorer is shown it."""
+def stats_of(k, v, window, page=16):
+    """Return the statistics of one layer's ``[Hkv, S, D]``."""
     heads, tokens, dim = k.shape
-    rows = -(-tokens // page)
-    padded = [torch.zeros(heads, rows * page, dim, device=x.device) for x in (k, v)]
-    for into, x in zip(padded, (k, v), strict=True):
-        into[:, :tokens] = x
-    keys, values = (x.view(heads, rows, page, dim).transpose(0, 1) for x in padded)
-    pages = torch.arange(rows, device=k.device)
+    num_pages = -(-tokens // page)
+    padded = [torch.zeros(heads, num_pages * page, dim, device=x.device) for x in (k, v)]
+    for target, x in zip(padded, (k, v), strict=True):
+        target[:, :tokens] = x
+    keys, values = (x.view(heads, num_pages, page, dim).transpose(0, 1) for x in padded)
+    pages = torch.arange(num_pages, device=k.device)
     return AttentionStats(
         num_kv_heads=heads,
         past=max(tokens - window, 0),
@@ -64,24 +64,24 @@ def test_equals_the_reference(name, kv_heads, tokens, window, budget, page):
     q, k, v = inputs(2, kv_heads, tokens, seed=tokens)
     policy = {"scorer": name.partition("-")[0], "window": window, "scorer_params": params}
     got = compress(q, k, v, policy=policy, budget=budget, page_size=page)
-    after = max(window, tokens % page)  # the tail of the pages does not compete either
+    kept_after = max(window, tokens % page)  # tail tokens do not compete either
     for layer, n in enumerate(got.budgets):
         assert n < tokens
         exact = (x[layer].double().numpy() for x in (q, k, v))
-        want = reference(*exact, window)[:, : tokens - after]
-        found = got.scores[layer][:, : tokens - after].numpy()
+        want = reference(*exact, window)[:, : tokens - kept_after]
+        found = got.scores[layer][:, : tokens - kept_after].numpy()
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
         for kept, row in zip(got.positions[layer].tolist(), want, strict=True):
-            assert kept == [*ref.best(row, n - after), *range(tokens - after, tokens)]
+            assert kept == [*ref.best(row, n - kept_after), *range(tokens - kept_after, tokens)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scorer", ["keydiff", "lagkv"])
-def test_half_precision_is_read_in_float32(scorer, dtype):
-    given_ = inputs(2, 2, 300, seed=3, dtype=dtype)
+def test_half_precision_is_read_as_float32(scorer, dtype):
+    tensors = inputs(2, 2, 300, seed=3, dtype=dtype)
     half, full = (
         compress(*x, policy={"scorer": scorer}, budget=0.4)
-        for x in (given_, [part.float() for part in given_])
+        for x in (tensors, [part.float() for part in tensors])
     )
     for a, b in zip(half.positions, full.positions, strict=True):
         assert torch.equal(a, b)
@@ -89,9 +89,9 @@ def test_half_precision_is_read_in_float32(scorer, dtype):
 
 @pytest.mark.parametrize("scorer", [KeyDiff(), LagKV(lag=20)])
 def test_equal_tokens_keep_the_first_ones(scorer):
-    """In LagKV of each partition, since ranks are what it compares."""
+    """For LagKV the first of each partition, since it compares ranks."""
     k = torch.ones(2, 104, DIM)
-    score = scorer.score(columns(k, k, 4))
+    score = scorer.score(stats_of(k, k, 4))
     for row in score.numpy():
         if isinstance(scorer, KeyDiff):
             assert len(set(row.tolist())) == 1
@@ -103,17 +103,17 @@ def test_equal_tokens_keep_the_first_ones(scorer):
 # -- KeyDiff --------------------------------------------------------------------------------------
 
 
-def test_keydiff_reads_keys_alone_and_keeps_the_odd_one():
+def test_keydiff_reads_only_keys_and_keeps_the_different_one():
     k = torch.ones(1, 40, DIM)
     k[0, 17, 0] = -5.0
-    shown = columns(k, torch.full_like(k, torch.nan), 0)
-    assert KeyDiff().score(shown).argmax().item() == 17
+    stats = stats_of(k, torch.full_like(k, torch.nan), 0)
+    assert KeyDiff().score(stats).argmax().item() == 17
 
 
-def test_the_windows_keys_count_in_the_mean():
+def test_keydiffs_mean_includes_the_windows_keys():
     q, k, v = inputs(1, 1, 40, seed=1)
     k[..., -8:, :] = torch.tensor([100.0] + [0.0] * (DIM - 1))
-    got = KeyDiff().score(columns(k[0], v[0], 8))
+    got = KeyDiff().score(stats_of(k[0], v[0], 8))
     np.testing.assert_allclose(got, ref.keydiff(q[0], k[0].double().numpy(), v[0], 8), rtol=1e-4)
 
 
@@ -123,30 +123,30 @@ def test_the_windows_keys_count_in_the_mean():
 @prop
 @given(st.integers(1, 200), st.integers(0, 40), st.integers(0, 9), st.integers(2, 60))
 def test_partitions_keep_the_same_share(tokens, window, sinks, lag):
-    """Sinks first; then the last whole partition and what follows it; then as many of each."""
+    """Sinks rank first, then the last complete partition and later tokens, then the others."""
     k, v = (x[0] for x in inputs(1, 2, tokens, seed=tokens)[1:])
     past, parts = max(tokens - window, 0), max((tokens - sinks) // lag - 1, 0)
-    score = LagKV(sinks=sinks, lag=lag).score(columns(k, v, window))
+    score = LagKV(sinks=sinks, lag=lag).score(stats_of(k, v, window))
     assert score.shape == (2, past)
     assert score.dtype == torch.float32
     start = sinks + parts * lag
     assert (score[:, :sinks] == torch.inf).all()
-    judged, latest = score[:, sinks:start], score[:, start:]
+    ranks, latest = score[:, sinks:start], score[:, start:]
     assert torch.equal(latest, torch.arange(start, max(past, start)).float().expand(2, -1))
-    every = torch.arange(lag).float() / lag
-    for part in judged.split(lag, dim=1):
-        if part.shape[1] == lag:  # the window may begin within one
-            assert torch.equal(part.sort().values, every.expand(2, -1))
+    expected_ranks = torch.arange(lag).float() / lag
+    for part in ranks.split(lag, dim=1):
+        if part.shape[1] == lag:  # the window may begin inside a partition
+            assert torch.equal(part.sort().values, expected_ranks.expand(2, -1))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 100, 259])
-def test_a_prompt_of_one_partition_is_streamingllms(tokens):
+def test_lagkv_equals_streamingllm_for_one_partition(tokens):
     k, v = (x[0] for x in inputs(1, 2, tokens, seed=1)[1:])
-    shown = columns(k, v, 1)
-    assert torch.equal(LagKV().score(shown), StreamingLLM().score(shown))
+    stats = stats_of(k, v, 1)
+    assert torch.equal(LagKV().score(stats), StreamingLLM().score(stats))
 
 
-def test_a_budget_below_the_last_partition_keeps_the_latest():
+def test_a_budget_below_the_last_partition_keeps_the_latest_tokens():
     q, k, v = inputs(1, 1, 300, seed=2)
     got = compress(q, k, v, policy={"scorer": "lagkv", "window": 8}, budget=50)
     assert got.positions[0].tolist() == [[0, 1, 2, 3, *range(254, 300)]]
@@ -156,14 +156,14 @@ def test_a_budget_below_the_last_partition_keeps_the_latest():
 def test_constant_channels_give_finite_scores(constant):
     k, v = (x[0] for x in inputs(1, 2, 100, seed=5)[1:])
     k[..., 3] = v[..., 0] = constant
-    got = LagKV(lag=12).score(columns(k, v, 8))[:, 4:]
+    got = LagKV(lag=12).score(stats_of(k, v, 8))[:, 4:]
     assert got.isfinite().all()
     want = ref.lagkv(None, k.double().numpy(), v.double().numpy(), 8, lag=12)[:, 4:]
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "message"),
     [
         ({"sinks": -1}, "lagkv.sinks must be a whole number >= 0, got -1"),
         ({"lag": 1}, "lagkv.lag must be a whole number >= 2, got 1"),
@@ -172,8 +172,8 @@ def test_constant_channels_give_finite_scores(constant):
         ({"lags": 64}, "no parameter 'lags'; did you mean 'lag'"),
     ],
 )
-def test_bad_parameters(params, told):
-    with pytest.raises(ConfigError, match=told):
+def test_lagkv_refuses_bad_parameters(params, message):
+    with pytest.raises(ConfigError, match=message):
         CompressionConfig.parse({"scorer": "lagkv", "scorer_params": params})
 
 
@@ -181,9 +181,9 @@ def test_bad_parameters(params, told):
 
 
 @pytest.mark.parametrize(
-    ("scorer", "told"),
+    ("scorer", "message"),
     [(KeyDiff(), "needs the cached keys; got none"), (LagKV(), "needs the cached keys and values")],
 )
-def test_what_is_read_must_be_shown(scorer, told):
-    with pytest.raises(ValueError, match=told):
+def test_scorers_need_the_caches_they_read(scorer, message):
+    with pytest.raises(ValueError, match=message):
         scorer.score(AttentionStats(num_kv_heads=1, past=4, device=torch.device("cpu")))

@@ -1,3 +1,5 @@
+"""Pages per layer and kept positions of one prompt."""
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -21,7 +23,7 @@ def layer_pages(allocator, plan, stats):
 
 
 def kept_positions(scores, plan, pages, selector):
-    """Of one layer."""
+    """Return the kept positions of one layer."""
     kept = kept_slots(
         scores[None],
         plan.tokens,
@@ -29,7 +31,7 @@ def kept_positions(scores, plan, pages, selector):
         window=plan.window,
         tail=plan.tail,
         block_size=plan.block_size,
-        most_pages=pages,
+        max_layer_pages=pages,
         selector=selector,
     )
     assert kept.dtype == torch.int32
@@ -43,7 +45,7 @@ def plan_of(layers, tokens, block, window, budget):
 
 @st.composite
 def plans(draw):
-    """Windows shorter and longer than the tail, and than a block."""
+    """Draw plans with windows shorter and longer than the tail, and than a block."""
     block = draw(st.sampled_from([1, 4, 8, 16]))
     window = draw(st.integers(0, 3 * block))
     tokens = draw(st.integers(window + 1, window + 20 * block))
@@ -57,8 +59,8 @@ def plans(draw):
 def plans_with_stats(draw):
     plan = draw(plans())
     value = st.floats(1e-6, 1e3) | st.just(0.0)
-    figures = st.lists(value, min_size=plan.num_layers, max_size=plan.num_layers)
-    entropy, shift = (torch.tensor(draw(figures), dtype=torch.float64) for _ in range(2))
+    statistics = st.lists(value, min_size=plan.num_layers, max_size=plan.num_layers)
+    entropy, shift = (torch.tensor(draw(statistics), dtype=torch.float64) for _ in range(2))
     return plan, LayerStats(entropy=entropy, shift=shift)
 
 
@@ -67,7 +69,7 @@ def plans_with_stats(draw):
 
 @prop
 @given(plans_with_stats())
-def test_layer_pages(case):
+def test_layer_pages_keep_sum_and_bounds(case):
     plan, stats = case
     for allocator in (Uniform(), Pyramid(), Cake(), Cake(tau1=1.6, tau2=0.4)):
         pages = layer_pages(allocator, plan, stats)
@@ -78,7 +80,7 @@ def test_layer_pages(case):
 
 @prop
 @given(plans())
-def test_uniform_pages_differ_by_one_at_most(plan):
+def test_uniform_pages_differ_by_at_most_one(plan):
     pages = layer_pages(Uniform(), plan, None)
     low, more = divmod(plan.pages, plan.num_layers)
     assert pages == [low + (i < more) for i in range(plan.num_layers)]
@@ -86,36 +88,38 @@ def test_uniform_pages_differ_by_one_at_most(plan):
 
 @prop
 @given(plans())
-def test_pyramid_pages_fall(plan):
+def test_pyramid_pages_decrease(plan):
     pages = layer_pages(Pyramid(), plan, None)
     assert pages == sorted(pages, reverse=True)
 
 
-def test_layer_pages_by_hand():
-    # S 100, bs 16, w 4, B 20, N 4 -> (31, 21, 11, 1) + 4; t 4; pages 31/16, 21/16, 11/16, 1/16
-    # P = 4 * 16 / 16 = 4; floors 1, 1, 0, 0; fractions .9375, .3125, .6875, .0625
-    plan = plan_of(4, 100, 16, 4, 20)
-    assert (plan.pages, plan.floor_pages) == (4, 0)
-    assert layer_pages(Pyramid(), plan, None) == [2, 1, 1, 0]
+def test_layer_pages_worked_example():
+    # S 100, bs 16, w 4, B 36, N 4 -> (62, 42, 22, 2) + 4; t 4; pages 62/16, 42/16, 22/16, 2/16
+    # P = 4 * 32 / 16 = 8; at least a page each: 3, 2, 1, 1; fractions .875, .625, .375, 0
+    plan = plan_of(4, 100, 16, 4, 36)
+    assert (plan.pages, plan.floor_pages) == (8, 1)
+    assert layer_pages(Pyramid(), plan, None) == [4, 2, 1, 1]
+    # 27 tokens need 5 pages, whose two blocks have 8 pages, as many as 36 tokens need
+    assert layer_pages(Pyramid(), plan_of(4, 100, 16, 4, 27), None) == [4, 2, 1, 1]
 
 
 # -- positions --------------------------------------------------------------------------------
 
 
 def slow_positions(row, plan, pages):
-    """docs/methods.md 1.6 and 1.8 by loops over one head's past scores."""
+    """Return the kept positions of one head by docs/methods.md 1.6 and 1.8, with loops."""
     end = plan.full_blocks * plan.block_size
     past = plan.tokens - plan.window
     protected = [j for j in range(end) if j >= past]
     free = [j for j in range(end) if j < past]
-    room = pages * plan.block_size - len(protected)
-    best = sorted(free, key=lambda j: (-row[j], j))[:room]
+    num_best = pages * plan.block_size - len(protected)
+    best = sorted(free, key=lambda j: (-row[j], j))[:num_best]
     return sorted(best + protected)
 
 
 @prop
 @given(plans(), st.integers(1, 3), st.integers(0, 2**31 - 1), st.data())
-def test_kept_positions(plan, heads, seed, data):
+def test_kept_positions_are_the_windows_and_the_best(plan, heads, seed, data):
     pages = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
     rng = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 5, (heads, plan.tokens - plan.window), generator=rng).float()
@@ -131,7 +135,7 @@ def test_kept_positions(plan, heads, seed, data):
 
 @prop
 @given(plans(), st.integers(0, 2**31 - 1), st.data())
-def test_more_pages_keep_the_same_tokens_and_others(plan, seed, data):
+def test_more_pages_keep_a_superset(plan, seed, data):
     fewer = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
     more = data.draw(st.integers(fewer, plan.full_blocks))
     rng = torch.Generator().manual_seed(seed)
@@ -152,15 +156,15 @@ def test_all_pages_keep_everything(plan):
 @pytest.mark.parametrize(
     ("tokens", "window", "pages", "expected"),
     [
-        # tail 3 is longer than the window 2: nothing is protected, token 8 lies in the tail
+        # tail 3 contains the window 2, so no window token is in a page; token 8 is in the tail
         (11, 2, 1, [4, 5, 6, 7]),
-        # tail 1, window 3: tokens 6 and 7 are protected
+        # tail 1, window 3: window tokens 6 and 7 are in pages
         (9, 3, 1, [4, 5, 6, 7]),
-        # no tail, window 5: a page cannot hold it, so the floor is 2
+        # no tail, window 5: one page cannot hold it, so the minimum is 2
         (12, 5, 2, [4, 5, 6, 7, 8, 9, 10, 11]),
     ],
 )
-def test_tail_and_window_by_hand(tokens, window, pages, expected):
+def test_tail_and_window_worked_examples(tokens, window, pages, expected):
     plan = PagePlan(
         num_layers=1, tokens=tokens, block_size=4, window=window, budget=window + 1, pages=pages
     )
@@ -175,7 +179,7 @@ def test_past_tokens_in_the_tail_do_not_compete():
     assert kept_positions(scores, plan, 1, TopK()).tolist() == [[1, 3, 4, 6]]
 
 
-def test_no_pages():
+def test_no_pages_keep_nothing():
     plan = PagePlan(num_layers=1, tokens=11, block_size=4, window=2, budget=3, pages=0)
     assert kept_positions(torch.rand(2, 9), plan, 0, TopK()).shape == (2, 0)
 
@@ -183,26 +187,26 @@ def test_no_pages():
 @pytest.mark.parametrize("pages", [1, 2, 3])
 def test_streamingllm_keeps_sinks_and_the_end_of_the_full_blocks(pages):
     plan = PagePlan(num_layers=1, tokens=66, block_size=16, window=0, budget=20, pages=pages)
-    columns = AttentionStats(num_kv_heads=2, past=66, device=torch.device("cpu"))
-    kept = kept_positions(StreamingLLM().score(columns), plan, pages, TopK())
-    last = pages * 16 - 4
-    assert kept.tolist() == [[0, 1, 2, 3, *range(64 - last, 64)]] * 2
+    stats = AttentionStats(num_kv_heads=2, past=66, device=torch.device("cpu"))
+    kept = kept_positions(StreamingLLM().score(stats), plan, pages, TopK())
+    num_latest = pages * 16 - 4
+    assert kept.tolist() == [[0, 1, 2, 3, *range(64 - num_latest, 64)]] * 2
 
 
 @prop
 @given(plans_with_stats(), st.integers(0, 2**31 - 1))
-def test_the_whole_method(case, seed):
+def test_the_entire_method(case, seed):
     """Scores of NaN and infinity must not cost a window token or a page."""
     plan, stats = case
     rng = torch.Generator().manual_seed(seed)
     pick = torch.tensor([0.0, 1.0, torch.inf, -torch.inf, torch.nan])
     end = plan.full_blocks * plan.block_size
-    held = 0
+    kept_pages = 0
     for pages in layer_pages(Cake(), plan, stats):
         index = torch.randint(0, 5, (2, plan.tokens - plan.window), generator=rng)
         kept = kept_positions(pick[index], plan, pages, TopK())
         assert kept.shape == (2, pages * plan.block_size)
         assert (kept.diff(dim=1) > 0).all()
         assert all(set(range(plan.tokens - plan.window, end)) <= set(row.tolist()) for row in kept)
-        held += pages
-    assert held == plan.pages
+        kept_pages += pages
+    assert kept_pages == plan.pages

@@ -1,5 +1,7 @@
+"""Page plans: the pages and blocks that a compressed prompt keeps, from lengths alone."""
+
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 from math import ceil, floor
 
@@ -13,7 +15,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 prop = settings(derandomize=True, deadline=None, max_examples=120)
 
 
-def prompt(layers, tokens, window, budget):
+def budget_spec(layers, tokens, window, budget):
     return BudgetSpec(num_layers=layers, tokens=tokens, window=window, budget=budget)
 
 
@@ -23,30 +25,35 @@ def cases(draw):
     window = draw(st.integers(0, 4 * block))
     budget = draw(st.integers(window + 1, window + 20 * block))
     tokens = draw(st.integers(1, 40 * block))
-    return prompt(draw(st.integers(1, 80)), tokens, window, budget), block
+    return budget_spec(draw(st.integers(1, 80)), tokens, window, budget), block
 
 
-def test_prompt():
-    p = prompt(30, 6000, 32, 600)
+def test_budget_spec():
+    p = budget_spec(30, 6000, 32, 600)
     assert (p.past, p.base) == (5968, 568)
-    assert prompt(30, 20, 32, 33).past == 0
+    assert budget_spec(30, 20, 32, 33).past == 0
 
 
 @pytest.mark.parametrize(
     ("layers", "tokens", "block", "window", "budget", "pages", "blocks", "floor_pages", "tail"),
     [
-        # 30 * (600 - 0) // 16 = 1125; ceil(1125 / 30) = 38; window 32 -> 2 pages
-        (30, 6000, 16, 32, 600, 1125, 38, 2, 0),
-        # tail 8: 30 * 592 // 16 = 1110; ceil((32 - 8) / 16) = 2
+        # 30 * (600 - 0) // 16 = 1125; ceil(1125 / 30) = 38 blocks; window 32 -> 2 pages
+        (30, 6000, 16, 32, 600, 1140, 38, 2, 0),
+        # tail 8: 30 * 592 // 16 = 1110 = 37 blocks; ceil((32 - 8) / 16) = 2
         (30, 6008, 16, 32, 600, 1110, 37, 2, 8),
         # 3 * (21 - 4) // 16 = 3 (3.19); the window 8 needs ceil(4 / 16) = 1
         (3, 100, 16, 8, 21, 3, 1, 1, 4),
-        # the tail alone is over the budget: the window's pages remain
-        (4, 31, 16, 8, 9, 0, 0, 0, 15),
+        # the tail alone exceeds the budget and contains the window; one page is kept
+        (4, 47, 16, 8, 9, 4, 1, 1, 15),
+        # 30 * 101 // 128 = 23 pages: the other 7 pages of their block are filled
+        (30, 1025, 128, 1, 102, 30, 1, 1, 1),
+        (30, 1025, 128, 0, 102, 30, 1, 1, 1),
+        # pages of one token are exact
+        (3, 100, 1, 0, 21, 63, 21, 1, 0),
     ],
 )
-def test_by_hand(layers, tokens, block, window, budget, pages, blocks, floor_pages, tail):
-    plan = page_plan(prompt(layers, tokens, window, budget), block)
+def test_worked_examples(layers, tokens, block, window, budget, pages, blocks, floor_pages, tail):
+    plan = page_plan(budget_spec(layers, tokens, window, budget), block)
     assert (plan.pages, plan.blocks, plan.floor_pages, plan.tail) == (
         pages,
         blocks,
@@ -55,29 +62,34 @@ def test_by_hand(layers, tokens, block, window, budget, pages, blocks, floor_pag
     )
 
 
-def test_nothing_to_remove_where_the_window_needs_every_page():
-    assert page_plan(prompt(4, 130, 8, 9), 128) is None
+def test_no_plan_if_the_window_needs_every_page():
+    assert page_plan(budget_spec(4, 130, 8, 9), 128) is None
 
 
 @prop
 @given(cases())
 def test_formulas(case):
-    """docs/methods.md 1.8, in rationals; with no window and no tail a layer keeps a page."""
+    """docs/methods.md 1.8 in rationals: every layer keeps a page, and every block is filled."""
     p, block = case
-    layers, full = p.num_layers, p.tokens // block
-    tail = p.tokens - full * block
-    lowest = ceil(Fraction(max(max(p.window, 1) - tail, 0), block))
-    pages = floor(Fraction(layers * (p.budget - tail), block))
-    pages = min(max(pages, layers * lowest), layers * full)
+    layers, full_blocks = p.num_layers, p.tokens // block
+    tail = p.tokens - full_blocks * block
+    lowest = max(ceil(Fraction(p.window - tail, block)), 1)
+    budget_pages = floor(Fraction(layers * (p.budget - tail), block))
+    pages = max(budget_pages, layers * lowest)
+    if block > 1:
+        pages = layers * ceil(Fraction(pages, layers))
+    pages = min(pages, layers * full_blocks)
     plan = page_plan(p, block)
-    if p.tokens <= p.budget or full == 0 or pages == layers * full:
+    if p.tokens <= p.budget or full_blocks == 0 or pages == layers * full_blocks:
         assert plan is None
         return
     assert plan.pages == pages
     assert plan.floor_pages == lowest
-    assert (plan.full_blocks, plan.tail) == (full, tail)
-    assert plan.blocks == ceil(Fraction(pages, layers))
-    assert plan.prompt == p
+    assert (plan.full_blocks, plan.tail) == (full_blocks, tail)
+    assert plan.blocks == ceil(Fraction(max(budget_pages, layers * lowest), layers))
+    assert plan.budget_spec == (
+        p if block == 1 else replace(p, budget=pages // layers * block + tail)
+    )
     assert plan.block_size == block
 
 
@@ -89,16 +101,22 @@ def test_bounds(case):
     assume(plan is not None)
     layers = p.num_layers
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
+    assert plan.floor_pages >= 1
     assert layers * (plan.blocks - 1) < plan.pages <= layers * plan.blocks
-    assert plan.blocks <= plan.full_blocks
-    # the window is held by the pages that every layer has and the tail
+    assert plan.blocks < plan.full_blocks or block == 1
+    # every layer's minimum pages and the tail hold the window
     assert plan.floor_pages * block + plan.tail >= p.window
-    # never more tokens than asked for, but for the window's pages and the tail
-    held = plan.pages * block + layers * plan.tail
-    lowest = layers * (plan.floor_pages * block + plan.tail)
-    assert held <= max(layers * p.budget, lowest)
-    # and less than a page below it
-    assert held > layers * p.budget - block
+    kept_tokens = plan.pages * block + layers * plan.tail
+    if block == 1:
+        assert kept_tokens == layers * p.budget
+        return
+    assert plan.pages == layers * plan.blocks
+    # the last block is needed for the budget, or for the window and a page
+    assert (
+        kept_tokens - layers * block <= layers * p.budget - block or plan.blocks == plan.floor_pages
+    )
+    # rounding loses less than a page per layer of the budget
+    assert kept_tokens > layers * p.budget - block
 
 
 @prop
@@ -106,7 +124,7 @@ def test_bounds(case):
 def test_pages_grow_with_the_budget(case, more):
     p, block = case
     small = page_plan(p, block)
-    large = page_plan(prompt(p.num_layers, p.tokens, p.window, p.budget + more), block)
+    large = page_plan(budget_spec(p.num_layers, p.tokens, p.window, p.budget + more), block)
     if small is None:
         assert large is None
     elif large is not None:
@@ -115,15 +133,15 @@ def test_pages_grow_with_the_budget(case, more):
 
 @prop
 @given(cases())
-def test_short_prompts_are_left_whole(case):
+def test_short_prompts_stay_uncompressed(case):
     p, block = case
     for tokens in (p.budget, p.budget - 1, p.window, block - 1):
         assume(tokens > 0)
-        assert page_plan(prompt(p.num_layers, tokens, p.window, p.budget), block) is None
+        assert page_plan(budget_spec(p.num_layers, tokens, p.window, p.budget), block) is None
 
 
-def test_frozen_and_hashable():
-    plan = page_plan(prompt(3, 100, 8, 21), 16)
+def test_plans_are_frozen_and_hashable():
+    plan = page_plan(budget_spec(3, 100, 8, 21), 16)
     same = PagePlan(num_layers=3, tokens=100, block_size=16, window=8, budget=21, pages=3)
     assert plan == same
     assert hash(plan) == hash(same)
@@ -132,10 +150,16 @@ def test_frozen_and_hashable():
         plan.pages = 4
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(320, 3), (321, 0)])
-def test_a_budget_of_one_token_leaves_a_page_where_there_is_no_tail(tokens, pages):
-    """An empty layer has nothing to attend to."""
+@pytest.mark.parametrize("tokens", [320, 321, 351])
+def test_a_budget_of_one_token_keeps_a_page_for_any_tail(tokens):
+    """A layer with only one token, the tail's, produces nonsense."""
     prompt = BudgetSpec(num_layers=3, tokens=tokens, window=0, budget=1)
     plan = page_plan(prompt, 32)
-    assert plan.pages == pages
-    assert plan.floor_pages == pages // 3
+    assert (plan.pages, plan.floor_pages) == (3, 1)
+
+
+def test_a_prompt_of_one_full_block_stays_uncompressed():
+    """Its only page cannot be freed."""
+    assert page_plan(budget_spec(4, 1500, 1, 300), 1040) is None
+    assert page_plan(budget_spec(4, 2079, 1, 300), 1040) is None
+    assert page_plan(budget_spec(4, 2080, 1, 300), 1040).pages == 4

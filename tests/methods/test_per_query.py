@@ -1,4 +1,4 @@
-"""Column means in place of column sums, in H2O, in CAOTE over it and in D2O: docs/methods.md 3."""
+"""Column means instead of column sums in H2O, CAOTE over H2O, and D2O: docs/methods.md 3."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def inputs(seed):
 
 
 def exact(tensors):
-    """Per layer, what the reference takes."""
+    """Return the reference's inputs, per layer."""
     return [tuple(x[layer].double().numpy() for x in tensors) for layer in range(LAYERS)]
 
 
@@ -33,21 +33,21 @@ def past_scores(got, layer, window):
     return got.scores[layer][:, : TOKENS - window].numpy()
 
 
-def test_by_hand():
-    """Rows (1), (0.5, 0.5), (0.2, 0.3, 0.5): three rows see the first column, one the last."""
+def test_column_means_worked_example():
+    """Queries (1), (0.5, 0.5), (0.2, 0.3, 0.5): three see the first column, one the last."""
     sums = torch.tensor([[1.7, 0.8, 0.5]])
     np.testing.assert_allclose(column_means(sums), [[1.7 / 3, 0.4, 0.5]], rtol=1e-6)
-    columns = AttentionStats(num_kv_heads=1, past=2, device=sums.device, sums=sums)
-    np.testing.assert_allclose(H2O(per_query=True).score(columns), [[1.7 / 3, 0.4]], rtol=1e-6)
-    assert H2O().score(columns).tolist() == sums[:, :2].tolist()
+    stats = AttentionStats(num_kv_heads=1, past=2, device=sums.device, sums=sums)
+    np.testing.assert_allclose(H2O(per_query=True).score(stats), [[1.7 / 3, 0.4]], rtol=1e-6)
+    assert H2O().score(stats).tolist() == sums[:, :2].tolist()
 
 
-def test_a_late_token_that_every_later_one_reads_ranks_above_an_early_one():
-    """Half of each later row's attention, and a tenth of it for twice as long and more."""
+def test_means_rank_a_late_token_above_an_early_token():
+    """The late token gets half of each later query's attention, the early one a tenth."""
     sums = torch.tensor([[0.1 * 100] + [0.0] * 89 + [0.5 * 10] + [0.0] * 9])
-    columns = AttentionStats(num_kv_heads=1, past=95, device=sums.device, sums=sums)
-    assert H2O().score(columns).argmax() == 0
-    assert H2O(per_query=True).score(columns).argmax() == 90
+    stats = AttentionStats(num_kv_heads=1, past=95, device=sums.device, sums=sums)
+    assert H2O().score(stats).argmax() == 0
+    assert H2O(per_query=True).score(stats).argmax() == 90
 
 
 @pytest.mark.parametrize("window", [8, 32])
@@ -80,8 +80,8 @@ def test_caote_equals_the_reference(fast):
 @pytest.mark.parametrize("scorer", [False, True])
 @pytest.mark.parametrize("allocator", [False, True])
 @pytest.mark.parametrize("norm", ["layer_minmax", "head_minmax", "raw"])
-def test_d2o_divides_what_its_parts_are_told_to(scorer, allocator, norm):
-    """The ranking's columns and the variance's are two parameters."""
+def test_d2o_ranking_and_variance_have_separate_parameters(scorer, allocator, norm):
+    """`scorer_params` changes the ranking's columns, `allocator_params` the variance's."""
     tensors = inputs(3)
     policy = {
         "compress": "d2o",
@@ -90,9 +90,9 @@ def test_d2o_divides_what_its_parts_are_told_to(scorer, allocator, norm):
     }
     got = compress(*tensors, policy=policy, budget=0.4)
     columns = ref.column_means if allocator else ref.column_sums
-    figures = [columns(q, k) for q, k, _ in exact(tensors)]
+    layer_columns = [columns(q, k) for q, k, _ in exact(tensors)]
     total = round(0.4 * TOKENS * LAYERS)
-    assert got.budgets == ref.d2o_budgets(figures, total, TOKENS, norm)
+    assert got.budgets == ref.d2o_budgets(layer_columns, total, TOKENS, norm)
     for layer, (q, k, v) in enumerate(exact(tensors)):
         want = ref.h2o(q, k, v, 0, per_query=scorer)
         for head in range(KV_HEADS):
@@ -100,19 +100,19 @@ def test_d2o_divides_what_its_parts_are_told_to(scorer, allocator, norm):
             assert got.positions[layer][head].tolist() == kept
 
 
-def test_what_is_read():
+def test_reads_of_per_query():
     assert H2O(per_query=True).reads == H2O().reads == D2O().reads == Reads.COLUMN_SUMS
     assert D2O(per_query=True).reads == Reads.COLUMN_SUMS | Reads.COLUMN_MEANS
 
 
 @pytest.mark.parametrize("scorer", [Caote, FastCaote])
 @pytest.mark.parametrize("base", ["snapkv", "tova"])
-def test_caote_over_another_base_has_no_columns_to_divide(scorer, base):
-    with pytest.raises(ConfigError, match=rf"is for base 'h2o', and the base is '{base}'; set"):
+def test_caote_refuses_per_query_over_other_bases(scorer, base):
+    with pytest.raises(ConfigError, match=rf"needs base 'h2o', got '{base}'; set"):
         scorer(base=base, per_query=True)
 
 
-def test_only_what_reads_columns_has_the_parameter():
+def test_other_scorers_have_no_per_query():
     for name in ("snapkv", "cake", "tova"):
         refused(
             "no parameter 'per_query'", raw={"compress": name, "scorer_params": {"per_query": True}}

@@ -1,3 +1,5 @@
+"""SnapKV, CAKE, StreamingLLM and runs: docs/methods.md 4."""
+
 import math
 
 import numpy as np
@@ -27,20 +29,23 @@ prop = settings(derandomize=True, deadline=None, max_examples=60)
 CPU = torch.device("cpu")
 
 
-def columns(total, kv_heads, *, rows=0, variance=None):
+def stats_of(total, kv_heads, *, rows=0, variance=None):
     total = torch.as_tensor(total, dtype=torch.float32)
     return AttentionStats(
         num_kv_heads=kv_heads,
         past=total.shape[1],
         device=CPU,
-        rows=rows,
+        num_queries=rows,
         total=total,
         variance=None if variance is None else torch.as_tensor(variance, dtype=torch.float32),
     )
 
 
 def slow_pool(x, kind, kernel):
-    """docs/methods.md 1.5: avg pads with 0 and always divides by the kernel; max pads with -inf."""
+    """Return pooled scores as docs/methods.md 1.5 defines them.
+
+    avg pads with 0 and always divides by the kernel; max pads with -inf.
+    """
     half, n = kernel // 2, x.shape[1]
     out = np.empty_like(x)
     for h in range(len(x)):
@@ -55,7 +60,7 @@ def slow_group_mean(x, kv_heads):
     return np.stack([x[g * group : (g + 1) * group].mean(0) for g in range(kv_heads)])
 
 
-def test_names():
+def test_names_and_reads():
     assert dict(SCORERS) == {
         "streamingllm": StreamingLLM,
         "h2o": H2O,
@@ -78,7 +83,7 @@ def test_names():
         window,
         window,
         both,
-        both | Reads.MAXIMUM | Reads.APART,
+        both | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM,
         values,
         values,
         keys,
@@ -103,7 +108,7 @@ shapes = st.tuples(
 def test_snapkv_equals_the_equation(shape, kind):
     (heads, kv_heads), past, kernel, seed = shape
     a = np.random.RandomState(seed).rand(heads, past)
-    got = SnapKV(pooling=kind, kernel=kernel).score(columns(a, kv_heads))
+    got = SnapKV(pooling=kind, kernel=kernel).score(stats_of(a, kv_heads))
     want = slow_pool(slow_group_mean(a, kv_heads), kind, kernel)
     assert got.shape == (kv_heads, past)
     assert got.dtype == torch.float32
@@ -112,17 +117,17 @@ def test_snapkv_equals_the_equation(shape, kind):
 
 def test_snapkv_reduces_the_group_before_it_pools():
     a = [[0.0, 0.0, 4.0], [2.0, 0.0, 0.0]]
-    got = SnapKV(kernel=3).score(columns(a, 1))
-    assert got.tolist() == [[1.0, 2.0, 2.0]]  # pooling first would give 1, 3, 2
+    got = SnapKV(kernel=3).score(stats_of(a, 1))
+    assert got.tolist() == [[1.0, 2.0, 2.0]]  # pooling before the mean gives 1, 3, 2
 
 
 def test_average_divides_by_the_kernel_at_the_edges():
-    got = SnapKV(pooling="avg", kernel=3).score(columns([[3.0, 3.0, 3.0]], 1))
+    got = SnapKV(pooling="avg", kernel=3).score(stats_of([[3.0, 3.0, 3.0]], 1))
     assert got.tolist() == [[2.0, 3.0, 2.0]]
 
 
 def test_max_pads_with_minus_infinity():
-    got = SnapKV(pooling="max", kernel=3).score(columns([[-3.0, -5.0, -7.0]], 1))
+    got = SnapKV(pooling="max", kernel=3).score(stats_of([[-3.0, -5.0, -7.0]], 1))
     assert got.tolist() == [[-3.0, -3.0, -5.0]]
 
 
@@ -131,19 +136,19 @@ def test_max_pads_with_minus_infinity():
 def test_max_pooling_makes_exact_plateaus(shape):
     (heads, kv_heads), past, kernel, seed = shape
     a = np.random.RandomState(seed).rand(heads, past)
-    plain = SnapKV(kernel=1).score(columns(a, kv_heads))
-    pooled = SnapKV(kernel=kernel).score(columns(a, kv_heads))
+    plain = SnapKV(kernel=1).score(stats_of(a, kv_heads))
+    pooled = SnapKV(kernel=kernel).score(stats_of(a, kv_heads))
     assert all(torch.isin(p, x).all() for p, x in zip(pooled, plain, strict=True))
 
 
 # -- CAKE -------------------------------------------------------------------------------------
 
 
-def test_cake_hand_check():
-    """docs/methods.md 4.5: the mean alone would rank the columns the other way."""
+def test_cake_worked_example():
+    """docs/methods.md 4.5: the mean alone would rank the columns the other way round."""
     rows = torch.tensor([[[0.1, 0.25], [0.3, 0.25]]])
     total, variance = rows.sum(1), rows.var(1)
-    got = CakeIndicator(kernel=1).score(columns(total, 1, rows=2, variance=variance))
+    got = CakeIndicator(kernel=1).score(stats_of(total, 1, rows=2, variance=variance))
     assert got.tolist() == [pytest.approx([4.2, 0.25], rel=1e-6)]
 
 
@@ -156,14 +161,14 @@ def test_cake_equals_the_equation(shape, w, gamma):
     var = ((a - mean[:, None]) ** 2).sum(1) / (w - 1)
     pooled = slow_pool(mean + gamma * var, "avg", kernel)  # pool per query head, then the group
     got = CakeIndicator(gamma=gamma, kernel=kernel).score(
-        columns(a.sum(1), kv_heads, rows=w, variance=var)
+        stats_of(a.sum(1), kv_heads, rows=w, variance=var)
     )
     assert got.shape == (kv_heads, past)
     assert got.dtype == torch.float32
     np.testing.assert_allclose(got.numpy(), slow_group_mean(pooled, kv_heads), rtol=1e-4, atol=1e-6)
 
 
-def test_tiny_mha_shape_check():
+def test_cake_shape_check():
     """docs/methods.md 4.5 and 9 (q_scale 1.5, no sink): from queries and keys to the scores."""
     rs = np.random.RandomState(11)
     q, k = 1.5 * rs.standard_normal((2, 12, 4)), rs.standard_normal((2, 12, 4))
@@ -177,7 +182,7 @@ def test_tiny_mha_shape_check():
     share = Cake(tau1=1.6, tau2=0.4).preferences(entropy, shift).tolist()
     assert share == pytest.approx([0.00993233021, 1.0], rel=1e-4)
 
-    score = CakeIndicator().score(columns(got.total, 2, rows=3, variance=got.variance))
+    score = CakeIndicator().score(stats_of(got.total, 2, rows=3, variance=got.variance))
     want = [1.27455599, 1.94823446, 2.1232088, 1.54222999]
     assert score[0, :4].tolist() == pytest.approx(want, rel=1e-5)
 
@@ -208,41 +213,41 @@ def test_streamingllm_orders_long_prompts_exactly():
 
 
 @pytest.mark.parametrize("scorer", [SnapKV(), CakeIndicator()])
-def test_scores_need_the_attention_they_read(scorer):
+def test_scorers_need_the_attention_they_read(scorer):
     with pytest.raises(ValueError, match="needs the window's attention"):
         scorer.score(AttentionStats(num_kv_heads=1, past=4, device=CPU))
 
 
 def test_cake_needs_the_variance():
     with pytest.raises(ValueError, match="variance"):
-        CakeIndicator().score(columns([[0.1, 0.2]], 1, rows=2))
+        CakeIndicator().score(stats_of([[0.1, 0.2]], 1, rows=2))
 
 
 @pytest.mark.parametrize("kernel", [0, 2, 4, -1, -3, 3.0, "5"])
 @pytest.mark.parametrize("scorer", [SnapKV, CakeIndicator])
-def test_kernels_are_odd(scorer, kernel):
+def test_kernels_must_be_odd(scorer, kernel):
     with pytest.raises(ConfigError, match="odd whole number"):
         scorer(kernel=kernel)
 
 
 @pytest.mark.parametrize("gamma", [-1.0, math.nan, math.inf])
-def test_cake_refuses_gamma(gamma):
+def test_cake_refuses_bad_gammas(gamma):
     with pytest.raises(ConfigError, match=r"cake\.gamma must be a finite number >= 0"):
         CakeIndicator(gamma=gamma)
 
 
-def test_snapkv_refuses_a_pooling():
+def test_snapkv_refuses_an_unknown_pooling():
     with pytest.raises(ConfigError, match="must be one of"):
         SnapKV(pooling="mean")
 
 
 @pytest.mark.parametrize("sinks", [-1, 1.5, 4.0])
-def test_streamingllm_refuses_sinks(sinks):
+def test_streamingllm_refuses_bad_sinks(sinks):
     with pytest.raises(ConfigError, match="whole number >= 0"):
         StreamingLLM(sinks=sinks)
 
 
-def test_defaults():
+def test_default_parameters():
     """docs/methods.md 4.1, 4.4 and 4.5."""
     assert (SnapKV().pooling, SnapKV().kernel) == ("max", 7)
     assert (CakeIndicator().gamma, CakeIndicator().kernel) == (200.0, 5)
@@ -250,36 +255,39 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_runs_stand_before_all_other_tokens(kernel):
-    """docs/methods.md 4.10, by hand; the last run may be shorter, and none may be lifted."""
-    row = torch.tensor([[0.1, 0.2, 0.4, 0.25, 0.05]])
-    columns = AttentionStats(
+def test_runs_rank_above_all_other_tokens(kernel):
+    """docs/methods.md 4.10, by hand. The last run may be shorter, and no run may qualify."""
+    attention = torch.tensor([[0.1, 0.2, 0.4, 0.25, 0.05]])
+    stats = AttentionStats(
         num_kv_heads=1,
         past=5,
         device=torch.device("cpu"),
-        rows=2,
-        total=2 * row,
+        num_queries=2,
+        total=2 * attention,
         variance=torch.zeros(1, 5),
-        maximum=torch.cat([row, torch.ones(1, 2)], 1),
+        maximum=torch.cat([attention, torch.ones(1, 2)], 1),
     )
-    plain = CakeIndicator(kernel=kernel).score(columns)
-    lifted = Runs(size=2, kernel=kernel).score(columns)
-    torch.testing.assert_close(lifted[0, 2:4], torch.full((2,), 217.75))
-    assert torch.equal(lifted[0, [0, 1, 4]], plain[0, [0, 1, 4]])
-    assert torch.equal(Runs(size=2, attention=0.7, kernel=kernel).score(columns), plain)
-    assert (Runs(size=7).score(columns) > 201).all()
+    plain = CakeIndicator(kernel=kernel).score(stats)
+    with_runs = Runs(size=2, kernel=kernel).score(stats)
+    torch.testing.assert_close(with_runs[0, 2:4], torch.full((2,), 217.75))
+    assert torch.equal(with_runs[0, [0, 1, 4]], plain[0, [0, 1, 4]])
+    assert torch.equal(Runs(size=2, attention=0.7, kernel=kernel).score(stats), plain)
+    assert (Runs(size=7).score(stats) > 201).all()
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("params", "message"),
     [
         ({"size": 0}, "runs.size must be a whole number >= 1, got 0"),
-        ({"attention": 0.0}, r"runs.attention must be in \(0, 20\], the tokens of a run, got 0.0"),
+        (
+            {"attention": 0.0},
+            r"runs.attention must be in \(0, 20\], at most the tokens of a run, got 0.0",
+        ),
         ({"attention": float("nan")}, "runs.attention"),
         ({"size": 3, "attention": 3.5}, r"in \(0, 3\]"),
         ({"gamma": -1.0}, "cake.gamma"),
     ],
 )
-def test_runs_that_cannot_be(given, says):
-    with pytest.raises(ConfigError, match=says):
-        Runs(**given)
+def test_runs_refuses_bad_parameters(params, message):
+    with pytest.raises(ConfigError, match=message):
+        Runs(**params)

@@ -1,4 +1,4 @@
-"""What a scorer is shown, and what it may return: the first scorer of somebody's own meets both."""
+"""The statistics that a scorer gets and the scores it may return, for authors of new scorers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
 LAYERS, HEADS, KV_HEADS, TOKENS, DIM, WINDOW = 2, 4, 2, 60, 8, 5
-SHOWN = {
+STATS_BY_READS = {
     "nothing": (Reads.NOTHING, set()),
     "window": (Reads.WINDOW, {"total", "recent", "last"}),
     "variance": (Reads.WINDOW | Reads.VARIANCE, {"total", "variance", "recent", "last"}),
@@ -34,74 +34,74 @@ SHOWN = {
 
 
 def run(monkeypatch, scorer, **params):
-    """Keep some of a prompt with a scorer that is in the table for this test alone."""
-    monkeypatch.setitem(SCORERS, "own", scorer)
-    method_of.cache_clear()  # settings are equal by their names
+    """Compress a prompt with a scorer that is in the table only for this test."""
+    monkeypatch.setitem(SCORERS, "custom-scorer", scorer)
+    method_of.cache_clear()  # the cache compares settings by the scorer's name
     generator = torch.Generator().manual_seed(3)
     shapes = ((LAYERS, HEADS, TOKENS, DIM), *[(LAYERS, KV_HEADS, TOKENS, DIM)] * 2)
     tensors = (torch.randn(shape, generator=generator) for shape in shapes)
-    policy = {"scorer": "own", "window": WINDOW, "scorer_params": params}
+    policy = {"scorer": "custom-scorer", "window": WINDOW, "scorer_params": params}
     return compress(*tensors, policy=policy, budget=20)
 
 
-@pytest.mark.parametrize("reads", SHOWN)
-def test_a_scorer_is_shown_what_it_reads_and_nothing_else(monkeypatch, reads):
-    asked, expected = SHOWN[reads]
-    shown = []
+@pytest.mark.parametrize("reads", STATS_BY_READS)
+def test_a_scorer_gets_only_the_statistics_it_reads(monkeypatch, reads):
+    declared_reads, expected = STATS_BY_READS[reads]
+    received = []
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Own:
-        reads: ClassVar[Reads] = asked
+    class Recorder:
+        reads: ClassVar[Reads] = declared_reads
 
-        def score(self, columns):
+        def score(self, stats):
             fields = ("total", "variance", "recent", "last", "maximum", "sums", "keys", "values")
-            shown.append({name for name in fields if getattr(columns, name) is not None})
-            return torch.zeros(columns.num_kv_heads, columns.past)
+            received.append({name for name in fields if getattr(stats, name) is not None})
+            return torch.zeros(stats.num_kv_heads, stats.past)
 
-    run(monkeypatch, Own)
-    assert shown == [expected] * LAYERS
+    run(monkeypatch, Recorder)
+    assert received == [expected] * LAYERS
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda columns: torch.zeros(HEADS, columns.past),
-        lambda columns: torch.zeros(KV_HEADS, TOKENS),
-        lambda columns: torch.zeros(columns.past),
-        lambda columns: torch.zeros(KV_HEADS, columns.past, dtype=torch.float64),
+        lambda stats: torch.zeros(HEADS, stats.past),
+        lambda stats: torch.zeros(KV_HEADS, TOKENS),
+        lambda stats: torch.zeros(stats.past),
+        lambda stats: torch.zeros(KV_HEADS, stats.past, dtype=torch.float64),
     ],
     ids=["query heads", "the window too", "one row", "float64"],
 )
-def test_other_scores_are_refused_by_the_scorers_name(monkeypatch, wrong):
+def test_wrong_scores_are_refused_with_the_scorers_name(monkeypatch, wrong):
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Hasty:
+    class WrongShape:
         reads: ClassVar[Reads] = Reads.NOTHING
 
-        def score(self, columns):
-            return wrong(columns)
+        def score(self, stats):
+            return wrong(stats)
 
-    with pytest.raises(ValueError, match=r"scorer Hasty must return float32 scores \(2, 55\)"):
-        run(monkeypatch, Hasty)
+    with pytest.raises(ValueError, match=r"scorer WrongShape must return float32 scores \(2, 55\)"):
+        run(monkeypatch, WrongShape)
 
 
 @pytest.mark.parametrize("default", [None, frozenset()], ids=["None", "a set"])
-def test_a_parameter_has_a_default_that_tells_its_type(monkeypatch, default):
+def test_a_parameter_default_must_give_its_type(monkeypatch, default):
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Vague:
+    class NoType:
         reads: ClassVar[Reads] = Reads.NOTHING
         alpha: object = default
 
-    monkeypatch.setitem(SCORERS, "own", Vague)
+    monkeypatch.setitem(SCORERS, "custom-scorer", NoType)
     with pytest.raises(ConfigError, match="parameter 'alpha' must have a default"):
-        CompressionConfig.parse({"scorer": "own", "scorer_params": {"alpha": 1.0}})
+        CompressionConfig.parse({"scorer": "custom-scorer", "scorer_params": {"alpha": 1.0}})
 
 
-def test_a_parameter_without_a_default_is_named(monkeypatch):
+def test_a_parameter_without_a_default_is_refused(monkeypatch):
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Bare:
+    class NoDefault:
         reads: ClassVar[Reads] = Reads.NOTHING
         alpha: float
 
-    monkeypatch.setitem(SCORERS, "own", Bare)
+    monkeypatch.setitem(SCORERS, "custom-scorer", NoDefault)
     with pytest.raises(ConfigError, match="parameter 'alpha' must have a default"):
-        CompressionConfig.parse({"scorer": "own"})
+        CompressionConfig.parse({"scorer": "custom-scorer"})

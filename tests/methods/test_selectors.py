@@ -1,3 +1,5 @@
+"""Top-k selection and what holds for every selector: docs/methods.md 1.6."""
+
 import math
 
 import numpy as np
@@ -12,14 +14,14 @@ prop = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def top_k(scores, keep):
-    """`TopK` of one layer."""
+    """Return `TopK`'s positions of one layer."""
     kept = TopK().select(torch.stack([scores]), scores.shape[1], torch.tensor([keep]), 0, keep)
     assert kept.dtype == torch.int32
     return kept[0].long()
 
 
 def sorted_top(row, keep):
-    """docs/methods.md 1.6 by a plain sort; NaN last."""
+    """Return the best positions as in docs/methods.md 1.6, by a plain sort with NaN last."""
 
     def rank(j):
         return (math.inf if math.isnan(row[j]) else -row[j], j)
@@ -30,7 +32,7 @@ def sorted_top(row, keep):
 def check(rows, keep):
     got = top_k(torch.tensor(rows, dtype=torch.float32), keep)
     assert got.shape == (len(rows), keep)
-    # float32 may join values that differ in float64
+    # values that differ in float64 may be equal in float32
     exact = np.asarray(rows, dtype=np.float32).tolist()
     assert got.tolist() == [sorted_top(row, keep) for row in exact]
 
@@ -48,19 +50,19 @@ def tables(draw, value):
 
 @prop
 @given(tables(st.floats(width=32, allow_nan=False)))
-def test_any_scores(case):
+def test_arbitrary_scores(case):
     check(*case)
 
 
 @prop
 @given(tables(st.sampled_from([0.0, -0.0, 1.0, 2.0, 1e-45, -1.0])))
-def test_few_values_make_ties_the_normal_case(case):
+def test_scores_with_many_ties(case):
     check(*case)
 
 
 @prop
 @given(tables(st.sampled_from([math.inf, -math.inf, 3.4028234663852886e38, -3.4e38, 0.0])))
-def test_infinities_and_the_largest_numbers(case):
+def test_infinite_and_largest_scores(case):
     check(*case)
 
 
@@ -80,14 +82,14 @@ def test_plateaus_of_max_pooling(seed, kernel):
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
-def test_all_equal_keeps_the_first(value):
+def test_equal_scores_keep_the_first_tokens(value):
     for keep in range(6):
         assert top_k(torch.full((2, 5), value), keep % 6).tolist() == [list(range(keep))] * 2
 
 
 @prop
 @given(tables(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf])), st.data())
-def test_nested_top_k_is_one_top_k(case, data):
+def test_nested_top_k_equals_one_top_k(case, data):
     """CAKE's theorem 1 for one fixed score vector."""
     rows, keep = case
     wider = data.draw(st.integers(keep, len(rows[0])))
@@ -100,13 +102,13 @@ def test_nested_top_k_is_one_top_k(case, data):
 
 @prop
 @given(tables(st.sampled_from([0.0, 1.0, 2.0])))
-def test_heads_do_not_see_each_other(case):
+def test_heads_are_selected_independently(case):
     rows, keep = case
     scores = torch.tensor(rows)
     assert top_k(scores, keep).tolist() == [top_k(s[None], keep)[0].tolist() for s in scores]
 
 
-def test_scores_are_left_alone():
+def test_scores_are_not_modified():
     scores = torch.tensor([[math.nan, 1.0, math.inf, -math.inf]])
     before = scores.clone()
     top_k(scores, 2)
@@ -119,21 +121,21 @@ def test_strided_and_expanded_scores():
     assert top_k(torch.tensor([[1.0, 3.0, 3.0]]).expand(2, -1), 1).tolist() == [[1], [1]]
 
 
-def test_no_columns():
+def test_no_columns_keep_nothing():
     assert top_k(torch.empty(2, 0), 0).shape == (2, 0)
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(-1, []), (4, [0, 1, 2])])
 @pytest.mark.parametrize("selector", [TopK(), Chunks(), HeavyRecent()])
 def test_keep_is_clamped(selector, keep, expected):
-    """It is read on the device, where nothing can be raised."""
+    """It is read on the device, where no error can be raised."""
     got = selector.select(torch.zeros(1, 1, 3), 3, torch.tensor([keep]), 0, 5)
     assert got.tolist() == [[[*expected, *[-1] * (5 - len(expected))]]]
 
 
 @pytest.mark.parametrize("selector", [TopK(), TopK(shared=True), Chunks(size=3), HeavyRecent()])
-def test_layers_are_as_if_alone(selector):
-    """Each keeps what is its own; what lies behind the past tokens has no say."""
+def test_layers_are_selected_independently(selector):
+    """Scores after the past tokens have no effect."""
     scores = torch.randint(0, 5, (4, 2, 48)).float()
     scores[..., 41:] = torch.inf
     keep = [7, 0, 41, 20]

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import EveryPiece
-from vllm_kvcompress.planning.schedules import LookAhead
+from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.schedules import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def lookahead_of(settings, layers, size, prompt, new):
-    return LookAhead(
+    return LookaheadSchedule(
         settings=settings,
         num_layers=layers,
         block_size=size,
         prompt=prompt,
-        last=prompt + new,
+        max_tokens=prompt + new,
         prefilled=prompt,
     )
 
@@ -28,37 +28,42 @@ def lookahead_of(settings, layers, size, prompt, new):
 @given(
     prompt=st.integers(1, 5000),
     m=st.integers(1, 200),
-    late=st.integers(0, 40),
+    delay=st.integers(0, 40),
     new=st.integers(1, 400),
     layers=st.integers(1, 8),
     size=st.sampled_from([1, 16, 32, 128]),
     budget=st.floats(0.01, 1.0) | st.integers(60, 2000),
 )
-def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, size, budget):
-    """To the page: what a layer keeps on average of the prompt is the budget, or its window."""
+def test_as_much_is_held_as_without_a_look_ahead(prompt, m, delay, new, layers, size, budget):
+    """To the block: a layer keeps the budget of the prompt on average, or its window."""
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0}
-    own = CompressionConfig.parse({**raw, "lookahead": m})
-    ahead, tokens = lookahead_of(own, layers, size, prompt, new), prompt + m + late
+    config = CompressionConfig.parse({**raw, "lookahead": m})
+    ahead, tokens = lookahead_of(config, layers, size, prompt, new), prompt + m + delay
     plan = ahead.plan(KVFootprint(num_layers=layers, block_size=size), tokens)
     assert all(
         ahead.plan(KVFootprint(num_layers=layers, block_size=size), earlier) is None
-        for earlier in (prompt, tokens - late - 1)
+        for earlier in (prompt, tokens - delay - 1)
     )
     if tokens + 1 >= prompt + new:
         assert plan is None
         return
-    granted = own.tokens_per_layer(prompt) + m + late
+    budget_tokens = config.tokens_per_layer(prompt) + m + delay
     if plan is None:
         full, tail = divmod(tokens, size)
-        least = -(-max(own.resolved_window - tail, 0) // size)
-        assert full == 0 or max(layers * (granted - tail) // size, layers * least) >= layers * full
+        min_pages = max(-(-(config.resolved_window - tail) // size), 1)
+        pages = max(layers * (budget_tokens - tail) // size, layers * min_pages)
+        # the blocks that the budget needs hold everything, so none is freed
+        assert full == 0 or -(-pages // layers) >= full
         return
     assert plan.tokens == tokens
     assert plan.tail == tokens % size
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
     if plan.pages > layers * plan.floor_pages:
-        held = plan.pages * size + layers * plan.tail
-        assert held <= layers * granted < held + size
+        kept_tokens = plan.pages * size + layers * plan.tail
+        # no more blocks than the budget needs, and all pages of the last block
+        extra_tokens = (layers - 1) * size if size > 1 else 0
+        assert kept_tokens - extra_tokens <= layers * budget_tokens < kept_tokens + size
+        assert size == 1 or plan.pages == layers * plan.blocks
 
 
 @given(
@@ -70,47 +75,54 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
     edges=st.lists(st.integers(0, 3000), max_size=6, unique=True),
     protect=st.sampled_from(["none", "system"]),
 )
-def test_what_is_protected_is_in_the_budget_or_raises_it(
+def test_protected_tokens_are_in_the_budget_or_raise_it(
     prompt, m, layers, size, budget, edges, protect
 ):
-    """To hold the share of others, or half of it all; it is packed at the same moment."""
+    """A raised budget holds other tokens' share, or half of it. Packing is at the same step."""
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
-    own = CompressionConfig.parse(raw | {"protect": protect})
+    config = CompressionConfig.parse(raw | {"protect": protect})
     inside = sorted(edge for edge in edges if edge <= prompt)
     spans = tuple(zip(inside[::2], inside[1::2], strict=False))
-    ahead = lookahead_of(own, layers, size, prompt, m + 100)
+    ahead = lookahead_of(config, layers, size, prompt, m + 100)
     footprint, tokens = KVFootprint(num_layers=layers, block_size=size), prompt + m
     without, plan = (each.plan(footprint, tokens) for each in (ahead, replace(ahead, spans=spans)))
     if plan is None:
-        whole = 2 * count_before(spans, prompt + m) > prompt + m
-        assert without is None or whole or layers * (tokens // size) <= least(ahead, spans, tokens)
+        is_mostly_protected = 2 * count_before(spans, prompt + m) > prompt + m
+        assert (
+            without is None
+            or is_mostly_protected
+            or layers * (tokens // size) <= min_plan_pages(ahead, spans, tokens)
+        )
         return
-    assert plan.guarded == count_before(spans, tokens - max(plan.window, tokens % size))
+    assert plan.protected_in_pages == count_before(spans, tokens - max(plan.window, tokens % size))
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
     if plan.raised:
-        assert plan.pages == least(ahead, spans, tokens)
+        assert plan.pages == min_plan_pages(ahead, spans, tokens)
         assert without is None or without.pages < plan.pages
     else:
         assert plan.pages == without.pages
-        assert not spans or plan.pages >= least(ahead, spans, tokens) or not plan.guarded
-    prompt_seen = plan.prompt
-    assert prompt_seen.base >= 0
-    assert (
-        prompt_seen.past_total + layers * prompt_seen.always_kept
-        <= plan.pages * size + layers * (plan.tail + size)
+        assert (
+            not spans
+            or plan.pages >= min_plan_pages(ahead, spans, tokens)
+            or not plan.protected_in_pages
+        )
+    spec = plan.budget_spec
+    assert spec.base >= 0
+    assert spec.past_total + layers * spec.always_kept <= plan.pages * size + layers * (
+        plan.tail + size
     )
 
 
-def least(ahead, spans, tokens):
-    """Pages of what must stand and one more in each layer, or of others' part of the budget."""
+def min_plan_pages(ahead, spans, tokens):
+    """Return the minimum pages for always-kept tokens and other tokens' share."""
     size, window = ahead.block_size, ahead.window(tokens)
-    tail, own = tokens % size, ahead.settings.prompt(ahead.num_layers, ahead.prompt)
-    guarded = count_before(spans, tokens - max(window, tail))
-    always_kept = -(-(max(window - tail, 0) + guarded) // size) + 1
-    budget = own.budget + ahead.answered(tokens)
-    share = Fraction(budget * (tokens - guarded), tokens)
-    others = math.ceil(share if ahead.settings.protect else Fraction(budget, 2))
-    return ahead.num_layers * max(always_kept, -(-(guarded + others - tail) // size))
+    tail, budget_spec = tokens % size, ahead.settings.budget_spec(ahead.num_layers, ahead.prompt)
+    protected = count_before(spans, tokens - max(window, tail))
+    always_kept = -(-(max(window - tail, 0) + protected) // size) + 1
+    budget = budget_spec.budget + ahead.output_tokens(tokens)
+    share = Fraction(budget * (tokens - protected), tokens)
+    unprotected = math.ceil(share if ahead.settings.protect else Fraction(budget, 2))
+    return ahead.num_layers * max(always_kept, -(-(protected + unprotected - tail) // size))
 
 
 @given(
@@ -119,13 +131,13 @@ def least(ahead, spans, tokens):
     chunk=st.integers(1, 700),
     budget=st.integers(80, 400),
 )
-def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
-    """Its end is no boundary: what was packed by then and what came since is packed after it."""
+def test_pieces_leave_the_prompts_end_to_the_look_ahead(prompt, m, chunk, budget):
+    """The prompt's end is no boundary: the look-ahead packs earlier pages and later tokens."""
     layers, size = 4, 16
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
-    own = CompressionConfig.parse({**raw, "max_whole": 512, "piece": 128})
-    pieces = EveryPiece(
-        settings=own, num_layers=layers, block_size=size, tokens=prompt, packs_end=False
+    config = CompressionConfig.parse({**raw, "max_whole": 512, "piece": 128})
+    pieces = PieceSchedule(
+        settings=config, num_layers=layers, block_size=size, tokens=prompt, packs_end=False
     )
     footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
     while computed < prompt:
@@ -135,29 +147,33 @@ def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
         if plan is not None:
             footprint.pack(plan, computed // size)
     packed = -(-footprint.pages // layers)
-    assert pieces.ending == packed + -(-prompt // size) - footprint.first_block
-    # where its end leaves room for them, its answer's tokens take no more than its pieces did
-    ahead = lookahead_of(own, layers, size, prompt, 500)
+    assert pieces.blocks_at_end == packed + -(-prompt // size) - footprint.first_block
+    # the output tokens take no more blocks than the pieces did
+    ahead = lookahead_of(config, layers, size, prompt, 500)
     end = packed + -(-(prompt + m) // size) - footprint.first_block
-    assert ahead.held_blocks(pieces.ending) == end
+    assert ahead.blocks_when_due(pieces.blocks_at_end) == end
     held = footprint.pages_at((prompt + m) // size)
     plan = ahead.plan(footprint, prompt + m)
     assert plan is not None
     assert plan.pages <= held
-    kept = plan.pages * size + layers * plan.tail
-    assert kept <= max(layers * (budget + m), layers * (plan.floor_pages * size + plan.tail))
+    kept_tokens = plan.pages * size + layers * plan.tail
+    # the budget's blocks are filled
+    assert (
+        kept_tokens - (layers - 1) * size <= layers * (budget + m)
+        or plan.blocks == plan.floor_pages
+    )
 
 
-def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():
-    """All of them, until there are as many as the window has; CAKE's variance needs two."""
+def test_a_cached_prompt_is_scored_by_the_computed_queries():
+    """All computed queries score, up to the window's size; CAKE's variance needs two."""
     raw = {"compress": "cake", "budget": 80, "min_prompt": 0, "lookahead": 40}
-    own = CompressionConfig.parse(raw)
-    ahead = replace(lookahead_of(own, 4, 16, 417, 100), cached=416)
-    for answered in range(41):
-        plan = ahead.kept(KVFootprint(num_layers=4, block_size=16), 417 + answered)
-        assert (plan and plan.window) == (min(answered + 1, 32) if answered else None)
-    # at most so much may be cached that two are there at its prefill's end, for when the pool is
-    # short; and where an answer goes on, or it would be judged by fewer than w when it is due
+    config = CompressionConfig.parse(raw)
+    ahead = replace(lookahead_of(config, 4, 16, 417, 100), cached=416)
+    for output_tokens in range(41):
+        plan = ahead.plan_at(KVFootprint(num_layers=4, block_size=16), 417 + output_tokens)
+        assert (plan and plan.window) == (min(output_tokens + 1, 32) if output_tokens else None)
+    # A prefix-cache hit leaves two queries at the end of the prefill, in case the pool is short,
+    # and w queries when the request is due, if its output continues after a preemption.
     assert ahead.longest_hit == 417 - 2
     assert replace(ahead, prefilled=450).longest_hit == 417 + 40 - 32
 
@@ -165,35 +181,35 @@ def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():
 @given(
     rest=st.integers(-20, 40),
     m=st.integers(2, 40),
-    t=st.integers(0, 40),
+    computed_output=st.integers(0, 40),
     probe=st.sampled_from([0, 8, 16, 32]),
     method=st.sampled_from(["cake-chunk", "snapkv", "cake"]),
 )
-def test_a_window_of_what_is_protected_lies_behind_what_was_packed(rest, m, t, probe, method):
-    """Also where a preempted prompt is computed again with the first tokens of its answer."""
+def test_window_queries_lie_after_everything_packed_before(rest, m, computed_output, probe, method):
+    """Also if a preempted prompt is computed again with its first output tokens."""
     layers, size, piece, spans = 4, 16, 128, ((0, 20),)
     raw = {"compress": method, "budget": 0.3, "min_prompt": 0, "lookahead": m}
-    own = CompressionConfig.parse({**raw, "max_whole": 512, "piece": piece, "probe": probe})
-    prompt, answered = 6 * piece + rest, min(t, m - 1)
-    pieces = EveryPiece(
-        settings=own,
+    config = CompressionConfig.parse({**raw, "max_whole": 512, "piece": piece, "probe": probe})
+    prompt, output_tokens = 6 * piece + rest, min(computed_output, m - 1)
+    pieces = PieceSchedule(
+        settings=config,
         num_layers=layers,
         block_size=size,
-        tokens=prompt + answered,
+        tokens=prompt + output_tokens,
         packs_end=False,
         spans=spans,
     )
-    footprint, computed, settled = KVFootprint(num_layers=layers, block_size=size), 0, 0
-    while computed < prompt + answered:
+    footprint, computed, intact_from = KVFootprint(num_layers=layers, block_size=size), 0, 0
+    while computed < prompt + output_tokens:
         computed = pieces.next_end(computed)
         if (plan := pieces.plan(footprint, computed)) is not None:
-            assert plan.settled >= settled
-            settled = plan.settled
+            assert plan.intact_from >= intact_from
+            intact_from = plan.intact_from
             footprint.pack(plan, computed // size)
-    assert footprint.settled == settled > 0
-    ahead = replace(lookahead_of(own, layers, size, prompt, 500), spans=spans)
-    ahead = replace(ahead, prefilled=prompt + answered)
-    for tokens in range(prompt + answered, ahead.due + 1):
-        if (plan := ahead.kept(footprint, tokens)) is not None:
-            assert plan.settled >= settled
-            assert plan.guarded == 20
+    assert footprint.intact_from == intact_from > 0
+    ahead = replace(lookahead_of(config, layers, size, prompt, 500), spans=spans)
+    ahead = replace(ahead, prefilled=prompt + output_tokens)
+    for tokens in range(prompt + output_tokens, ahead.due + 1):
+        if (plan := ahead.plan_at(footprint, tokens)) is not None:
+            assert plan.intact_from >= intact_from
+            assert plan.protected_in_pages == 20

@@ -1,4 +1,4 @@
-"""The memory that compression takes covers whatever a request may ask for."""
+"""Reserved memory covers every request, and not much more."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.planning.memory import (
     Sizes,
-    bytes_beside,
     extra_bytes,
+    reserved_bytes,
     ring_bytes,
     ring_slots,
     table_bytes,
@@ -31,17 +31,19 @@ BOUNDS = st.sampled_from(["", "0.05:0.3", "64:900", "0.1:0.4,100:2000"])
 
 @st.composite
 def engines(draw):
-    """Settings of an engine; None where they contradict each other."""
-    given = {"compress": draw(METHODS | st.just("off")), "budget": draw(BUDGETS)}
+    """Draw the settings of an engine; None if they contradict each other."""
+    raw_settings = {"compress": draw(METHODS | st.just("off")), "budget": draw(BUDGETS)}
     if draw(st.booleans()):
         methods = draw(st.lists(METHODS, min_size=1, max_size=3))
-        given |= {"allow_override": methods}
+        raw_settings |= {"allow_override": methods}
         if bounds := draw(BOUNDS):
-            given |= {"budget_bounds": bounds}
+            raw_settings |= {"budget_bounds": bounds}
     aliases = draw(st.dictionaries(st.sampled_from("ab"), st.tuples(METHODS, BUDGETS), max_size=2))
-    given |= {"alias": {name: f"{method}:{budget}" for name, (method, budget) in aliases.items()}}
+    raw_settings |= {
+        "alias": {name: f"{method}:{budget}" for name, (method, budget) in aliases.items()}
+    }
     try:
-        engine = CompressionConfig.parse(given)
+        engine = CompressionConfig.parse(raw_settings)
     except ConfigError:
         return None
     return engine if engine.active else None
@@ -59,15 +61,15 @@ def engines(draw):
         },
     ),
 )
-def test_no_request_takes_more_than_was_set_aside(engine, asked):
+def test_no_request_takes_more_than_is_reserved(engine, request_args):
     if engine is None:
         return
     try:
-        own = settings_for(engine, asked)
+        config = settings_for(engine, request_args)
     except OverrideError:
         return
-    if own is not None:
-        assert extra_bytes(SIZES, own) <= extra_bytes(SIZES, engine)
+    if config is not None:
+        assert extra_bytes(SIZES, config) <= extra_bytes(SIZES, engine)
 
 
 @pytest.mark.parametrize(
@@ -83,91 +85,101 @@ def test_no_request_takes_more_than_was_set_aside(engine, asked):
         ),
     ],
 )
-def test_nothing_is_set_aside_that_no_request_can_take(engine, requests):
-    """But for one method's window beside another's scores: what each takes is added up."""
+def test_little_more_is_reserved_than_requests_can_take(engine, requests):
+    """The sum may combine one method's window with another method's scores."""
     engine = CompressionConfig.parse(engine)
-    most = max(extra_bytes(SIZES, settings_for(engine, asked)) for asked in requests)
-    assert most <= extra_bytes(SIZES, engine) <= 1.01 * most
+    largest = max(extra_bytes(SIZES, settings_for(engine, args)) for args in requests)
+    assert largest <= extra_bytes(SIZES, engine) <= 1.01 * largest
 
 
-def test_an_aliass_budget_counts_for_a_method_that_is_asked_for_under_it():
-    """Bounds do not bind an alias, and d2o stages more than snapkv does."""
+def test_an_aliass_budget_counts_for_other_methods_under_the_alias():
+    """Bounds do not limit an alias, and d2o stages more than snapkv does."""
     engine = CompressionConfig.parse(
         {"compress": "snapkv", "budget": 0.1, "allow_override": "d2o", "budget_bounds": "0.1:0.2"}
         | {"alias": {"most": "snapkv:0.9"}}
     )
-    own = settings_for(engine, {"kv_alias": "most", "kv_compress": "d2o"})
-    assert (own.compress, own.budget) == ("d2o", 0.9)
-    assert extra_bytes(SIZES, own) <= extra_bytes(SIZES, engine)
+    config = settings_for(engine, {"kv_alias": "most", "kv_compress": "d2o"})
+    assert (config.compress, config.budget) == ("d2o", 0.9)
+    assert extra_bytes(SIZES, config) <= extra_bytes(SIZES, engine)
 
 
 @pytest.mark.parametrize("aggregate", ["max", "defensive"])
-def test_a_maximum_is_one_map_more(aggregate):
-    plain, more = (
+def test_a_maximum_takes_one_more_tensor(aggregate):
+    plain, with_maximum = (
         CompressionConfig.parse({"compress": "snapkv", "budget": 0.2, "scorer_params": params})
         for params in ({}, {"aggregate": aggregate})
     )
-    one_map = SIZES.heads * SIZES.longest * 4
-    assert extra_bytes(SIZES, more) - extra_bytes(SIZES, plain) == one_map
+    tensor_bytes = SIZES.heads * SIZES.longest * 4
+    assert extra_bytes(SIZES, with_maximum) - extra_bytes(SIZES, plain) == tensor_bytes
 
 
-def longer_than_the_pool(**given):
-    given = {"max_whole": 2048, "piece": 1024, **given}
-    return CompressionConfig.parse({key: value for key, value in given.items() if value})
+def config_in_pieces(**options):
+    options = {"max_whole": 2048, "piece": 1024, **options}
+    return CompressionConfig.parse({key: value for key, value in options.items() if value})
 
 
 HUGE = Sizes(
     layers=32, heads=32, kv_heads=8, head_dim=128, itemsize=2, longest=1_000_000, block_size=16,
     max_requests=256,
 )  # fmt: skip
-WHOLE = 62_512
+FULL_TABLE_COLUMNS = 62_512
 """Blocks of the longest sequence, in rows of 64 bytes."""
 
 
 @pytest.mark.parametrize(
-    ("given", "blocks", "columns"),
+    ("options", "blocks", "columns"),
     [
-        # layers share evenly: what a request holds in all is what each of them reads
+        # equal shares: each layer reads as many pages as the request holds blocks
         ({"compress": "snapkv", "budget": 0.1}, 15_000, 15_008),
         ({"compress": "chunkkv", "budget": 1024}, 2_000, 2_000),
-        # 64 blocks are kept of 1,024 tokens, of which one layer may have all but the others' own
+        # 1,024 tokens keep 64 blocks; one layer may have all but the other layers' minimum
         ({"compress": "cake", "budget": 1024}, 2_000, 4_016),
         ({"compress": "cake", "budget": 1024, "decode_budget": 2048}, 2_000, 2_000 + 128 * 31),
-        # a tenth of a million tokens, and one layer might have it all
-        ({"compress": "cake", "budget": 0.1}, 15_000, WHOLE),
-        ({"compress": "snapkv", "budget": 0.1, "allow_override": "cake"}, 15_000, WHOLE),
-        # as wide as the longest sequence, and never wider
-        ({"compress": "snapkv", "budget": 0.1}, 100_000, WHOLE),
-        ({"compress": "snapkv", "budget": 0.1}, None, WHOLE),
-        ({"compress": "snapkv", "budget": 0.1, "max_whole": None, "piece": None}, 15_000, WHOLE),
+        # a tenth of a million tokens, and one layer may have almost all of it
+        ({"compress": "cake", "budget": 0.1}, 15_000, FULL_TABLE_COLUMNS),
+        (
+            {"compress": "snapkv", "budget": 0.1, "allow_override": "cake"},
+            15_000,
+            FULL_TABLE_COLUMNS,
+        ),
+        # never wider than the longest sequence
+        ({"compress": "snapkv", "budget": 0.1}, 100_000, FULL_TABLE_COLUMNS),
+        ({"compress": "snapkv", "budget": 0.1}, None, FULL_TABLE_COLUMNS),
+        (
+            {"compress": "snapkv", "budget": 0.1, "max_whole": None, "piece": None},
+            15_000,
+            FULL_TABLE_COLUMNS,
+        ),
     ],
 )
-def test_tables_follow_the_pool_where_sequences_may_be_longer(given, blocks, columns):
-    own = longer_than_the_pool(**given)
-    assert table_columns(HUGE, own, blocks) == columns
-    taken = 32 * 4 * columns * (2 * 256 + 1)
-    assert taken <= table_bytes(HUGE, own, blocks) <= 1.01 * taken
+def test_tables_are_limited_by_the_pool(options, blocks, columns):
+    config = config_in_pieces(**options)
+    assert table_columns(HUGE, config, blocks) == columns
+    needed = 32 * 4 * columns * (2 * 256 + 1)
+    assert needed <= table_bytes(HUGE, config, blocks) <= 1.01 * needed
 
 
-def test_what_a_layer_cannot_hold_is_not_set_aside():
-    own = longer_than_the_pool(compress="snapkv", budget=0.1)
-    more = [bytes_beside(HUGE, own, blocks * HUGE.block_bytes) for blocks in (4_000, 100_000)]
-    assert more[1] == extra_bytes(HUGE, own) > 4 * more[0]
+def test_memory_is_reserved_only_for_tokens_that_a_layer_can_hold():
+    config = config_in_pieces(compress="snapkv", budget=0.1)
+    reserved = [
+        reserved_bytes(HUGE, config, blocks * HUGE.block_bytes) for blocks in (4_000, 100_000)
+    ]
+    assert reserved[1] == extra_bytes(HUGE, config) > 4 * reserved[0]
 
 
-def test_slots_for_the_queries_of_a_look_ahead():
-    """Llama 3.1 8B: 8 MiB each, so 128 of them in 1 GiB; all requests where answers are bounded."""
+def test_ring_slots_of_a_look_ahead():
+    """Llama 3.1 8B: 8 MiB each, so 128 fit in 1 GiB; all requests if outputs are bounded."""
     llama = Sizes(
         layers=32, heads=32, kv_heads=8, head_dim=128, itemsize=2, longest=131072, block_size=16,
         max_requests=256,
     )  # fmt: skip
 
     def slots(sizes=llama, **more):
-        own = CompressionConfig.parse({"compress": "cake", **more})
-        found = ring_slots(sizes, own)
+        config = CompressionConfig.parse({"compress": "cake", **more})
+        num_slots = ring_slots(sizes, config)
         window = 32 if "lookahead" in more else 8
-        assert ring_bytes(sizes, own) == (found and (found + 1) * window * 2**18)
-        return found
+        assert ring_bytes(sizes, config) == (num_slots and (num_slots + 1) * window * 2**18)
+        return num_slots
 
     assert slots() == 0
     assert slots(lookahead=32) == 128

@@ -1,4 +1,4 @@
-"""When a prompt is packed while it is computed, and what it holds: from lengths alone."""
+"""When a prompt in pieces is packed, and the pages it holds, from lengths alone."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,10 +8,10 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.memory import Sizes, _most_pages
-from vllm_kvcompress.planning.obstacles import why_no_room_for_probe
-from vllm_kvcompress.planning.pieces import pieces_of
-from vllm_kvcompress.planning.schedules import LookAhead
+from vllm_kvcompress.planning.memory import Sizes, _max_pages
+from vllm_kvcompress.planning.obstacles import probe_space_refusal
+from vllm_kvcompress.planning.pieces import piece_schedule
+from vllm_kvcompress.planning.schedules import LookaheadSchedule
 from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import probe_tokens, scoring_query_counts
@@ -25,67 +25,70 @@ def config(**more):
 
 @st.composite
 def probes(draw):
-    last = draw(st.sampled_from([0, 1, 2, 3, 32]))
-    return {"probe": last, "probe_first": draw(st.sampled_from([0, 1, 20])) if last else 0}
+    num_last = draw(st.sampled_from([0, 1, 2, 3, 32]))
+    num_first = draw(st.sampled_from([0, 1, 20])) if num_last else 0
+    return {"probe": num_last, "probe_first": num_first}
 
 
 @st.composite
 def prompts(draw):
-    """Settings, layers, tokens of a block and of a prompt."""
+    """Draw settings, layers, the block size and the tokens of a prompt."""
     block = draw(st.sampled_from([1, 4, 16]))
     window = draw(st.integers(1, 12))
     piece = block * draw(st.integers(window // block + 1, window // block + 8))
-    judging = draw(probes())
-    least = max(2, sum(judging.values()) - 1)
+    probe_settings = draw(probes())
+    min_piece = max(2, sum(probe_settings.values()) - 1)
     budget = draw(st.floats(0.02, 1.0) | st.integers(window + 1, 20 * block + window + 1))
-    own = config(
+    prompt_config = config(
         compress=draw(st.sampled_from(["snapkv", "pyramidkv", "cake"])),
         window=max(window, 2),
-        piece=max(piece, block * (least // block + 1)),
-        **judging,
+        piece=max(piece, block * (min_piece // block + 1)),
+        **probe_settings,
         max_whole=draw(st.integers(1, 40 * block)),
         budget=budget if isinstance(budget, float) else max(budget, 4),
         protect=draw(st.sampled_from(["none", "system"])),
     )
-    return own, draw(st.integers(1, 5)), block, draw(st.integers(1, 90 * block))
+    return prompt_config, draw(st.integers(1, 5)), block, draw(st.integers(1, 90 * block))
 
 
 @prop
 @given(prompts(), st.lists(st.integers(0, 400), max_size=6, unique=True))
-def test_what_is_held_stays_within_its_bound(case, edges):
-    """Pages are exact at every boundary, and a layer's bound on the host holds.
+def test_held_pages_stay_within_the_limit(case, edges):
+    """Pages are exact at every boundary, and the host's bound on a layer's pages holds.
 
-    Whatever is protected: what needs more than may be held is told before.
+    Protected spans may be anything: those that need more than the limit are refused before.
     """
-    own, layers, size, tokens = case
-    inside = sorted(edge for edge in edges if edge < tokens)
-    spans = tuple(zip(inside[::2], inside[1::2], strict=False))
-    pieces = pieces_of(own, layers, size, tokens, spans)
-    if pieces is None or pieces.protects_too_much:
+    prompt_config, layers, size, tokens = case
+    edges = sorted(edge for edge in edges if edge < tokens)
+    spans = tuple(zip(edges[::2], edges[1::2], strict=False))
+    pieces = piece_schedule(prompt_config, layers, size, tokens, spans)
+    if pieces is None or pieces.protection_too_large:
         return
     footprint = KVFootprint(num_layers=layers, block_size=size)
-    first, most, computed, packed = pieces.first_end, pieces.most_blocks, 0, 0
-    assert own.max_whole < tokens
-    # what is held beyond the budget takes no more than a prompt that stands whole
-    kept = -(-pages_kept(own.prompt(layers, tokens), 0, size) // layers)
-    piece_and_probe = own.piece // size - (-probe_tokens(own) // size)
-    assert most <= max(own.max_whole // size, kept + piece_and_probe)
-    assert first < tokens
+    first_end, max_blocks, computed, packed = pieces.first_end, pieces.max_blocks, 0, 0
+    assert prompt_config.max_whole < tokens
+    # pages beyond the budget take no more memory than an uncompressed prompt
+    kept = -(-pages_kept(prompt_config.budget_spec(layers, tokens), 0, size) // layers)
+    piece_and_probe = prompt_config.piece // size - (-probe_tokens(prompt_config) // size)
+    assert max_blocks <= max(prompt_config.max_whole // size, kept + piece_and_probe)
+    assert first_end < tokens
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
-        assert start < computed <= start + own.piece
-        assert computed % own.piece == 0 or computed == tokens
+        assert start < computed <= start + prompt_config.piece
+        assert computed % prompt_config.piece == 0 or computed == tokens
         probe = pieces.chunk(footprint, start, tokens - start)[1]
-        assert packed + -(-(computed + probe) // size) - footprint.first_block <= most
-        for inside in range(start + 1, computed):
-            assert pieces.plan(footprint, inside) is None
+        assert packed + -(-(computed + probe) // size) - footprint.first_block <= max_blocks
+        for between in range(start + 1, computed):
+            assert pieces.plan(footprint, between) is None
         plan = pieces.plan(footprint, computed)
-        assert (plan is not None) == (computed >= first)
-        assert probe == (0 if plan is None else plan.probe) <= min(probe_tokens(own), tokens)
+        assert (plan is not None) == (computed >= first_end)
+        assert (
+            probe == (0 if plan is None else plan.probe) <= min(probe_tokens(prompt_config), tokens)
+        )
         if plan is None:
             continue
         held = footprint.pages + layers * (computed // size - footprint.first_block)
-        assert plan.guarded == count_before(spans, plan.settled) <= computed
+        assert plan.protected_in_pages == count_before(spans, plan.intact_from) <= computed
         assert layers * plan.floor_pages <= plan.pages <= held
         assert plan.pages < held or computed == tokens
         assert plan.tail == (tokens % size if computed == tokens else 0) + probe
@@ -93,46 +96,57 @@ def test_what_is_held_stays_within_its_bound(case, edges):
         assert not packed or plan.blocks <= packed
         packed = plan.blocks
         footprint.pack(plan, computed // size)
-        assert footprint.most_pages * layers >= footprint.pages
-    # at its end as a prompt that stands whole; but what is protected raises it to no more than is
-    # held between pieces
-    whole, alone = (own.page_plan(layers, tokens, size, each) for each in (spans, ()))
-    assert alone is not None
-    assert whole is not None or spans
-    assert whole is None or footprint.pages == min(
-        whole.pages, held, max(pieces.held_pages, alone.pages)
+        assert footprint.max_layer_pages * layers >= footprint.pages
+    # At its end it keeps as much as an uncompressed prompt would, but protected tokens raise it to
+    # at most the pages held between pieces.
+    with_spans, without_spans = (
+        prompt_config.page_plan(layers, tokens, size, each) for each in (spans, ())
+    )
+    assert without_spans is not None
+    assert with_spans is not None or spans
+    assert with_spans is None or footprint.pages == min(
+        with_spans.pages, held, max(pieces.held_pages, without_spans.pages)
     )
 
 
 @prop
 @given(prompts())
-def test_the_pool_that_one_request_needs(case):
-    """No shorter prompt takes more than the longest, or one that stands whole."""
-    own, layers, size, longest = case
-    most = uncompressed_prompt_blocks(own, layers, size, longest)
-    assert most <= -(-longest // size)
-    for tokens in {1, own.max_whole, own.max_whole + 1, longest // 2, longest - 1, longest}:
+def test_pool_for_one_request(case):
+    """No shorter or uncompressed prompt takes more blocks than the longest."""
+    prompt_config, layers, size, longest = case
+    max_blocks = uncompressed_prompt_blocks(prompt_config, layers, size, longest)
+    assert max_blocks <= -(-longest // size)
+    for tokens in {
+        1,
+        prompt_config.max_whole,
+        prompt_config.max_whole + 1,
+        longest // 2,
+        longest - 1,
+        longest,
+    }:
         if not 0 < tokens <= longest:
             continue
-        pieces = pieces_of(own, layers, size, tokens)
-        needed = -(-tokens // size) if pieces is None else pieces.most_blocks
-        assert needed <= most
+        pieces = piece_schedule(prompt_config, layers, size, tokens)
+        needed = -(-tokens // size) if pieces is None else pieces.max_blocks
+        assert needed <= max_blocks
 
 
 @prop
 @given(prompts())
-def test_room_is_set_aside_for_all_that_is_held(case):
-    """Of every prompt up to the longest, between its pieces and once it has ended."""
-    own, layers, size, longest = case
+def test_staging_covers_all_held_pages(case):
+    """For every prompt up to the longest, between its pieces and at its end."""
+    prompt_config, layers, size, longest = case
     sizes = Sizes(
         layers=layers, heads=1, kv_heads=1, head_dim=1, itemsize=1, longest=longest,
         block_size=size, max_requests=1,
     )  # fmt: skip
-    most = _most_pages(sizes, own, own)
-    for tokens in {own.max_whole + 1, longest // 2, longest - 1, longest}:
-        pieces = pieces_of(own, layers, size, tokens) if 0 < tokens <= longest else None
+    max_pages = _max_pages(sizes, prompt_config, prompt_config)
+    for tokens in {prompt_config.max_whole + 1, longest // 2, longest - 1, longest}:
+        pieces = (
+            piece_schedule(prompt_config, layers, size, tokens) if 0 < tokens <= longest else None
+        )
         if pieces is not None:
-            assert pieces.held_pages <= most
+            assert pieces.held_pages <= max_pages
 
 
 @prop
@@ -144,16 +158,16 @@ def test_room_is_set_aside_for_all_that_is_held(case):
     lookahead=st.sampled_from([0, 32]),
     span=st.tuples(st.integers(0, 3000), st.integers(0, 1500)),
     protect=st.sampled_from(["none", "system"]),
-    grown=st.integers(0, 400),
+    output_tokens=st.integers(0, 400),
 )
-def test_room_is_set_aside_for_what_is_protected(
-    longest, layers, size, budget, lookahead, span, protect, grown
+def test_staging_covers_raised_budgets(
+    longest, layers, size, budget, lookahead, span, protect, output_tokens
 ):
-    """Of every prompt up to the longest, whatever its budget is raised to, by whom it may be.
+    """For every prompt up to the longest, whatever its budget is raised to.
 
-    Also where it comes again with an answer, and what its window has of it stands in pages then.
+    Also if it comes again with an output, when the window's protected tokens are in pages.
     """
-    own = CompressionConfig.parse(
+    prompt_config = CompressionConfig.parse(
         {"compress": "snapkv", "budget": budget, "protect": protect, "lookahead": lookahead}
         | {"min_prompt": 0}
     )
@@ -161,50 +175,54 @@ def test_room_is_set_aside_for_what_is_protected(
         layers=layers, heads=1, kv_heads=1, head_dim=1, itemsize=1, longest=longest,
         block_size=size, max_requests=1,
     )  # fmt: skip
-    most = _most_pages(sizes, own, own)
+    max_pages = _max_pages(sizes, prompt_config, prompt_config)
     for tokens in {1, longest // 2, longest - lookahead - 1, longest - lookahead}:
-        asked = tokens - grown
-        start, stop = min(span[0], asked), min(sum(span), asked)
+        first_tokens = tokens - output_tokens
+        start, stop = min(span[0], first_tokens), min(sum(span), first_tokens)
         spans = ((start, stop),) if start < stop else ()
-        if asked < 1:
+        if first_tokens < 1:
             continue
-        plan, alone = (own.page_plan(layers, asked, size, each) for each in (spans, ()))
-        if alone is None:
-            continue  # it is left whole, then and later
+        plan, without_spans = (
+            prompt_config.page_plan(layers, first_tokens, size, each) for each in (spans, ())
+        )
+        if without_spans is None:
+            continue  # it stays uncompressed, then and later
         if protect == "none" and (plan is None or plan.raised):
             continue  # refused
-        ahead = LookAhead(
-            settings=own, num_layers=layers, block_size=size, prompt=tokens, last=longest + 2,
-            prefilled=tokens, spans=spans,
+        lookahead_schedule = LookaheadSchedule(
+            settings=prompt_config, num_layers=layers, block_size=size, prompt=tokens,
+            max_tokens=longest + 2, prefilled=tokens, spans=spans,
         )  # fmt: skip
-        plan = ahead.kept(KVFootprint(num_layers=layers, block_size=size), tokens + lookahead)
-        assert plan is None or plan.pages <= most
+        plan = lookahead_schedule.plan_at(
+            KVFootprint(num_layers=layers, block_size=size), tokens + lookahead
+        )
+        assert plan is None or plan.pages <= max_pages
 
 
-def test_a_step_needs_room_for_a_token_of_each_request_and_a_probe():
-    own = config(compress="cake", max_whole=4096, piece=1024, probe=32)
+def test_a_step_needs_space_for_one_token_per_request_and_a_probe():
+    prompt_config = config(compress="cake", max_whole=4096, piece=1024, probe=32)
     flag = "--max-num-batched-tokens"
-    assert why_no_room_for_probe(own, 4, (flag, 36)) is None
-    reason = why_no_room_for_probe(own, 4, (flag, 35))
+    assert probe_space_refusal(prompt_config, 4, (flag, 36)) is None
+    reason = probe_space_refusal(prompt_config, 4, (flag, 35))
     assert f"set {flag} to at least 36, got 35, or lower --max-num-seqs, --kv-probe" in reason
 
 
 @prop
 @given(prompts(), st.data())
-def test_no_step_goes_beyond_its_room_or_the_prompt(case, data):
-    """Whatever room the steps have, the same tokens judge the same boundaries."""
-    own, layers, size, tokens = case
-    pieces = pieces_of(own, layers, size, tokens)
+def test_steps_stay_within_their_limit_and_the_prompt(case, data):
+    """Whatever the steps' limits, the same tokens score at the same boundaries."""
+    prompt_config, layers, size, tokens = case
+    pieces = piece_schedule(prompt_config, layers, size, tokens)
     if pieces is None:
         return
 
-    def judged(rooms):
+    def boundaries_and_probes(step_limits):
         footprint, computed, found = KVFootprint(num_layers=layers, block_size=size), 0, []
         while computed < tokens:
-            room = min(next(rooms), tokens - computed)
-            chunk, probe = pieces.chunk(footprint, computed, room)
-            assert 0 <= chunk + probe <= room
-            # a step that comes to the prompt's end would sample
+            max_rows = min(next(step_limits), tokens - computed)
+            chunk, probe = pieces.chunk(footprint, computed, max_rows)
+            assert 0 <= chunk + probe <= max_rows
+            # a step that reaches the prompt's end would sample a token
             assert probe == 0 or computed + chunk + probe < tokens
             computed += chunk
             plan = pieces.plan(footprint, computed) if chunk else None
@@ -214,16 +232,17 @@ def test_no_step_goes_beyond_its_room_or_the_prompt(case, data):
                 footprint.pack(plan, computed // size)
         return found
 
-    rows = probe_tokens(own)
-    rooms = st.integers(rows + 1, rows + own.piece + 5)
-    assert judged(iter(lambda: data.draw(rooms), None)) == judged(iter(lambda: tokens, None))
+    rows = probe_tokens(prompt_config)
+    step_limits = st.integers(rows + 1, rows + prompt_config.piece + 5)
+    limited = boundaries_and_probes(iter(lambda: data.draw(step_limits), None))
+    assert limited == boundaries_and_probes(iter(lambda: tokens, None))
 
 
-def test_by_hand():
-    """6,000 tokens, a tenth of them, blocks of 128, pieces of 1,024, 30 layers."""
-    given = {"budget": 0.1, "piece": 1024, "window": 32, "probe": 60, "probe_first": 40}
-    own = config(max_whole=2000, **given)
-    pieces = pieces_of(own, 30, 128, 6000)
+def test_worked_example():
+    """6,000 tokens, a tenth of them kept, blocks of 128, pieces of 1,024, 30 layers."""
+    options = {"budget": 0.1, "piece": 1024, "window": 32, "probe": 60, "probe_first": 40}
+    prompt_config = config(max_whole=2000, **options)
+    pieces = piece_schedule(prompt_config, 30, 128, 6000)
     footprint, ends, kept = KVFootprint(num_layers=30, block_size=128), [], []
     while not ends or ends[-1] < 6000:
         ends.append(pieces.next_end(ends[-1] if ends else 0))
@@ -231,50 +250,54 @@ def test_by_hand():
         kept.append(plan.pages)
         footprint.pack(plan, ends[-1] // 128)
     assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
-    # 2,000 tokens less a piece and a probe, in whole blocks; at the end 600 with the tail of 112
-    assert kept == [30 * 6] * 5 + [30 * (600 - 112) // 128]
-    assert pieces.most_blocks == 6 + 8 + 1
-    # the budget where it is more: 600 tokens of each layer
-    least = pieces_of(config(max_whole=1500, **given), 30, 128, 6000)
-    assert least.held_pages == 30 * 600 // 128
-    assert least.most_blocks == 5 + 8 + 1
+    # 2,000 tokens minus a piece and a probe, in full blocks; at the end 488 tokens before the tail
+    # of 112 need 114 pages, whose 4 blocks have 120
+    assert kept == [30 * 6] * 5 + [30 * 4]
+    assert pieces.max_blocks == 6 + 8 + 1
+    # the budget if it is larger: 600 tokens per layer, 140 pages, in 5 blocks
+    small_limit = piece_schedule(config(max_whole=1500, **options), 30, 128, 6000)
+    assert small_limit.held_pages == 30 * 5
+    assert small_limit.max_blocks == 5 + 8 + 1
     assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
-    # fewer rows than a window has are a template's at most: the piece's own tokens judge then
+    # fewer rows than a window may be only the template's, so the piece's own tokens score
     assert [pieces.probe(end) for end in (5967, 5968)] == [32, 0]
     assert (
-        uncompressed_prompt_blocks(own, 30, 128, 6000) == 16
-    )  # what stands whole, up to 2,000 tokens
+        uncompressed_prompt_blocks(prompt_config, 30, 128, 6000) == 16
+    )  # an uncompressed prompt of up to 2,000 tokens
     assert uncompressed_prompt_blocks(config(), 30, 128, 6000) == 47
 
 
-def test_who_is_judged_by_its_own_pieces():
-    """A probe is dropped: nothing may be folded into it, and it is no use without queries."""
-    given = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 60}
-    for own in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
-        pieces = pieces_of(config(**(given | own)), 30, 128, 6000)
+def test_methods_without_a_probe():
+    """A probe is dropped: no token may merge into it, and it needs a method that reads queries."""
+    options = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 60}
+    for other_options in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
+        pieces = piece_schedule(config(**(options | other_options)), 30, 128, 6000)
         assert pieces.chunk(KVFootprint(num_layers=30, block_size=128), 0, 4096) == (1024, 0)
 
 
-def test_a_server_that_compresses_nothing_by_itself_names_what_requests_may_ask_for():
-    given = {"max_whole": 2000, "piece": 1024, "probe": 60}
-    assert scoring_query_counts(config(compress="off", allow_override="all", **given)) == (0, 60)
-    assert scoring_query_counts(config(compress="off", allow_override="h2o", **given)) == (0, 0)
-    assert scoring_query_counts(config(compress="h2o", allow_override="all", **given)) == (0, 0)
+def test_scoring_queries_of_methods_that_requests_may_choose():
+    options = {"max_whole": 2000, "piece": 1024, "probe": 60}
+    assert scoring_query_counts(config(compress="off", allow_override="all", **options)) == (0, 60)
+    assert scoring_query_counts(config(compress="off", allow_override="h2o", **options)) == (0, 0)
+    assert scoring_query_counts(config(compress="h2o", allow_override="all", **options)) == (0, 0)
     assert scoring_query_counts(config(compress="off")) == (0, 0)
-    assert scoring_query_counts(config(**given, probe_first=40)) == (40, 60)
+    assert scoring_query_counts(config(**options, probe_first=40)) == (40, 60)
 
 
-def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
-    own = config(budget=64, max_whole=256, piece=64, window=8)
-    free = config(budget=64, max_whole=256, piece=64, window=8, allow_override="tova,off")
-    named = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
-    assert uncompressed_prompt_blocks(own, 2, 16, 4096) == 16
-    assert uncompressed_prompt_blocks(free, 2, 16, 4096) == 16
-    assert uncompressed_prompt_blocks(named, 2, 16, 4096) == (512 + 64 + probe_tokens(own)) // 16
+def test_the_pool_covers_default_and_alias_budgets():
+    prompt_config = config(budget=64, max_whole=256, piece=64, window=8)
+    with_override = config(budget=64, max_whole=256, piece=64, window=8, allow_override="tova,off")
+    with_alias = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
+    assert uncompressed_prompt_blocks(prompt_config, 2, 16, 4096) == 16
+    assert uncompressed_prompt_blocks(with_override, 2, 16, 4096) == 16
+    assert (
+        uncompressed_prompt_blocks(with_alias, 2, 16, 4096)
+        == (512 + 64 + probe_tokens(prompt_config)) // 16
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"piece": 64}, "--kv-piece needs --kv-max-whole; set it, or remove --kv-piece"),
         ({"probe": 8}, "--kv-probe needs --kv-max-whole; set it, or remove --kv-probe"),
@@ -283,7 +306,8 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
         ({"probe_first": 8}, "--kv-probe-first needs --kv-max-whole; set it, or remove"),
         (
             {"probe": 0, "probe_first": 8, "max_whole": 64},
-            "got --kv-probe-first 8; set --kv-probe above 0, or remove --kv-probe-first",
+            "got --kv-probe 0 and --kv-probe-first 8; set --kv-probe above 0, or remove"
+            " --kv-probe-first",
         ),
         (
             {"probe": 600, "probe_first": 500, "max_whole": 64},
@@ -303,6 +327,6 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
         ({"piece": 64.5, "max_whole": 64}, "piece must be a whole number of tokens, got 64.5"),
     ],
 )
-def test_wrong_settings_say_what_must_hold(given, message):
+def test_wrong_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        config(**given)
+        config(**options)

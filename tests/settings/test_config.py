@@ -1,4 +1,4 @@
-"""Defaults and budgets; one value in many processes."""
+"""Defaults, budgets and serialization of the settings."""
 
 import json
 import math
@@ -55,6 +55,7 @@ def test_budget(value, expected):
 BAD_BUDGETS = [
     0, -1, 1.5, "ten", NAN, True, INF, False, None, 0.0, -0.1, -INF, "0", "-1", "1.5", "nan", "inf",
     "", "True", "10%", [0.1], {"ratio": 0.1}, 1j, 1.0000001,
+    "1_000", "0.2_5", "1e-1_0", "\u0660.\u0662", "\u0661\u0660\u0662\u0664", "\uff10.\uff12",
 ]  # fmt: skip
 
 
@@ -64,6 +65,37 @@ def test_budget_is_refused(value):
     refused(rule, repr(value), budget=value)
     with pytest.raises(ConfigError):
         parse_budget(value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        "min_prompt",
+        "min_output",
+        "pressure",
+        "lookahead",
+        "decode_budget",
+        "decode_interval",
+        "decode_window",
+        "max_whole",
+        "piece",
+        "probe",
+        "probe_first",
+    ],
+)
+@pytest.mark.parametrize("text", ["1_0", "0_1", "\u0661\u0660", "\uff11\uff10"])
+def test_numbers_need_the_digits_0_to_9(name, text):
+    refused(f"{name} must be written with the digits 0 to 9", repr(text), raw={
+        "compress": "cake", name: text,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["1_000", "\u0661\u0660\u0662\u0664:2048", "0.1:0.5,1_28:1024"])
+def test_bounds_and_aliases_need_the_digits_0_to_9(text):
+    refused("budget_bounds must be MIN:MAX", allow_override="all", budget_bounds=text)
+    refused("alias 'a': budget must be", alias="a=cake:1_024")
+    refused("alias 'a': budget must be", alias={"a": "cake:\u0660.\u0662"})
 
 
 @pytest.mark.parametrize("budget", [1, 31, 32])
@@ -121,13 +153,13 @@ def test_numpy_ratio():
 
 
 def test_prompt():
-    assert parse(budget=0.1).prompt(24, 6000) == BudgetSpec(
+    assert parse(budget=0.1).budget_spec(24, 6000) == BudgetSpec(
         num_layers=24, tokens=6000, window=32, budget=600
     )
-    assert parse(budget=0.1).prompt(24, 100).budget == 33
+    assert parse(budget=0.1).budget_spec(24, 100).budget == 33
 
 
-# -- one value, many processes ----------------------------------------------------------------
+# -- serialization ----------------------------------------------------------------------------
 
 FULL = {
     "compress": "snapkv",
@@ -135,7 +167,7 @@ FULL = {
     "window": 16,
     "min_prompt": 0,
     "min_output": 5,
-    "lookahead_yields": "waiting",
+    "lookahead_on_pressure": "waiting",
     "protect": ["system", "question"],
     "lookahead": 8,
     "pressure": 0.5,
@@ -194,14 +226,14 @@ def test_equal_after_json_and_pickle(raw):
 
 def test_every_field_reaches_additional_config():
     assert CompressionConfig.parse(FULL).to_additional_config() == FULL
-    # a decode budget leaves nothing to say about slots
+    # lookahead_slots cannot be combined with a decode budget
     assert {*FULL, "lookahead_slots"} == set(CompressionConfig.model_fields)
     slots = {"compress": "cake", "lookahead": 8, "lookahead_slots": 3}
     assert CompressionConfig.parse(slots).to_additional_config() == slots
     assert CompressionConfig().to_additional_config() == {"compress": "off"}
 
 
-def test_order_of_parameters_is_no_difference():
+def test_order_of_parameters_does_not_matter():
     one = parse(scorer_params={"gamma": 1.0, "kernel": 3})
     two = parse(scorer_params={"kernel": 3, "gamma": 1.0})
     assert one == two
@@ -214,18 +246,18 @@ def test_frozen():
         parse().budget = 0.5
 
 
-def test_input_is_left_alone():
+def test_parse_does_not_change_its_input():
     raw = {"compress": "cake", "scorer_params": {"kernel": 3}}
     CompressionConfig.parse(raw)
     assert raw == {"compress": "cake", "scorer_params": {"kernel": 3}}
 
 
-def test_errors_are_value_errors_of_ours():
+def test_config_errors_are_value_errors():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, KVCompressError)
 
 
-def test_settings_without_a_method_are_not_silently_off():
+def test_settings_without_a_method_are_refused():
     with pytest.raises(
         ConfigError, match=r"need a method, got only \['budget'\]; add --kv-compress"
     ):
@@ -233,7 +265,7 @@ def test_settings_without_a_method_are_not_silently_off():
     assert not CompressionConfig.parse({}).enabled
 
 
-def test_the_off_of_yaml_is_off():
+def test_a_yaml_off_is_off():
     assert CompressionConfig.parse({"compress": False}) == CompressionConfig()
     with pytest.raises(ConfigError, match="compress='True' is unknown"):
         CompressionConfig.parse({"compress": True})

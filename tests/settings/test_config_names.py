@@ -1,4 +1,4 @@
-"""Names of methods, parameters and the model; numbers that must be whole."""
+"""Names of methods, parameters and aliases; whole numbers."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_unknown_names_suggest_the_nearest(raw, suggestion):
     ],
     ids=str,
 )
-def test_other_unknown_names(raw):
+def test_unknown_names_without_a_suggestion_are_refused(raw):
     assert "did you mean" not in refused(raw=raw)
 
 
@@ -113,7 +113,7 @@ def test_tau(name, tau):
 
 @pytest.mark.parametrize("beta", [1, 1.0, 0, -1, 0.5, "ten", NAN, True, INF])
 def test_beta(beta):
-    """JSON has no infinity, so it could not travel to the workers."""
+    """JSON has no infinity, so it could not be sent to the workers."""
     refused("beta", repr(beta), raw={"compress": "pyramidkv", "allocator_params": {"beta": beta}})
 
 
@@ -131,7 +131,7 @@ def test_params_are_objects(key, value):
 # -- further names of the model ---------------------------------------------------------------
 
 
-def test_an_alias_is_written_in_three_ways():
+def test_an_alias_can_be_written_in_three_ways():
     texts = ["llama@kv0.2=cake:0.2", "a=b:c=tova:64", "full=off"]
     ways = [texts, {"llama@kv0.2": "cake:0.2", " a=b:c ": "tova : 64", "full": False}]
     for way in ways:
@@ -142,15 +142,18 @@ def test_an_alias_is_written_in_three_ways():
     assert parse().alias == parse(alias=[]).alias == ()
 
 
-def test_a_methods_name_may_have_a_hyphen():
-    """Wherever it is read from a text: lists, aliases, what requests ask for."""
-    given = {"allow_override": " off, cake-chunk ,layer-defensivekv", "alias": "a-b=cake-chunk:0.3"}
-    config = parse("snapkv", **given)
+def test_a_method_name_may_contain_a_hyphen():
+    """In lists, aliases and requests."""
+    raw_settings = {
+        "allow_override": " off, cake-chunk ,layer-defensivekv",
+        "alias": "a-b=cake-chunk:0.3",
+    }
+    config = parse("snapkv", **raw_settings)
     assert config.allow_override == ("off", "cake-chunk", "layer-defensivekv")
     assert [(x.name, x.method, x.budget) for x in config.alias] == [("a-b", "cake-chunk", 0.3)]
     assert CompressionConfig.parse(config.to_additional_config()) == config
-    asked = settings_for(config, {"kv_compress": "layer-defensivekv", "kv_budget": 0.5})
-    assert (asked.compress, asked.budget) == ("layer-defensivekv", 0.5)
+    request_settings = settings_for(config, {"kv_compress": "layer-defensivekv", "kv_budget": 0.5})
+    assert (request_settings.compress, request_settings.budget) == ("layer-defensivekv", 0.5)
     assert settings_for(config, {"kv_alias": "a-b"}).compress == "cake-chunk"
     refused("did you mean 'cake-chunk'?", raw={"compress": "cake_chunk"})
 
@@ -180,11 +183,11 @@ def test_a_methods_name_may_have_a_hyphen():
         (None, "got 'None'"),
     ],
 )
-def test_what_is_no_alias_is_refused(value, words):
+def test_malformed_aliases_are_refused(value, words):
     refused(words, alias=value)
 
 
-def test_aliases_alone_are_compression_on_request():
+def test_aliases_alone_compress_only_on_request():
     config = CompressionConfig.parse({"compress": "off", "alias": "a=cake:0.2"})
     assert (config.enabled, config.active) == (False, True)
     assert [(v.compress, v.budget) for v in config.variants] == [("cake", 0.2)]
@@ -192,13 +195,17 @@ def test_aliases_alone_are_compression_on_request():
     assert (off.active, off.variants) == (False, ())
 
 
-def test_an_alias_of_the_servers_method_is_the_servers_with_another_budget():
+def test_an_alias_of_the_servers_method_changes_only_the_budget():
     config = parse(window=16, allocator_params={"tau1": 3.0}, alias=["a=cake:0.5", "b=tova:0.5"])
-    own, other = (config.granted(alias) for alias in config.alias)
-    assert (own.resolved_window, own.allocator_params, own.budget) == (16, (("tau1", 3.0),), 0.5)
-    assert (other.resolved_window, other.allocator_params) == (1, ())
-    assert own.alias == other.alias == ()
-    assert config.variants == (config, own, other)
+    first, second = (config.alias_settings(alias) for alias in config.alias)
+    assert (first.resolved_window, first.allocator_params, first.budget) == (
+        16,
+        (("tau1", 3.0),),
+        0.5,
+    )
+    assert (second.resolved_window, second.allocator_params) == (1, ())
+    assert first.alias == second.alias == ()
+    assert config.variants == (config, first, second)
     assert len(parse(alias=["a=tova:0.5", "b=tova:0.5"]).variants) == 2
 
 
@@ -229,7 +236,7 @@ def test_window_has_a_limit():
 
 
 def test_window_of_cake():
-    """A sample variance over one row does not exist (docs/methods.md 2.3)."""
+    """A sample variance over one query does not exist (docs/methods.md 2.3)."""
     for window in (0, 1):
         refused("window", f"got {window}", window=window)
         refused("window", raw={"compress": "snapkv", "allocator": "cake", "window": window})

@@ -1,4 +1,4 @@
-"""What presets stand for, and what goes together."""
+"""Parts of presets and custom methods, and which parts can be combined."""
 
 import math
 
@@ -48,7 +48,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
     ],
 )
 def test_presets(name, allocator, scorer, window):
-    """docs/methods.md 0; StreamingLLM's own window is its ranking."""
+    """docs/methods.md 0; StreamingLLM's window follows from its ranking."""
     config = parse(name)
     assert config.enabled
     assert config.build_allocator() == allocator
@@ -65,7 +65,7 @@ def test_presets(name, allocator, scorer, window):
     assert set(PRESETS) == set(METHODS) - {"off", "custom"}
 
 
-def test_a_method_of_ones_own():
+def test_a_custom_method():
     raw = {"allocator": "cake", "scorer": "caote", "base": "snapkv", "selector": "chunks"}
     config = CompressionConfig.parse(raw)
     assert config.compress == "custom"
@@ -79,10 +79,14 @@ def test_a_method_of_ones_own():
     refused("need a method", raw={"selector": "chunks"})
 
 
-def test_a_presets_parameters_stay_with_its_parts(monkeypatch):
-    """What is asked for wins; another scorer or selector has its own defaults."""
-    own = dict(scorer_params=(("kernel", 3),), selector_params=(("reuse", 2), ("size", 5)))
-    preset = Preset(allocator="uniform", scorer="snapkv", window=8, selector="chunks", **own)
+def test_preset_parameters_apply_only_to_the_presets_parts(monkeypatch):
+    """Explicit parameters win; another scorer or selector has its own defaults."""
+    preset_params = dict(
+        scorer_params=(("kernel", 3),), selector_params=(("reuse", 2), ("size", 5))
+    )
+    preset = Preset(
+        allocator="uniform", scorer="snapkv", window=8, selector="chunks", **preset_params
+    )
     monkeypatch.setitem(PRESETS, "chunkkv", preset)
     config = parse("chunkkv", selector_params={"size": 20})
     assert config.build_selector() == Chunks(size=20, reuse=2)
@@ -93,7 +97,7 @@ def test_a_presets_parameters_stay_with_its_parts(monkeypatch):
 
 
 @pytest.mark.parametrize(("base", "window"), [("snapkv", 32), ("tova", 1), ("h2o", 32)])
-def test_caotes_window_is_its_bases(base, window):
+def test_caote_uses_the_window_of_its_base(base, window):
     assert parse("caote", base=base).resolved_window == window
     assert parse("caote", base=base, window=16).resolved_window == 16
     assert parse("caote", scorer_params={"base": base}).resolved_window == window
@@ -115,7 +119,10 @@ def test_caotes_window_is_its_bases(base, window):
         ({"compress": "random", "allocator": "global"}, ("'global'", "at random", "'uniform'")),
         ({"compress": "lagkv", "allocator": "global"}, ("within partitions", "'uniform'")),
         ({"compress": "dynamickv", "scorer": "lagkv"}, ("'dynamickv'", "within partitions")),
-        ({"compress": "keydiff", "allocator": "global"}, ("below 0", "or allocator 'dynamickv'")),
+        (
+            {"compress": "keydiff", "allocator": "global"},
+            ("below 0", "or allocator 'dynamickv'"),
+        ),
         ({"allocator": "global", "scorer": "streamingllm"}, ("'global'", "ranks by position")),
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
@@ -126,32 +133,32 @@ def test_caotes_window_is_its_bases(base, window):
         ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),
     ],
 )
-def test_combinations_that_make_no_sense(raw, words):
+def test_meaningless_combinations_are_refused(raw, words):
     refused(*words, raw=raw)
 
 
 @pytest.mark.parametrize("preset", ["snapkv", "d2o"])
-def test_merging_is_no_yes_or_values_alone(preset):
-    """None is the preset's own."""
-    usual = preset == "d2o"
+def test_merge_values_are_parsed(preset):
+    """None is the preset's value."""
+    default = preset == "d2o"
     meant = {True: True, False: False, "true": True, "false": False, "values": "values"}
-    for value, want in {**meant, None: usual}.items():
+    for value, expected in {**meant, None: default}.items():
         config = parse(preset, merge=value)
         found = config.parts.merge
-        assert (found, type(found)) == (want, type(want))
-        assert CompressionConfig.parse(config.to_additional_config()).parts.merge == want
+        assert (found, type(found)) == (expected, type(expected))
+        assert CompressionConfig.parse(config.to_additional_config()).parts.merge == expected
     assert parse(preset, merge="values") != parse(preset, merge=True)
 
 
 @pytest.mark.parametrize(
     "value", ["keys", "value", "Values", "", 1, 0, 2, math.nan, [True], {}, ["values"]]
 )
-def test_other_ways_to_merge_are_refused(value):
-    refused('merge must be true, "values" to fold', "or false", repr(value), merge=value)
+def test_other_merge_values_are_refused(value):
+    refused('merge must be true, "values" to merge', "or false", repr(value), merge=value)
 
 
-def test_scorers_that_read_no_query_go_with_what_reads_its_own():
-    """CAKE looks at the window itself, and cosines are of one scale in all layers."""
+def test_scorers_without_queries_work_with_allocators_that_read_them():
+    """CAKE reads the window itself, and key cosines have the same scale in all layers."""
     for scorer in ("keydiff", "lagkv"):
         assert parse("cake", scorer=scorer).resolved_window == 32
         assert parse(scorer, window=0).resolved_window == 0
@@ -183,19 +190,19 @@ def test_lists_become_parameters():
 def test_published_temperatures(model, budget, tau):
     config = parse("cake", model=model, budget=budget)
     assert config.build_allocator() == Cake(tau1=tau[0], tau2=tau[1])
-    own = parse("cake", model=model, budget=budget, allocator_params={"tau1": 0.7})
-    assert own.build_allocator() == Cake(tau1=0.7, tau2=tau[1])
+    preset_params = parse("cake", model=model, budget=budget, allocator_params={"tau1": 0.7})
+    assert preset_params.build_allocator() == Cake(tau1=0.7, tau2=tau[1])
 
 
 def test_published_r_max():
     assert parse("dynamickv", model="Qwen/Qwen2-7B-Instruct").build_allocator().r_max == 10.0
 
 
-def test_a_ratio_is_rounded_once_where_the_method_says_so():
+def test_d2o_rounds_the_ratio_once():
     """docs/methods.md 1.2 and 2.5: ``round(rho * S * N)`` for D2O, a floor per layer for others."""
-    assert parse("d2o", budget=0.2).prompt(6, 257).kept == 308
-    assert parse("snapkv", budget=0.2).prompt(6, 257).kept == 6 * 51
-    assert parse("d2o", budget=51).prompt(6, 257).kept == 6 * 51
+    assert parse("d2o", budget=0.2).budget_spec(6, 257).kept == 308
+    assert parse("snapkv", budget=0.2).budget_spec(6, 257).kept == 6 * 51
+    assert parse("d2o", budget=51).budget_spec(6, 257).kept == 6 * 51
 
 
 def test_replacements():
@@ -211,3 +218,39 @@ def test_replacements():
     assert config.build_allocator() == Pyramid(beta=10)
     assert config.build_scorer() == CakeIndicator(gamma=1, kernel=3)
     assert config.resolved_window == 8
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"allocator_params": {"tau1": 1e-300}}, "tau1 must be 0, or between 1e-06 and 1e+06"),
+        ({"allocator_params": {"tau2": 1e300}}, "got 1e+300; the default is 1.0"),
+        ({"allocator_params": {"tau1": 10**400}}, "tau1 must be 0, or between"),
+        ({"scorer_params": {"gamma": 1e-40}}, "got 1e-40; the default is 200.0"),
+        ({"scorer_params": {"gamma": 1e39}}, "gamma must be 0, or between"),
+        ({"scorer_params": {"kernel": 100001}}, "kernel must be at most 4096, got 100001"),
+        ({"scorer_params": {"kernel": 2001}}, "cake.kernel must be at most 1023, got 2001"),
+        ({"compress": "snapkv", "scorer_params": {"kernel": 10**30 + 1}}, "kernel must be at most"),
+        ({"compress": "pyramidkv", "allocator_params": {"beta": 1e12}}, "beta must be"),
+        ({"compress": "dynamickv", "allocator_params": {"r_max": 1e30}}, "r_max must be"),
+        ({"compress": "dynamickv", "allocator_params": {"every": 10**6}}, "every must be at most"),
+        ({"compress": "streamingllm", "scorer_params": {"sinks": 10**9}}, "sinks must be at most"),
+        ({"compress": "lagkv", "scorer_params": {"lag": 10**9}}, "lag must be at most 4096"),
+        ({"compress": "d2o", "allocator_params": {"floor": 10**9}}, "floor must be at most"),
+        ({"compress": "d2o", "allocator_params": {"skip_layers": [10**9]}}, "skip_layers must"),
+        ({"compress": "chunkkv", "selector_params": {"size": 10**9}}, "size must be at most"),
+        ({"compress": "chunkkv", "selector_params": {"reuse": 10**9}}, "reuse must be at most"),
+        ({"compress": "random", "scorer_params": {"seed": 2**64}}, "seed must be at most"),
+        ({"compress": "random", "scorer_params": {"seed": -1}}, "random.seed must be a whole"),
+    ],
+)
+def test_parameters_of_an_extreme_size_are_refused(raw, words):
+    refused(words, raw={"compress": "cake", **raw})
+
+
+def test_parameters_of_a_sensible_size_are_accepted():
+    assert parse(allocator_params={"tau1": 1e-3, "tau2": 3}).enabled
+    assert parse(scorer_params={"gamma": 0}).enabled
+    assert parse("snapkv", scorer_params={"kernel": 1023}).enabled
+    assert parse("random", scorer_params={"seed": 2**32 - 1}).enabled
+    assert parse("chunkkv", selector_params={"size": 256}).enabled

@@ -1,15 +1,16 @@
-"""How long a look-ahead may be, for which methods, and what requests may ask for."""
+"""The look-ahead: its limits, its methods, and the choices of requests."""
 
 import pytest
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.presets import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.lookahead import YIELDS
+from vllm_kvcompress.settings.lookahead import ON_PRESSURE, _warn_once
 from vllm_kvcompress.settings.method_of import lookahead_window
 from vllm_kvcompress.settings.overrides import settings_for
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
+NEW_KEY = "lookahead_on_pressure"
 BY_WINDOW = {
     "snapkv",
     "pyramidkv",
@@ -26,23 +27,23 @@ BY_WINDOW = {
 
 
 @pytest.mark.parametrize("method", sorted(PRESETS))
-def test_methods_that_judge_by_the_latest_queries_look_ahead(method):
+def test_only_methods_that_score_by_a_window_have_a_lookahead(method):
     raw = {"compress": method, "lookahead": 16}
     if method in BY_WINDOW:
-        own = CompressionConfig.parse(raw)
-        assert own.resolved_lookahead == 16
-        assert own.resolved_window == min(PRESETS[method].window, 16)
-        assert lookahead_window(own) == (32 if method == RECOMMENDED else own.resolved_window)
-        assert ENGINE.variant(method) == own.variant(budget=0.2).model_copy()
+        parsed = CompressionConfig.parse(raw)
+        assert parsed.resolved_lookahead == 16
+        assert parsed.resolved_window == min(PRESETS[method].window, 16)
+        assert lookahead_window(parsed) == (32 if method == RECOMMENDED else parsed.resolved_window)
+        assert ENGINE.variant(method) == parsed.variant(budget=0.2).model_copy()
         return
     with pytest.raises(ConfigError, match=f"'{method}' does not; set lookahead to 0, or choose"):
         CompressionConfig.parse(raw)
-    # requests may ask for it all the same, and are packed at the end of their prefill
+    # requests can still choose the method, and are compressed after their prefill
     assert ENGINE.variant(method).resolved_lookahead == 0
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "says"),
+    ("lookahead", "message"),
     [
         (1, "at least 2 for 'cake', got 1; set lookahead to 2 or more, or to 0"),
         (-1, "lookahead: input should be greater than or equal to 0, got -1"),
@@ -51,48 +52,79 @@ def test_methods_that_judge_by_the_latest_queries_look_ahead(method):
         (0.5, "lookahead must be a whole number of tokens, got 0.5"),
     ],
 )
-def test_what_is_refused(lookahead, says):
+def test_what_is_refused(lookahead, message):
     with pytest.raises(ConfigError) as caught:
         CompressionConfig.parse({"compress": "cake", "lookahead": lookahead})
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("changes", "message"),
     [
         ({"lookahead_slots": 0}, "lookahead_slots: input should be greater than or equal to 1"),
         ({"lookahead_slots": True}, "lookahead_slots: input should be a valid integer, got True"),
-        ({"lookahead_slots": 4, "decode_budget": 512}, "=4 cannot be set with --kv-decode-budget"),
+        (
+            {"lookahead_slots": 4, "decode_budget": 512},
+            "=4 cannot be combined with --kv-decode-budget",
+        ),
     ],
 )
-def test_slots_that_mean_nothing(more, says):
+def test_meaningless_lookahead_slots_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
-        CompressionConfig.parse({"compress": "cake", "lookahead": 16, **more})
-    assert says in str(caught.value)
+        CompressionConfig.parse({"compress": "cake", "lookahead": 16, **changes})
+    assert message in str(caught.value)
 
 
-def test_three_words_say_when_it_yields():
-    own = [
-        CompressionConfig.parse({"compress": "cake", "lookahead_yields": word}).lookahead_yields
-        for word in YIELDS
+def test_lookahead_on_pressure_takes_three_words():
+    parsed = [
+        CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
+        for word in ON_PRESSURE
     ]
-    assert tuple(own) == YIELDS
-    assert CompressionConfig.parse({"compress": "cake"}).lookahead_yields == "preemption"
+    assert tuple(settings.lookahead_on_pressure for settings in parsed) == ON_PRESSURE
+    assert CompressionConfig.parse({"compress": "cake"}).lookahead_on_pressure == "preemption"
     for word in ("wait", True, None):
-        with pytest.raises(ConfigError, match=r"lookahead_yields=.* is unknown.* choose from"):
-            CompressionConfig.parse({"compress": "cake", "lookahead_yields": word})
+        with pytest.raises(ConfigError, match=r"lookahead_on_pressure=.* is unknown.* choose from"):
+            CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
 
 
-def test_only_the_recommended_preset_looks_ahead_by_itself():
-    """The papers' presets are packed when their prefill ends."""
-    own = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
-    assert {name for name in PRESETS if own[name].resolved_lookahead} == {RECOMMENDED}
+def test_the_old_key_is_accepted_with_one_warning(caplog):
+    _warn_once.cache_clear()
+    raw = {"compress": "cake", "lookahead_yields": "never"}
+    with caplog.at_level("WARNING", logger="vllm.kvcompress"):
+        parsed = [CompressionConfig.parse(raw) for _ in range(2)]
+    assert parsed == [CompressionConfig.parse({"compress": "cake", NEW_KEY: "never"})] * 2
+    assert parsed[0].to_additional_config() == {"compress": "cake", NEW_KEY: "never"}
+    assert raw == {"compress": "cake", "lookahead_yields": "never"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "--kv-lookahead-yields (lookahead_yields) is deprecated and will be removed in the next"
+        " release; use --kv-lookahead-on-pressure (lookahead_on_pressure)"
+    ]
+
+
+def test_the_old_key_cannot_be_combined_with_the_new_one():
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse({"compress": "cake", "lookahead_yields": "never", NEW_KEY: "never"})
+    assert str(caught.value) == (
+        "lookahead_on_pressure and its old name lookahead_yields are both set; remove"
+        " lookahead_yields (or --kv-lookahead-yields)"
+    )
+
+
+def test_a_wrong_value_under_the_old_key_is_refused():
+    with pytest.raises(ConfigError, match=r"lookahead_on_pressure='wait' is unknown"):
+        CompressionConfig.parse({"compress": "cake", "lookahead_yields": "wait"})
+
+
+def test_only_the_recommended_preset_has_a_lookahead_by_default():
+    """The papers' presets compress after the prefill."""
+    parsed = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
+    assert {name for name in PRESETS if parsed[name].resolved_lookahead} == {RECOMMENDED}
     zero = CompressionConfig.parse({"compress": "cake", "lookahead": 0})
     assert zero.resolved_window == PRESETS["cake"].window
 
 
 @pytest.mark.parametrize(
-    ("more", "lookahead", "window"),
+    ("changes", "lookahead", "window"),
     [
         ({}, 32, 48),
         ({"lookahead": 0}, 0, 16),
@@ -109,21 +141,23 @@ def test_only_the_recommended_preset_looks_ahead_by_itself():
         ({"scorer": "lagkv", "selector": "topk"}, 0, 32),
     ],
 )
-def test_a_presets_own_look_ahead_goes_with_its_scorer(more, lookahead, window):
-    """By a prompt's end it judges with fewer queries than by an answer's beginning.
+def test_a_presets_lookahead_applies_only_with_its_scorer(changes, lookahead, window):
+    """The preset scores with fewer queries after the prefill than after the look-ahead.
 
-    A longer window that is asked for has the prompt's last queries beside the answer's, as its
-    own has. A preset whose parts are replaced has them at any time.
+    With an explicit window, the prompt's queries are added to the output's only if the window is
+    longer than the look-ahead. Replaced parts change the window too.
     """
-    own = CompressionConfig.parse({"compress": RECOMMENDED, **more})
-    assert (own.resolved_lookahead, lookahead_window(own)) == (lookahead, window)
-    # what is packed when its prefill ends is judged as without a look-ahead
-    assert own.resolved_window == more.get("window", min(own.parts.window, lookahead or window))
-    assert CompressionConfig.parse(own.to_additional_config()) == own
+    parsed = CompressionConfig.parse({"compress": RECOMMENDED, **changes})
+    assert (parsed.resolved_lookahead, lookahead_window(parsed)) == (lookahead, window)
+    # compression right after the prefill scores as without a look-ahead
+    assert parsed.resolved_window == changes.get(
+        "window", min(parsed.parts.window, lookahead or window)
+    )
+    assert CompressionConfig.parse(parsed.to_additional_config()) == parsed
 
 
 @pytest.mark.parametrize(
-    ("asked", "lookahead", "window"),
+    ("extra_args", "lookahead", "window"),
     [
         ({"kv_lookahead": 16}, 16, 16),
         ({"kv_lookahead": 8.0}, 8, 8),
@@ -134,25 +168,25 @@ def test_a_presets_own_look_ahead_goes_with_its_scorer(more, lookahead, window):
         ({"kv_compress": "h2o", "kv_lookahead": 0}, 0, 32),
     ],
 )
-def test_requests_choose(asked, lookahead, window):
-    own = settings_for(ENGINE, asked)
-    assert (own.resolved_lookahead, own.resolved_window) == (lookahead, window)
+def test_requests_can_choose_a_lookahead(extra_args, lookahead, window):
+    parsed = settings_for(ENGINE, extra_args)
+    assert (parsed.resolved_lookahead, parsed.resolved_window) == (lookahead, window)
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "says"),
+    ("extra_args", "kind", "message"),
     [
         ({"kv_lookahead": 17}, "out_of_bounds", "at most 16 for 'cake' on this server, got 17"),
         ({"kv_lookahead": 1, "kv_compress": "h2o"}, "out_of_bounds", "at most 0 for 'h2o'"),
         ({"kv_lookahead": 1}, "invalid", "lookahead must be at least 2 for 'cake', got 1"),
-        ({"kv_lookahead": -1}, "invalid", "a whole number of at least 0 tokens"),
+        ({"kv_lookahead": -1}, "invalid", "a whole number of at least 0 output tokens"),
         ({"kv_lookahead": True}, "invalid", "got True"),
         ({"kv_lookahead": "8"}, "invalid", "got '8'"),
         ({"kv_lookahead": 8, "kv_compress": "off"}, "invalid", "kv_lookahead=8 needs a method"),
         ({"kv_lookahed": 8}, "invalid", "did you mean 'kv_lookahead'"),
     ],
 )
-def test_what_requests_may_not_choose(asked, kind, says):
-    with pytest.raises(OverrideError, match=says.replace("'", ".")) as caught:
-        settings_for(ENGINE, asked)
+def test_forbidden_lookaheads_of_requests_are_refused(extra_args, kind, message):
+    with pytest.raises(OverrideError, match=message.replace("'", ".")) as caught:
+        settings_for(ENGINE, extra_args)
     assert caught.value.reason == kind

@@ -1,4 +1,4 @@
-"""What a request may ask for, and the sentence it gets when it may not."""
+"""Compression settings of requests, and the errors of wrong ones."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import how_to_ask, settings_for
+from vllm_kvcompress.settings.overrides import override_args, settings_for
 
 OPEN = CompressionConfig.parse(
     {"compress": "cake", "budget": 0.2, "min_prompt": 300, "pressure": 0.4, "min_output": 9}
@@ -21,22 +21,33 @@ BOUNDED = CompressionConfig.parse(
 OPT_IN = CompressionConfig.parse({"compress": "off", "allow_override": "all", "budget": 0.3})
 
 
-def refusal(engine, **asked):
+def refusal(engine, **extra_args):
     with pytest.raises(OverrideError) as caught:
-        settings_for(engine, asked)
+        settings_for(engine, extra_args)
     assert "\n" not in str(caught.value)
     return caught.value.reason, str(caught.value)
 
 
 @pytest.mark.parametrize("engine", [OPEN, BOUNDED])
 @pytest.mark.parametrize(
-    "asked", [None, {}, {"other": 3, "compress": 1}, {"kv_transfer_params": {}}]
+    "extra_args",
+    [
+        None,
+        {},
+        {
+            "other": 3,
+            "compressor": 1,
+            "kvcompress_spans": [[0, 3]],
+            "kvcompress_roles": {"user": []},
+        },
+        {"kv_transfer_params": {}},
+    ],
 )
-def test_who_asks_for_nothing_gets_the_engines_settings(engine, asked):
-    assert settings_for(engine, asked) is engine
+def test_requests_without_choices_get_the_engines_settings(engine, extra_args):
+    assert settings_for(engine, extra_args) is engine
 
 
-def test_opt_in_compresses_only_what_asks():
+def test_opt_in_compresses_only_requests_that_choose_a_method():
     assert settings_for(OPT_IN, None) is None
     assert settings_for(OPT_IN, {"kv_compress": "off"}) is None
     chosen = settings_for(OPT_IN, {"kv_compress": "tova"})
@@ -49,10 +60,10 @@ NAMED = {"half": "snapkv:0.5", "few": "tova:200", "full": "off"}
 
 
 @pytest.mark.parametrize("compress", ["cake", "off"])
-@pytest.mark.parametrize("more", [{}, {"allow_override": "off", "budget_bounds": "0.1:0.2"}])
-def test_an_alias_needs_nobodys_permission(compress, more):
+@pytest.mark.parametrize("changes", [{}, {"allow_override": "off", "budget_bounds": "0.1:0.2"}])
+def test_an_alias_needs_no_override_permission(compress, changes):
     engine = CompressionConfig.parse(
-        {"compress": compress, "alias": NAMED, "min_prompt": 7, **more}
+        {"compress": compress, "alias": NAMED, "min_prompt": 7, **changes}
     )
     half, few = (settings_for(engine, {"kv_alias": name}) for name in ("half", "few"))
     assert (half.compress, half.budget, half.min_prompt) == ("snapkv", 0.5, 7)
@@ -63,17 +74,17 @@ def test_an_alias_needs_nobodys_permission(compress, more):
     assert refusal(engine, kv_alias=["half"])[0] == "invalid"
 
 
-def test_a_request_wins_over_its_alias_where_it_may():
+def test_a_request_wins_over_its_alias_if_overrides_are_allowed():
     closed = CompressionConfig.parse({"compress": "cake", "alias": NAMED})
-    for asked in ({"kv_budget": 0.5}, {"kv_compress": "off"}, {"kv_compress": "snapkv"}):
-        reason, message = refusal(closed, kv_alias="half", **asked)
+    for extra_args in ({"kv_budget": 0.5}, {"kv_compress": "off"}, {"kv_compress": "snapkv"}):
+        reason, message = refusal(closed, kv_alias="half", **extra_args)
         assert (reason, "does not let requests choose" in message) == ("not_allowed", True)
     bounded = CompressionConfig.parse(
         {"compress": "off", "alias": NAMED, "allow_override": "h2o", "budget_bounds": "0.1:0.4"}
     )
 
-    def chosen(name, **asked):
-        found = settings_for(bounded, {"kv_alias": name, **asked})
+    def chosen(name, **extra_args):
+        found = settings_for(bounded, {"kv_alias": name, **extra_args})
         return found and (found.compress, found.budget)
 
     assert chosen("half", kv_budget=0.3) == ("snapkv", 0.3)
@@ -84,35 +95,35 @@ def test_a_request_wins_over_its_alias_where_it_may():
     assert refusal(bounded, kv_alias="half", kv_budget=0.5)[0] == "out_of_bounds"
     assert refusal(bounded, kv_alias="half", kv_compress="tova")[0] == "not_allowed"
     reason, message = refusal(bounded, kv_alias="full", kv_budget=0.3)
-    assert (reason, "'full' stands for off" in message) == ("invalid", True)
+    assert (reason, "'full' means off" in message) == ("invalid", True)
 
 
 @pytest.mark.parametrize(
-    ("raw", "asked"),
+    ("raw", "extra_args"),
     [
         ({"compress": "cake", "alias": NAMED}, {}),
         ({"compress": "off", "alias": {"full": "off", **NAMED}}, {"kv_alias": "half"}),
         ({"compress": "off", "alias": NAMED, "allow_override": "off,h2o"}, {"kv_compress": "h2o"}),
     ],
 )
-def test_whoever_asks_so_gets_what_the_engine_runs_first(raw, asked):
+def test_override_args_select_the_first_variant(raw, extra_args):
     engine = CompressionConfig.parse(raw)
-    assert how_to_ask(engine) == asked
-    assert settings_for(engine, asked) == engine.variants[0]
+    assert override_args(engine) == extra_args
+    assert settings_for(engine, extra_args) == engine.variants[0]
 
 
-def test_a_server_without_compression_knows_no_alias():
+def test_a_server_without_compression_refuses_aliases():
     assert refusal(None, kv_alias="half")[0] == "not_allowed"
     assert refusal(CompressionConfig.parse({"compress": "cake"}), kv_alias="half")[0] == "invalid"
 
 
-def test_off_is_off():
+def test_a_request_can_choose_off():
     assert settings_for(OPEN, {"kv_compress": "off"}) is None
     assert settings_for(OPEN, {"kv_compress": "off", "kv_budget": 0.1}) is None
     assert settings_for(OPEN, {"kv_compress": False}) is None
 
 
-def test_another_method_is_its_preset_with_the_engines_gates():
+def test_another_method_is_its_preset_with_the_engines_limits():
     own = {"compress": "cake", "allocator_params": {"tau1": 3.0}, "window": 16}
     engine = CompressionConfig.parse(
         {**own, "allow_override": ["snapkv"], "min_prompt": 7, "pressure": 0.5, "min_output": 3}
@@ -128,7 +139,7 @@ def test_another_method_is_its_preset_with_the_engines_gates():
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "words"),
+    ("extra_args", "reason", "words"),
     [
         ({"kv_compress": "h2o"}, "not_allowed", "must be one of ['cake', 'off', 'snapkv']"),
         ({"kv_compress": "nonsense"}, "not_allowed", "got 'nonsense'"),
@@ -149,15 +160,32 @@ def test_another_method_is_its_preset_with_the_engines_gates():
         ({"kv_compres": "off"}, "invalid", "did you mean 'kv_compress'"),
         ({"KV_BUDGET": 0.2}, "invalid", "did you mean 'kv_budget'"),
         ({"kv-budget": 0.2}, "invalid", "did you mean 'kv_budget'"),
+        ({"kv-budget": 0.2}, "invalid", "'kv-budget' is unknown"),
+        ({"KV_BUDGET": 0.2}, "invalid", "'KV_BUDGET' is unknown"),
+        ({"budget": 0.2}, "invalid", "'budget' is unknown; did you mean 'kv_budget'?"),
+        ({"kvbudget": 0.2}, "invalid", "'kvbudget' is unknown; did you mean 'kv_budget'?"),
+        ({"kvBudgte": 0.2}, "invalid", "'kvBudgte' is unknown; did you mean 'kv_budget'?"),
+        ({"kv.budget": 0.2}, "invalid", "did you mean 'kv_budget'?"),
+        ({"compress": "off"}, "invalid", "did you mean 'kv_compress'?"),
+        ({"protect": "system"}, "invalid", "did you mean 'kv_protect'?"),
+        ({"kvtransferparams": {}}, "invalid", "did you mean 'kv_transfer_params'?"),
+        ({"vllm_xargs": {"kv_budget": 0.2}}, "invalid", "but is inside 'vllm_xargs'"),
+        (
+            {"a": {"b": {"kv_compress": "off"}}},
+            "invalid",
+            "'kv_compress' must be a top-level",
+        ),
+        ({"kv_budget": "0.2_5"}, "invalid", "got '0.2_5'"),
+        ({"kv_budget": "\u0662\u0665\u0666"}, "invalid", "kv_budget must be a ratio"),
         ({"kv_window": 8}, "invalid", "a request may set ['kv_compress', 'kv_budget', '"),
-        ({"kv_decode_budget": 64}, "not_allowed", "does not bound answers"),
+        ({"kv_decode_budget": 64}, "not_allowed", "has no decode budget"),
         ({"kv_decode_budgets": 64}, "invalid", "did you mean 'kv_decode_budget'"),
         ({"kv_" + "x" * 10**6: 8}, "invalid", "'kv_xxxxxxxxxxxxxxxxxxxxx' is unknown"),
         ({f"kv_{i}": 8 for i in range(1000)}, "invalid", "'kv_0' is unknown"),
     ],
 )
-def test_refusals(asked, reason, words):
-    found, message = refusal(BOUNDED, **asked)
+def test_refusals(extra_args, reason, words):
+    found, message = refusal(BOUNDED, **extra_args)
     assert found == reason
     assert words in message
 
@@ -168,7 +196,7 @@ GROWING = CompressionConfig.parse(
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "words"),
+    ("extra_args", "reason", "words"),
     [
         ({"kv_decode_budget": 513}, "out_of_bounds", "at most 512 on this server, got 513"),
         ({"kv_decode_budget": 4}, "invalid", "cannot hold the decode window of 4 tokens"),
@@ -179,21 +207,21 @@ GROWING = CompressionConfig.parse(
         ({"kv_decode_budget": 64, "kv_compress": "off"}, "invalid", "needs a method"),
     ],
 )
-def test_refused_decode_budgets(asked, reason, words):
-    found, message = refusal(GROWING, **asked)
+def test_refused_decode_budgets(extra_args, reason, words):
+    found, message = refusal(GROWING, **extra_args)
     assert found == reason
     assert words in message
 
 
-def test_a_request_may_hold_less_while_it_answers():
-    for asked in (64, 64.0):
-        own = settings_for(GROWING, {"kv_decode_budget": asked, "kv_compress": "snapkv"})
+def test_a_request_can_lower_the_decode_budget():
+    for extra_args in (64, 64.0):
+        own = settings_for(GROWING, {"kv_decode_budget": extra_args, "kv_compress": "snapkv"})
         assert (own.compress, own.decode_budget, own.decode_window) == ("snapkv", 64, 4)
     assert settings_for(GROWING, {"kv_compress": "snapkv"}).decode_budget == 512
     assert settings_for(GROWING, {"kv_compress": "off"}) is None
 
 
-def test_bounds_hold_at_their_ends_and_by_kind():
+def test_budget_bounds_are_inclusive_and_separate_by_kind():
     for budget in (0.05, 0.5, 128, 1024):
         assert settings_for(BOUNDED, {"kv_budget": budget}).budget == budget
     tokens = CompressionConfig.parse(
@@ -203,31 +231,31 @@ def test_bounds_hold_at_their_ends_and_by_kind():
     assert (reason, "must be a whole number of tokens" in message) == ("out_of_bounds", True)
 
 
-def test_a_budget_that_cannot_hold_the_window_is_refused():
+def test_a_budget_below_the_window_is_refused():
     reason, message = refusal(OPEN, kv_budget=20)
     assert (reason, "window of 32" in message) == ("invalid", True)
     assert settings_for(OPEN, {"kv_compress": "tova", "kv_budget": 20}).budget == 20
 
 
-def test_without_permission_nothing_may_be_asked():
+def test_without_override_permission_choices_are_refused():
     closed = CompressionConfig.parse({"compress": "cake"})
-    for asked in ({"kv_compress": "off"}, {"kv_compress": "cake"}, {"kv_budget": 0.2}):
-        reason, message = refusal(closed, **asked)
+    for extra_args in ({"kv_compress": "off"}, {"kv_compress": "cake"}, {"kv_budget": 0.2}):
+        reason, message = refusal(closed, **extra_args)
         assert (reason, "--kv-allow-override" in message) == ("not_allowed", True)
 
 
-def test_without_compression_asking_for_it_is_refused():
+def test_without_compression_choices_are_refused():
     assert settings_for(None, {"kv_compress": "off"}) is None
     assert settings_for(None, {"kv_compress": "off", "kv_budget": 0.2}) is None
     assert settings_for(None, {"kv_of_another_plugin": 1}) is None
     assert settings_for(None, {"other": 1}) is None
-    for asked in ({"kv_compress": "cake"}, {"kv_budget": 0.2}):
-        reason, message = refusal(None, **asked)
+    for extra_args in ({"kv_compress": "cake"}, {"kv_budget": 0.2}):
+        reason, message = refusal(None, **extra_args)
         assert (reason, "runs without" in message) == ("not_allowed", True)
 
 
-def test_equal_numbers_of_two_kinds_are_two_budgets():
-    """1.0 keeps everything, 1 is one token; a cache must not take one for the other."""
+def test_a_ratio_of_one_and_one_token_are_different_budgets():
+    """1.0 keeps everything and 1 is one token; a cache must not mix them up."""
     assert settings_for(OPEN, {"kv_budget": 1.0}).budget == 1.0
     assert refusal(OPEN, kv_budget=1)[0] == "invalid"
     kept = settings_for(OPEN, {"kv_compress": "tova", "kv_budget": 2})
@@ -246,15 +274,15 @@ KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_compres", "kv_", "x", ""
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     engine=st.sampled_from([OPEN, BOUNDED, OPT_IN, None]),
-    asked=st.dictionaries(KEYS, JSON)
+    extra_args=st.dictionaries(KEYS, JSON)
     | st.fixed_dictionaries(
         {}, optional={"kv_compress": METHOD, "kv_budget": st.floats(0, 2) | st.integers(0, 5000)}
     ),
 )
-def test_any_body_is_answered_within_the_policy_or_refused(engine, asked):
+def test_any_choice_is_within_the_policy_or_refused(engine, extra_args):
     refused = None
     try:
-        chosen = settings_for(engine, asked)
+        chosen = settings_for(engine, extra_args)
     except OverrideError as e:
         refused = e
     if refused is not None:
@@ -262,16 +290,16 @@ def test_any_body_is_answered_within_the_policy_or_refused(engine, asked):
         assert refused.reason in ("not_allowed", "out_of_bounds", "invalid")
         return
     if chosen is None:
-        assert engine in (None, OPT_IN) or asked["kv_compress"] in ("off", False)
+        assert engine in (None, OPT_IN) or extra_args["kv_compress"] in ("off", False)
         return
     assert chosen.compress in {engine.compress, *engine.allow_override}
     assert (chosen.min_prompt, chosen.pressure) == (engine.min_prompt, engine.pressure)
-    if chosen is not engine and engine is BOUNDED and "kv_budget" in asked:
+    if chosen is not engine and engine is BOUNDED and "kv_budget" in extra_args:
         low, high = engine.budget_bounds[type(chosen.budget) is int]
         assert low <= chosen.budget <= high
 
 
-# -- the operator's side ------------------------------------------------------------------------
+# -- settings of the operator -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,7 +322,7 @@ def test_any_body_is_answered_within_the_policy_or_refused(engine, asked):
         ({"min_output": 1}, "min_output"),
     ],
 )
-def test_the_operators_settings(given, words):
+def test_override_settings_are_parsed(given, words):
     raw = {"compress": "cake", **given}
     if words is None:
         CompressionConfig.parse(raw)
@@ -306,13 +334,13 @@ def test_the_operators_settings(given, words):
 
 
 @pytest.mark.parametrize("engine", [OPEN, BOUNDED, OPT_IN])
-def test_settings_survive_the_configuration(engine):
+def test_settings_survive_additional_config(engine):
     again = CompressionConfig.parse(engine.to_additional_config())
     assert again == engine
     assert again.variants == engine.variants
 
 
-def test_variants_are_all_that_can_run():
+def test_variants_are_all_settings_that_can_run():
     assert [variant.compress for variant in OPT_IN.variants] == list(PRESETS)
     assert [variant.compress for variant in BOUNDED.variants] == ["cake", "snapkv"]
     assert CompressionConfig.parse({"compress": "off"}).variants == ()

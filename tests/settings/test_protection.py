@@ -1,16 +1,17 @@
-"""What may be protected, as operators and requests write it."""
+"""Protected parts and spans, as operators and requests write them."""
 
 import pytest
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.spans import joined
+from vllm_kvcompress.methods.spans import merge_spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for, settings_for
+from vllm_kvcompress.settings.overrides import by_role_for, settings_for
 from vllm_kvcompress.settings.protection import Protection, parse_protect, protection_of
+from vllm_kvcompress.settings.request_keys import BY_ROLE
 
 
-def of(**more):
-    return CompressionConfig.parse({"compress": "cake", **more})
+def parse(**changes):
+    return CompressionConfig.parse({"compress": "cake", **changes})
 
 
 @pytest.mark.parametrize(
@@ -22,29 +23,29 @@ def of(**more):
         ("none", ()),
     ],
 )
-def test_an_operator_writes_words(written, words):
-    made = of(protect=written)
-    assert made.protect == words
-    assert CompressionConfig.parse(made.to_additional_config()) == made
-    assert of(protect=written, allow_override="all").variant("tova").protect == words
+def test_an_operator_protects_parts_by_name(written, words):
+    parsed = parse(protect=written)
+    assert parsed.protect == words
+    assert CompressionConfig.parse(parsed.to_additional_config()) == parsed
+    assert parse(protect=written, allow_override="all").variant("tova").protect == words
 
 
 @pytest.mark.parametrize(
     ("written", "message"),
     [
         ("sytem", "'sytem' is unknown; did you mean 'system'"),
-        ("system,none", "none stands alone"),
-        ("", "must be some of system, tools, question"),
-        ("system,,tools", "must be some of system, tools, question"),
-        (True, "must be some of system, tools, question"),
-        (None, "must be some of system, tools, question"),
-        ("system,0:20", "only a request knows its tokens"),
-        ([[0, 20]], "only a request knows its tokens"),
+        ("system,none", "none cannot be combined"),
+        ("", "must be one or more of system, tools, question"),
+        ("system,,tools", "must be one or more of system, tools, question"),
+        (True, "must be one or more of system, tools, question"),
+        (None, "must be one or more of system, tools, question"),
+        ("system,0:20", "only a request can give token spans"),
+        ([[0, 20]], "only a request can give token spans"),
     ],
 )
-def test_what_no_operator_may_write(written, message):
+def test_malformed_protect_settings_are_refused(written, message):
     with pytest.raises(ConfigError, match=f"protect.*{message}"):
-        of(protect=written)
+        parse(protect=written)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_what_no_operator_may_write(written, message):
         ([], ()),
     ],
 )
-def test_a_request_names_tokens_too(written, spans):
+def test_a_request_can_give_token_spans(written, spans):
     assert parse_protect("kv_protect", written)[1] == spans
 
 
@@ -79,55 +80,57 @@ def test_a_request_names_tokens_too(written, spans):
         [[True, 2]],
     ],
 )
-def test_what_is_no_span(written):
+def test_malformed_spans_are_refused(written):
     with pytest.raises(OverrideError, match="kv_protect must be") as failed:
-        protection_of((), {"kv_protect": written}, free=True)
+        protection_of((), {"kv_protect": written}, may_choose=True)
     assert failed.value.reason == "invalid"
     assert len(str(failed.value)) < 240
 
 
 @pytest.mark.parametrize(
-    ("protect", "asked", "free", "want"),
+    ("protect", "value", "may_choose", "expected"),
     [
         (("system",), None, False, Protection(("system",), (), ("system",))),
         (("system",), {}, True, Protection(("system",), (), ("system",))),
-        # without overrides a request adds
+        # without override permission, a request adds to the operator's parts
         (("system",), "tools", False, Protection(("system", "tools"), (), ("system",), ("tools",))),
         (("system",), "3:5", False, Protection(("system",), ((3, 5),), ("system",))),
-        # with them it chooses
+        # with override permission, a request replaces them
         (("system",), "tools", True, Protection(("tools",), (), (), ("tools",))),
         (("system", "tools"), "tools", True, Protection(("tools",), (), ("tools",), ("tools",))),
         (("system",), "none", True, Protection()),
         ((), "none", False, Protection()),
     ],
 )
-def test_who_decides(protect, asked, free, want):
-    extra_args = asked if asked in (None, {}) else {"kv_protect": asked}
-    assert protection_of(protect, extra_args, free=free) == want
+def test_protection_depends_on_override_permission(protect, value, may_choose, expected):
+    extra_args = value if value in (None, {}) else {"kv_protect": value}
+    assert protection_of(protect, extra_args, may_choose=may_choose) == expected
 
 
-def test_what_the_operator_protects_is_not_taken_off():
-    with pytest.raises(OverrideError, match="protects system, and does not let") as failed:
-        protection_of(("system",), {"kv_protect": "none"}, free=False)
+def test_requests_cannot_remove_the_operators_protection():
+    with pytest.raises(
+        OverrideError, match="protects system, and requests cannot change that"
+    ) as failed:
+        protection_of(("system",), {"kv_protect": "none"}, may_choose=False)
     assert failed.value.reason == "not_allowed"
 
 
-def test_asking_for_protection_is_no_choice_of_a_method():
-    made = of(protect="system")
-    assert settings_for(made, {"kv_protect": "0:9"}) is made
+def test_protection_is_not_a_choice_of_a_method():
+    parsed = parse(protect="system")
+    assert settings_for(parsed, {"kv_protect": "0:9"}) is parsed
     assert settings_for(None, {"kv_protect": "0:9"}) is None
     with pytest.raises(OverrideError, match="did you mean 'kv_protect'"):
-        settings_for(made, {"kv_protekt": "0:9"})
+        settings_for(parsed, {"kv_protekt": "0:9"})
 
 
-def test_spans_that_overlap_or_touch_are_one():
-    assert joined([(5, 9), (0, 3), (8, 12), (3, 5)]) == ((0, 12),)
-    assert joined([(5, 9), (0, 3)]) == ((0, 3), (5, 9))
-    assert joined([]) == ()
+def test_overlapping_and_adjacent_spans_are_joined():
+    assert merge_spans([(5, 9), (0, 3), (8, 12), (3, 5)]) == ((0, 12),)
+    assert merge_spans([(5, 9), (0, 3)]) == ((0, 3), (5, 9))
+    assert merge_spans([]) == ()
 
 
 @pytest.mark.parametrize(
-    ("more", "asked", "message"),
+    ("changes", "value", "message"),
     [
         ({}, "yes", "kv_by_role must be true or false, got 'yes'"),
         ({}, [1], r"kv_by_role must be true or false, got \[1\]"),
@@ -135,25 +138,26 @@ def test_spans_that_overlap_or_touch_are_one():
         ({"allow_override": ""}, True, "ask the operator for --kv-allow-override"),
     ],
 )
-def test_who_may_ask_what_is_kept_of_roles(more, asked, message):
+def test_by_role_needs_usage_and_override_permission(changes, value, message):
     may = {"compress": "snapkv", "usage": True, "allow_override": "cake"}
     settings = CompressionConfig.parse(may)
     assert by_role_for(settings, {BY_ROLE: True})
     assert not by_role_for(settings, {BY_ROLE: False})
     assert not by_role_for(settings, None)
-    # asking is no choice of a method
+    # kv_by_role is not a choice of a method
     assert settings_for(settings, {BY_ROLE: True}) is settings
     with pytest.raises(OverrideError, match=message):
         by_role_for(
-            CompressionConfig.parse({k: v for k, v in (may | more).items() if v}), {BY_ROLE: asked}
+            CompressionConfig.parse({k: v for k, v in (may | changes).items() if v}),
+            {BY_ROLE: value},
         )
     with pytest.raises(
-        OverrideError, match="without KV-cache compression, but the request asks for kv_by_role"
+        OverrideError, match="without KV-cache compression, but the request sets kv_by_role"
     ):
         settings_for(None, {BY_ROLE: True})
 
 
-def test_numbers_that_python_writes_no_text_of():
+def test_integers_with_too_many_digits_are_refused():
     for written in (10**5000, [[0, 10**5000]]):
         with pytest.raises(OverrideError, match="kv_protect must be"):
-            protection_of((), {"kv_protect": written}, free=True)
+            protection_of((), {"kv_protect": written}, may_choose=True)

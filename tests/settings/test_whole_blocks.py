@@ -1,4 +1,4 @@
-"""Lengths that nobody gave follow the KV block."""
+"""Default lengths are rounded to whole KV blocks."""
 
 import pytest
 
@@ -12,7 +12,7 @@ BOUNDED = {"compress": "cake", "decode_budget": 600, "max_whole": 8192}
     ("block", "interval", "piece"),
     [(16, 128, 4096), (48, 96, 4080), (96, 96, 4032), (528, 528, 3696), (1056, 1056, 3168)],
 )
-def test_the_largest_multiple_within_the_usual_length_or_one_block(block, interval, piece):
+def test_defaults_are_rounded_to_whole_blocks(block, interval, piece):
     fitting = in_whole_blocks(CompressionConfig.parse(BOUNDED), block)
     assert (fitting.decode_interval, fitting.piece) == (interval, piece)
     assert in_whole_blocks(fitting, block) == fitting
@@ -20,30 +20,30 @@ def test_the_largest_multiple_within_the_usual_length_or_one_block(block, interv
     assert (again.decode_interval, again.piece) == (interval, piece)
 
 
-@pytest.mark.parametrize("given", [{"decode_interval": 128}, {"piece": 4096}])
-def test_what_is_given_stays_also_where_it_is_the_usual_one(given):
-    """And once more where another process reads it off vLLM's configuration."""
-    own = CompressionConfig.parse(BOUNDED | given)
-    for settings in (own, CompressionConfig.parse(own.to_additional_config())):
+@pytest.mark.parametrize("explicit", [{"decode_interval": 128}, {"piece": 4096}])
+def test_explicit_values_are_not_rounded(explicit):
+    """Also after another process has read the settings from vLLM's configuration."""
+    parsed = CompressionConfig.parse(BOUNDED | explicit)
+    for settings in (parsed, CompressionConfig.parse(parsed.to_additional_config())):
         fitting = in_whole_blocks(settings, 528)
-        assert all(getattr(fitting, key) == value for key, value in given.items())
+        assert all(getattr(fitting, key) == value for key, value in explicit.items())
 
 
-def test_an_interval_holds_the_decode_window():
-    own = CompressionConfig.parse(BOUNDED | {"decode_window": 120})
-    assert in_whole_blocks(own, 96).decode_interval == 192
-    assert in_whole_blocks(own, 72).decode_interval == 144
+def test_the_rounded_interval_holds_the_decode_window():
+    parsed = CompressionConfig.parse(BOUNDED | {"decode_window": 120})
+    assert in_whole_blocks(parsed, 96).decode_interval == 192
+    assert in_whole_blocks(parsed, 72).decode_interval == 144
 
 
-def test_settings_that_are_equal_may_differ_in_what_was_given():
-    given = CompressionConfig.parse(BOUNDED | {"decode_interval": 128})
-    usual = CompressionConfig.parse(BOUNDED)
-    assert given == usual
+def test_rounding_depends_on_which_fields_were_set():
+    explicit = CompressionConfig.parse(BOUNDED | {"decode_interval": 128})
+    default = CompressionConfig.parse(BOUNDED)
+    assert explicit == default
     for _ in range(2):
-        assert in_whole_blocks(given, 528).decode_interval == 128
-        assert in_whole_blocks(usual, 528).decode_interval == 528
+        assert in_whole_blocks(explicit, 528).decode_interval == 128
+        assert in_whole_blocks(default, 528).decode_interval == 528
 
 
-def test_what_bounds_nothing_is_left_alone():
-    own = CompressionConfig.parse({"compress": "cake"})
-    assert in_whole_blocks(own, 528) is own
+def test_unused_lengths_are_not_rounded():
+    parsed = CompressionConfig.parse({"compress": "cake"})
+    assert in_whole_blocks(parsed, 528) is parsed

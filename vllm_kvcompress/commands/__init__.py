@@ -1,1 +1,1 @@
-"""What the commands of ``kvcompress`` do. Nothing here needs vLLM, `health` not even torch."""
+"""Implementation of the ``kvcompress`` commands. Needs no vLLM; `health` does not need torch."""

@@ -1,4 +1,4 @@
-"""``kvcompress compare``: which method and budget an operator's own traffic takes."""
+"""``kvcompress compare``: find the method and budget that your own prompts tolerate."""
 
 import json
 import signal
@@ -23,10 +23,10 @@ from vllm_kvcompress.compare.report import (
     Column,
     Report,
     markdown,
-    obeyed_columns,
     role_columns,
+    rule_columns,
 )
-from vllm_kvcompress.compare.summary import By
+from vllm_kvcompress.compare.summary import Measure
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.base import choose
@@ -38,25 +38,34 @@ from vllm_kvcompress.settings.protection import NONE, WORDS, parse_protect
 _INTERRUPTED = 130
 _LOG = "server.log"
 _BASELINES = ("streamingllm", "random")
-"""What a method has to beat: neither reads the prompt."""
-_LETTERS_PER_TOKEN = 4
-"""Of English, where no tokenizer can be asked."""
+"""Methods that choose tokens without reading the prompt."""
+_CHARACTERS_PER_TOKEN = 4
+"""Estimate for English text, used if the server has no tokenizer endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was typed.
+class CompareRequest:
+    """Arguments of ``kvcompress compare``.
 
     Args:
-        model: a folder to start a server for; None with `url`.
-        arguments: further flags of ``vllm serve``, for a folder.
-        methods, budgets, tasks: names and numbers with commas between them.
-        protect: parts of a chat that each method is compared with and without; None for neither.
-        lookaheads: numbers with commas between them; None for what the server takes by itself.
-        baselines: show beside the methods what they have to beat.
-        length, count, question: of the tasks' prompts.
-        max_tokens: of answers to prompts that do not say it.
+        url: address of a running server, None with `model`.
+        model: folder of a model to start a server for, None with `url`.
+        arguments: further flags of ``vllm serve`` for `model`.
+        prompts: JSONL file of prompts, None with `tasks`.
+        tasks, methods, budgets: names or numbers separated by commas.
+        length, count, question, seed: options of the tasks' prompts.
+        protect: parts of a chat to run each method with and without. None for the server's
+            default.
+        lookaheads: numbers separated by commas. None for the server's default.
+        baselines: also run the baselines.
+        max_drop: largest acceptable loss.
+        by: loss measure, None for the default.
+        max_tokens: output tokens for prompts without their own ``max_tokens``.
+        concurrency: prompts to run at once.
         out: folder of the run.
+        keep_text: also store prompts and outputs.
+        kl: also compare token probabilities.
+        timeout_s: seconds without data from the server after which a request fails.
     """
 
     url: str | None
@@ -74,7 +83,7 @@ class Request:
     lookaheads: str | None
     baselines: bool
     max_drop: float
-    by: By | None
+    by: Measure | None
     max_tokens: int
     concurrency: int
     out: Path
@@ -85,27 +94,26 @@ class Request:
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.model is None):
-            raise ConfigError("give one of --url and --model: a running server, or a folder")
+            raise ConfigError("give either --url (a running server) or --model (a folder)")
         if self.model is not None and not (self.model / "config.json").is_file():
             raise ConfigError(
-                f"--model {self.model} must be a model's folder, with a config.json in it"
+                f"--model must be a model folder that contains a config.json, got {self.model}"
             )
         if self.url is not None and self.arguments:
             raise ConfigError(
-                "flags of vllm serve are for a server of --model, and --url was given; remove"
-                f" {' '.join(self.arguments)}"
+                f"flags of vllm serve need --model, got --url; remove {' '.join(self.arguments)}"
             )
         if (self.prompts is None) == (self.tasks is None):
-            raise ConfigError(f"give one of --prompts and --tasks; tasks are {', '.join(TASKS)}")
+            raise ConfigError(f"give either --prompts or --tasks; the tasks are {', '.join(TASKS)}")
         if not 0 < self.max_drop < 1:
             raise ConfigError(f"--max-drop must be in (0, 1), got {self.max_drop:g}")
 
     @property
     def cells(self) -> list[Cell]:
-        """Every method at every budget, look-ahead and protection, as they were named.
+        """Return every combination of method, look-ahead, protection and budget, in that order.
 
         Raises:
-            ConfigError: one is unknown, or budgets are of both kinds.
+            ConfigError: A name or number is invalid, or budgets mix ratios and tokens.
         """
         methods = _parts("--methods", self.methods)
         for method in methods:
@@ -113,32 +121,32 @@ class Request:
         budgets = list(dict.fromkeys(parse_budget(b) for b in _parts("--budgets", self.budgets)))
         if len({type(budget) for budget in budgets}) > 1:
             raise ConfigError(
-                f"--budgets must be all ratios or all whole numbers of tokens, got {self.budgets};"
-                " the smallest of both kinds is none"
+                "--budgets must be all ratios or all whole numbers of tokens, because ratios and"
+                f" tokens cannot be ranked together; got {self.budgets}"
             )
-        ways = [""] if self.protect is None else [NONE, self._protected]
-        aheads = [None] if self.lookaheads is None else _whole_numbers(self.lookaheads)
+        protections = [""] if self.protect is None else [NONE, self._protected_parts]
+        lookaheads = [None] if self.lookaheads is None else _whole_numbers(self.lookaheads)
         return [
-            Cell(method=m, budget=b, protect=p, lookahead=a)
-            for m in methods
-            for a in aheads
-            for p in ways
-            for b in budgets
+            Cell(method=method, budget=budget, protect=protect, lookahead=lookahead)
+            for method in methods
+            for lookahead in lookaheads
+            for protect in protections
+            for budget in budgets
         ]
 
     @property
-    def _protected(self) -> str:
+    def _protected_parts(self) -> str:
         words, spans = parse_protect("--protect", self.protect)
         if spans or not words:
             raise ConfigError(
-                f"--protect must be some of {', '.join(WORDS)} with commas between them, got"
-                f" {self.protect!r}; a prompt's tokens are its own"
+                f"--protect must name some of {', '.join(WORDS)}, separated by commas; token spans"
+                f" differ between prompts and are not allowed here, got {self.protect!r}"
             )
         return ",".join(words)
 
     @property
-    def beside(self) -> list[Cell]:
-        """What is not asked for by name and stands beside, at every budget."""
+    def baseline_cells(self) -> list[Cell]:
+        """Return the baselines that `methods` does not name, at every budget."""
         cells = self.cells if self.baselines else []
         named = {cell.method for cell in cells}
         budgets = dict.fromkeys(cell.budget for cell in cells)
@@ -152,86 +160,88 @@ class Request:
         return names
 
 
-def run(request: Request, *, as_json: bool) -> None:
-    """Compare, and write and print what was found.
+def run(request: CompareRequest, *, as_json: bool) -> None:
+    """Run the comparison, write the report files and print the report.
 
     Raises:
-        ConfigError: something was typed that means nothing here, or the server refuses it.
-        Unreachable: the server does not answer.
-        SystemExit: 1 where nothing can be recommended, 130 where it was interrupted, 2 where the
-            server or room on the disk was lost on the way. What was done is kept.
+        ConfigError: An argument is invalid, or the server refuses a cell.
+        Unreachable: The server does not respond.
+        SystemExit: 0 with a recommendation, 1 without one, 2 if the server was lost or the disk
+            became full during the run, 130 if interrupted. Finished results are kept.
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    own = [] if request.prompts is None else prompts.read_prompts(
+    user_items = [] if request.prompts is None else prompts.read_prompts(
         request.prompts, max_tokens=request.max_tokens
     )  # fmt: skip
-    cells, beside = request.cells, request.beside
+    cells, baselines = request.cells, request.baseline_cells
     names = request.task_names if request.tasks is not None else []
-    lost: KVCompressError | None = None
+    failure: KVCompressError | None = None
     interrupted = False
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         comparison = stack.enter_context(
-            Comparison(cells, folder=request.out, keep_text=request.keep_text, baselines=beside)
+            Comparison(cells, folder=request.out, keep_text=request.keep_text, baselines=baselines)
         )
         try:
             client = Client(
                 host=Host(
-                    stack.enter_context(_server(request, [*cells, *beside], console)),
+                    stack.enter_context(_server(request, [*cells, *baselines], console)),
                     request.api_key,
                 ),
                 model="",
                 timeout_s=request.timeout_s,
             )
-            served = comparison.look(client)
-            items = own or _built_in(request, names, served.client, comparison.notes)
-            comparison.begin(
+            checked = comparison.check_server(client)
+            items = user_items or _task_items(request, names, checked.client, comparison.notes)
+            comparison.start(
                 items,
-                _settings(request, names, served.client.model),
+                _settings(request, names, checked.client.model),
                 kl=request.kl,
                 by=request.by,
             )
-            _ask(comparison, request.concurrency, console)
+            _run_with_progress(comparison, request.concurrency, console)
         except KeyboardInterrupt:
             interrupted = True
         except KVCompressError as e:
-            if not comparison.begun:
+            if not comparison.started:
                 raise
-            lost = e
-        if not comparison.begun:
-            console.print("kvcompress: interrupted before anything was asked.")
+            failure = e
+        if not comparison.started:
+            console.print("kvcompress: interrupted before any prompt was sent.")
             raise SystemExit(_INTERRUPTED)
         report = comparison.report(by=request.by, max_drop=request.max_drop)
     try:
         _write(report, request.out, console)
     except OSError as e:
-        # What was found is printed at least.
-        lost = lost or ConfigError(f"{request.out} cannot have the report ({e}); make room there")
+        # Still print the report.
+        failure = failure or ConfigError(
+            f"the report cannot be written to {request.out} ({e}); free some disk space"
+        )
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
     else:
-        _show(report, request.out)
-    raise SystemExit(_status(request, comparison, report, lost, interrupted, console))
+        _print_report(report, request.out)
+    raise SystemExit(_status(request, comparison, report, failure, interrupted, console))
 
 
 def _status(
-    request: Request,
+    request: CompareRequest,
     comparison: Comparison,
     report: Report,
-    lost: KVCompressError | None,
+    failure: KVCompressError | None,
     interrupted: bool,
     console: Console,
 ) -> int:
-    """The exit status, once it is said what is missing."""
-    done = f"{comparison.done} of {comparison.total} are done and kept in {request.out}; the same"
-    done += " command goes on from there."
-    if lost is not None:
+    """Print what is missing and return the exit status."""
+    saved = f"{comparison.num_done} of {comparison.num_total} results are saved in {request.out};"
+    saved += " run the same command to resume."
+    if failure is not None:
         if request.model is not None:
-            done += f" The server's log is {request.out / _LOG}."
-        console.print(f"kvcompress: error: {str(lost).removesuffix('.')}. {done}")
+            saved += f" The server's log is {request.out / _LOG}."
+        console.print(f"kvcompress: error: {str(failure).removesuffix('.')}. {saved}")
         return 2
     if interrupted:
-        console.print(f"kvcompress: interrupted; {done}")
+        console.print(f"kvcompress: interrupted; {saved}")
         return _INTERRUPTED
     return 0 if report.recommendation.cell is not None else 1
 
@@ -241,8 +251,8 @@ def _interrupt(*_: object) -> None:
 
 
 @contextmanager
-def _server(request: Request, cells: Sequence[Cell], console: Console) -> Iterator[str]:
-    """The URL of the server to ask: the one that was named, or one that ends with this."""
+def _server(request: CompareRequest, cells: Sequence[Cell], console: Console) -> Iterator[str]:
+    """Yield the URL of the running server, or of one that runs until the context exits."""
     if request.url is not None:
         yield request.url
         return
@@ -253,23 +263,23 @@ def _server(request: Request, cells: Sequence[Cell], console: Console) -> Iterat
         yield url
 
 
-def _built_in(
-    request: Request, names: Sequence[str], client: Client, notes: list[str]
+def _task_items(
+    request: CompareRequest, names: Sequence[str], client: Client, notes: list[str]
 ) -> list[Item]:
     def count_tokens(text: str, /) -> int:
         return client.count_tokens(text)
 
-    def guess(text: str, /) -> int:
-        return len(text) // _LETTERS_PER_TOKEN
+    def estimate_tokens(text: str, /) -> int:
+        return len(text) // _CHARACTERS_PER_TOKEN
 
-    counting = count_tokens
+    counter = count_tokens
     try:
         client.count_tokens("one two three")
     except Refused:
-        counting = guess
+        counter = estimate_tokens
         notes.append(
-            "The server has no /tokenize: prompts are as long as --length at"
-            f" {_LETTERS_PER_TOKEN} letters a token, which is a guess."
+            "The server has no /tokenize endpoint: --length is estimated at"
+            f" {_CHARACTERS_PER_TOKEN} characters per token."
         )
     return build_items(
         names,
@@ -277,14 +287,14 @@ def _built_in(
         tokens=request.length,
         seed=request.seed,
         question=request.question,
-        count_tokens=counting,
-        # What several questions about one text lose together counts once in the recommendation.
+        count_tokens=counter,
+        # Several questions about one text count as one independent sample.
         questions_per_text=1,
     )
 
 
-def _settings(request: Request, names: Sequence[str], model: str) -> dict[str, Any]:
-    """What must be the same for figures to be put together."""
+def _settings(request: CompareRequest, names: Sequence[str], model: str) -> dict[str, Any]:
+    """Return the settings that an earlier run must share to be resumed."""
     settings: dict[str, Any] = {"model": model, "concurrency": request.concurrency}
     settings["kl"] = request.kl
     if names:
@@ -294,28 +304,28 @@ def _settings(request: Request, names: Sequence[str], model: str) -> dict[str, A
     return settings
 
 
-def _ask(comparison: Comparison, concurrency: int, console: Console) -> None:
+def _run_with_progress(comparison: Comparison, concurrency: int, console: Console) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    done, total = comparison.done, comparison.total
-    if done:
-        console.print(f"{done} of {total} are there already.")
+    num_done, num_total = comparison.num_done, comparison.num_total
+    if num_done:
+        console.print(f"Resuming: {num_done} of {num_total} results were saved earlier.")
     with ExitStack() as stack:
-        log = not console.is_terminal
+        # Without a terminal, a line after each tenth of the results replaces the progress bar.
+        no_terminal = not console.is_terminal
         progress = stack.enter_context(
-            Progress(*columns, console=console, transient=True, disable=log)
+            Progress(*columns, console=console, transient=True, disable=no_terminal)
         )
-        task = progress.add_task("asking", total=total, completed=done)
-        asked = stack.enter_context(closing(comparison.ask(concurrency)))
-        for count, cell in enumerate(asked, done + 1):
-            progress.update(task, completed=count, description=str(cell))
-            # A log takes no bar, and a run without a word looks as if it hung.
-            if log and count * 10 // total > (count - 1) * 10 // total:
-                console.print(f"{count} of {total} are asked.")
+        bar = progress.add_task("running", total=num_total, completed=num_done)
+        results = stack.enter_context(closing(comparison.run(concurrency)))
+        for count, cell in enumerate(results, num_done + 1):
+            progress.update(bar, completed=count, description=str(cell))
+            if no_terminal and count * 10 // num_total > (count - 1) * 10 // num_total:
+                console.print(f"{count} of {num_total} results are done.")
 
 
 def _write(report: Report, folder: Path, console: Console) -> None:
@@ -324,51 +334,51 @@ def _write(report: Report, folder: Path, console: Console) -> None:
     try:
         save_picture(report, folder / "report.png")
     except ImportError:
-        console.print("kvcompress: no picture: it needs matplotlib; run pip install matplotlib")
+        console.print("kvcompress: no chart, because matplotlib is missing; pip install matplotlib")
     except OSError as e:
-        console.print(f"kvcompress: no picture: {e}")
+        console.print(f"kvcompress: no chart: {e}")
 
 
-def _show(report: Report, folder: Path) -> None:
-    # A server's reason may have brackets, which are no markup.
+def _print_report(report: Report, folder: Path) -> None:
+    # The server's reason may contain brackets, which rich would read as markup.
     console = Console(highlight=False, markup=False)
     console.print(report.title, style="bold")
     for columns in TABLES.values():
         console.print(_table(columns, report))
     if any(summary.obeyed for summary in report.summaries):
-        console.print(_table(obeyed_columns(report.summaries, by_rule=False), report))
+        console.print(_table(rule_columns(report.summaries, by_rule=False), report))
     if any(summary.roles for summary in report.summaries):
         console.print(_table(role_columns(report.summaries, counts=False), report))
-    # In a log a sentence is a line.
-    wide = not console.is_terminal
+    # Without a terminal, keep each sentence on one line.
+    soft_wrap = not console.is_terminal
     for note in report.notes:
-        console.print(note, soft_wrap=wide)
+        console.print(note, soft_wrap=soft_wrap)
     style = "bold green" if report.recommendation.cell is not None else "bold red"
-    console.print(report.recommendation.sentence, style=style, soft_wrap=wide)
-    console.print(f"What each figure means is in {folder / 'report.md'}.", soft_wrap=wide)
+    console.print(report.recommendation.sentence, style=style, soft_wrap=soft_wrap)
+    console.print(f"{folder / 'report.md'} explains the figures.", soft_wrap=soft_wrap)
 
 
 def _table(columns: Sequence[Column], report: Report) -> Table:
     table = Table(box=box.HORIZONTALS, header_style="bold", collapse_padding=True, pad_edge=False)
-    # Intervals are in the report: a terminal has no room for them.
-    rows = [[column.cell(s).partition(" [")[0] for column in columns] for s in report.summaries]
-    names, *figures = columns
+    # Intervals are in report.md only: they do not fit a terminal.
+    rows = [[column.text(s).partition(" [")[0] for column in columns] for s in report.summaries]
+    name_column, *figure_columns = columns
     for row in rows:
-        # What is protected may be said in several lines.
+        # A space after each comma lets the list of protected parts wrap.
         row[0] = row[0].replace(",", ", ")
-    # A name must not be broken anywhere: cake-chunk is not cake.
+    # Names must not be cut: a cut cake-chunk would read as cake.
     table.add_column(
-        names.name, min_width=max(len(word) for row in rows for word in row[0].split())
+        name_column.name, min_width=max(len(word) for row in rows for word in row[0].split())
     )
-    for number, column in enumerate(figures, 1):
-        # Headings may take two lines, and a figure must not.
+    for number, column in enumerate(figure_columns, 1):
+        # Headings may wrap, figures must not.
         parts = [*column.name.split(), *(row[number] for row in rows)]
         table.add_column(column.name, justify="right", width=max(map(len, parts)))
-    beside = False
+    in_baselines = False
     for summary, row in zip(report.summaries, rows, strict=True):
-        if summary.baseline and not beside:
+        if summary.baseline and not in_baselines:
             table.add_section()
-            beside = True
+            in_baselines = True
         table.add_row(*row, style="dim" if summary.baseline else None)
     return table
 
@@ -377,8 +387,8 @@ def _whole_numbers(text: str) -> list[int]:
     parts = _parts("--lookaheads", text)
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(
-            "--lookaheads must be whole numbers of an answer's tokens, 0 or more, with commas"
-            f" between them; got {text!r}"
+            "--lookaheads must be whole numbers of output tokens, 0 or more, separated by commas;"
+            f" got {text!r}"
         )
     return list(dict.fromkeys(map(int, parts)))
 
@@ -386,5 +396,5 @@ def _whole_numbers(text: str) -> list[int]:
 def _parts(flag: str, text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
-        raise ConfigError(f"{flag} must name at least one, with commas between them; got {text!r}")
+        raise ConfigError(f"{flag} must have at least one value, separated by commas; got {text!r}")
     return list(dict.fromkeys(parts))

@@ -1,4 +1,4 @@
-"""The options of ``kvcompress compare``, as they are typed."""
+"""Command-line options of ``kvcompress compare``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,42 +10,44 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="FOLDER",
-        help="Start a server for this model, and end it; flags of vllm serve may follow --.",
+        help="Start a server for this model and stop it afterwards; put flags of vllm serve"
+        " after --.",
     ),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option("--prompts", metavar="FILE", help="Your own prompts, a line of JSON each."),
+    typer.Option("--prompts", metavar="FILE", help="Your own prompts: JSONL, one per line."),
 ]
 Tasks = Annotated[
     str | None,
-    typer.Option("--tasks", metavar="NAMES", help="Built-in tasks, with commas between them."),
+    typer.Option("--tasks", metavar="NAMES", help="Built-in tasks, separated by commas."),
 ]
-Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of a task's prompt, at most.")]
-Count = Annotated[int, typer.Option("--count", min=1, help="Prompts of each task.")]
+Length = Annotated[
+    int, typer.Option("--length", min=1, help="Maximum prompt length of a task, in tokens.")
+]
+Count = Annotated[int, typer.Option("--count", min=1, help="Number of prompts per task.")]
 Question = Annotated[
-    str, typer.Option("--question", help="Where a task asks: last or first in its prompt.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the tasks' random numbers.")]
-Methods = Annotated[
     str,
     typer.Option(
-        "--methods", metavar="NAMES", help="Methods to compare, with commas between them."
+        "--question", help="Position of a task's question: last (after the text) or first."
     ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed of the tasks.")]
+Methods = Annotated[
+    str,
+    typer.Option("--methods", metavar="NAMES", help="Methods to compare, separated by commas."),
 ]
 Budgets = Annotated[
     str,
-    typer.Option(
-        "--budgets", metavar="BUDGETS", help="Budgets to compare, with commas between them."
-    ),
+    typer.Option("--budgets", metavar="BUDGETS", help="Budgets to compare, separated by commas."),
 ]
 Protect = Annotated[
     str | None,
     typer.Option(
         "--protect",
         metavar="PARTS",
-        help="Also compare each method where these parts of a chat are protected: system, tools,"
-        " question, or several with commas between them.",
+        help="Compare each method with and without protecting these parts of a chat: system,"
+        " tools, question, or several separated by commas.",
     ),
 ]
 Lookaheads = Annotated[
@@ -53,45 +55,53 @@ Lookaheads = Annotated[
     typer.Option(
         "--lookaheads",
         metavar="TOKENS",
-        help="Compare each method judged by so many tokens of the answer, with commas between"
-        " them; 0 packs at the prefill's end.",
+        help="Compare each method with these look-aheads, separated by commas: the number of"
+        " output tokens whose attention scores the prompt. 0 compresses at the end of prefill.",
     ),
 ]
 Baselines = Annotated[
     bool,
     typer.Option(
         "--baselines/--no-baselines",
-        help="Show streamingllm and random beside them, which a method has to beat.",
+        help="Also run the baselines streamingllm and random, which a method should beat.",
     ),
 ]
 MaxDrop = Annotated[
     float,
-    typer.Option("--max-drop", help="Loss that you accept, in (0, 1), with 95 % confidence."),
+    typer.Option("--max-drop", help="Largest acceptable loss, in (0, 1), with 95 % confidence."),
 ]
 By = Annotated[
     str | None,
     typer.Option(
-        "--by", help="Loss of score, agreement or similarity; score where answers are known."
+        "--by",
+        help="Loss measure: score, agreement or similarity. Default: score if answers are known,"
+        " else similarity.",
     ),
 ]
 MaxTokens = Annotated[
     int,
-    typer.Option("--max-tokens", min=2, help="Tokens of an answer, where a prompt does not say."),
+    typer.Option(
+        "--max-tokens", min=2, help="Output tokens for prompts without their own max_tokens."
+    ),
 ]
-Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Prompts at once.")]
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", min=1, help="Number of prompts to run at once.")
+]
 Out = Annotated[
     Path,
     typer.Option(
         "--out",
         metavar="FOLDER",
-        help="Where the run is kept; the same command goes on from there.",
+        help="Folder for the results. Run the same command again to resume.",
     ),
 ]
-KeepText = Annotated[bool, typer.Option("--keep-text", help="Also keep prompts and answers there.")]
-Kl = Annotated[bool, typer.Option("--kl/--no-kl", help="Also compare the probabilities of tokens.")]
+KeepText = Annotated[
+    bool, typer.Option("--keep-text", help="Also save prompts and outputs in --out.")
+]
+Kl = Annotated[bool, typer.Option("--kl/--no-kl", help="Also compare token probabilities.")]
 Timeout = Annotated[
     float,
     typer.Option(
-        "--timeout", min=1, help="Seconds without a word from the server that end a request."
+        "--timeout", min=1, help="Seconds without data from the server before a request fails."
     ),
 ]

@@ -1,17 +1,17 @@
-"""What a request's KV cache takes with and without compression, and how many requests fit.
+"""KV blocks that a request needs with and without compression, and how many requests fit.
 
-Arithmetic on lengths alone, by the page plan that the engine packs by: its blocks are the engine's.
+Computed from lengths alone with the engine's own page plans, so the blocks equal the engine's.
 """
 
 from contextlib import suppress
 
 from vllm_kvcompress.commands.forecast import (
-    Blocks,
     Concurrency,
     Forecast,
     InPieces,
-    Load,
-    Worst,
+    RequestBlocks,
+    Workload,
+    WorstCase,
 )
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.errors import ConfigError
@@ -20,18 +20,18 @@ from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
     Sizes,
-    bytes_beside,
     extra_bytes,
-    sums_per_block,
+    reserved_bytes,
+    sum_bytes_per_block,
     table_bytes,
 )
-from vllm_kvcompress.planning.pieces import pieces_of
-from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
+from vllm_kvcompress.planning.pieces import piece_schedule
+from vllm_kvcompress.planning.schedules import LookaheadSchedule, OutputSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
-_MOST_BLOCKS = 200
-"""Blocks of the longest prompt that is asked whether it gives a block back."""
+_MAX_SEARCHED_BLOCKS = 200
+"""Prompt lengths that `_pays_from` tries, in blocks above the shortest compressed prompt."""
 
 
 def sizes_on_rank(
@@ -45,33 +45,37 @@ def sizes_on_rank(
     graphs: bool,
     in_flight: int = 1,
 ) -> Sizes:
-    """One rank's part of a model.
+    """Return the sizes of one rank's part of a model.
 
     Args:
+        shape: shape of the model over all ranks.
         ranks: tensor-parallel size.
         stages: pipeline-parallel size.
-        graphs: whether CUDA graphs are captured, whose batches are padded.
-        in_flight: tokens that are computed at once.
+        longest: tokens of the longest sequence.
+        block_size: tokens per block.
+        max_requests: concurrent requests.
+        graphs: whether CUDA graphs are captured, which pads batches.
+        in_flight: tokens per step.
 
     Raises:
-        ConfigError: the heads do not divide among the ranks, or the layers among the stages.
+        ConfigError: The heads do not divide among ranks, or the layers among stages.
     """
     kv = shape.kv_heads
     if shape.heads % ranks or (kv % ranks if kv >= ranks else ranks % kv):
         raise ConfigError(
-            f"--tp must divide the model's {shape.heads} heads, and divide its {kv} KV heads or be"
-            f" a multiple of them; got {ranks}"
+            f"--tp must divide the model's {shape.heads} heads, and must divide its {kv} KV heads"
+            f" or be a multiple of them; got {ranks}"
         )
     groups = shape.groups
-    if stages > 1 and groups.others:
+    if stages > 1 and groups.num_uncompressed:
         raise ConfigError(
-            "pipeline stages of models with sliding windows or states are refused; set --pp 1 and"
-            f" raise --tp, got --pp {stages}"
+            "pipeline parallelism is not supported for models with sliding windows or states; set"
+            f" --pp 1 and raise --tp, got --pp {stages}"
         )
     if shape.layers % stages:
         raise ConfigError(
-            f"--pp must divide the model's {shape.layers} layers, since all stages take the same"
-            f" blocks; got {stages}"
+            f"--pp must divide the model's {shape.layers} layers, because all stages hold the same"
+            f" number of blocks; got {stages}"
         )
     if stages > 1:
         groups = LayerGroups(full=tuple(range(shape.layers // stages)))
@@ -83,227 +87,249 @@ def sizes_on_rank(
         kv_heads=max(kv // ranks, 1),
         head_dim=shape.head_dim,
         itemsize=shape.itemsize,
-        stored=shape.stored,
+        cache_itemsize=shape.stored,
         longest=longest,
         block_size=block_size,
         max_requests=max_requests,
-        captured=min(2 * max_requests, 512) if graphs else 0,
+        max_graph_rows=min(2 * max_requests, 512) if graphs else 0,
     )
 
 
 def forecast(
     sizes: Sizes,
     settings: CompressionConfig,
-    load: Load,
+    load: Workload,
     *,
     pool_bytes: int | None = None,
     tables_from_pool: bool = True,
 ) -> Forecast:
-    """What `load` takes, and how much of it fits.
+    """Return the blocks and memory of a workload, and how many of its requests fit.
 
     Args:
-        pool_bytes: what vLLM gives the KV cache of one GPU, without compression.
-        tables_from_pool: whether what compression takes comes off that, as it does on a GPU.
+        sizes: sizes of one rank.
+        settings: compression settings.
+        load: the requests.
+        pool_bytes: KV cache of one GPU without compression, None if unknown.
+        tables_from_pool: whether the memory of compression is taken from the pool, as on a GPU.
 
     Raises:
-        ConfigError: a single prompt does not fit.
+        ConfigError: Not even one prompt fits.
     """
-    block = sizes.block_size
-    plan, whole = _plan(settings, sizes, load)
+    plan, reason = _page_plan(settings, sizes, load)
     off, on = _blocks(load, sizes, None, None), _blocks(load, sizes, settings, plan)
-    may_ask = bool(settings.allow_override or settings.alias)
-    asks, largest = _most_demanding(settings, sizes, load) if may_ask else ("", on)
-    blocks = None if pool_bytes is None else pool_bytes // sizes.block_bytes or None
-    extra = extra_bytes(sizes, settings, blocks)
+    clients_choose = bool(settings.allow_override or settings.alias)
+    asks, largest = _largest_request(settings, sizes, load) if clients_choose else ("", on)
+    num_blocks = None if pool_bytes is None else pool_bytes // sizes.block_bytes or None
+    extra = extra_bytes(sizes, settings, num_blocks)
     if pool_bytes is not None:
-        extra += (blocks or 0) * sums_per_block(sizes, settings)
+        extra += (num_blocks or 0) * sum_bytes_per_block(sizes, settings)
         if tables_from_pool:
-            extra = bytes_beside(sizes, settings, pool_bytes)
-    pools: list[Concurrency | None] = [None, None, None]
+            extra = reserved_bytes(sizes, settings, pool_bytes)
+    pool_off = pool_on = pool_largest = None
     if pool_bytes is not None:
-        left = pool_bytes - extra if tables_from_pool else pool_bytes
-        # a pool for prompts in pieces need not hold one that stands whole
-        small = settings.max_whole is not None
-        pools = [
-            _fit(pool_bytes, sizes, off, none_may_fit=small),
-            _fit(left, sizes, on),
-            _fit(left, sizes, largest, none_may_fit=small),
-        ]
+        remaining = pool_bytes - extra if tables_from_pool else pool_bytes
+        # A pool for prompts in pieces may be too small for an uncompressed prompt.
+        none_may_fit = settings.max_whole is not None
+        pool_off = _fit(pool_bytes, sizes, off, none_may_fit=none_may_fit)
+        pool_on = _fit(remaining, sizes, on)
+        pool_largest = _fit(remaining, sizes, largest, none_may_fit=none_may_fit)
     return Forecast(
         load=load,
-        block_size=block,
+        block_size=sizes.block_size,
         block_bytes=sizes.block_bytes,
-        left_whole=whole,
+        left_whole=reason,
         kept_tokens=_kept_tokens(load, plan),
         pages=0 if plan is None else plan.pages,
         off=off,
         on=on,
-        table_bytes=table_bytes(sizes, settings, blocks),
+        table_bytes=table_bytes(sizes, settings, num_blocks),
         extra_bytes=extra,
-        pool_off=pools[0],
-        pool_on=pools[1],
-        worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
-        group=sizes.groups.size if sizes.groups is not None and sizes.groups.others else None,
-        in_pieces=_in_pieces(settings, sizes, load, blocks),
+        pool_off=pool_off,
+        pool_on=pool_on,
+        worst=WorstCase(asks=asks, blocks=largest, pool=pool_largest) if asks else None,
+        group=sizes.groups.size
+        if sizes.groups is not None and sizes.groups.num_uncompressed
+        else None,
+        in_pieces=_in_pieces(settings, sizes, load, num_blocks),
         with_states=sizes.groups is not None and sizes.groups.stateful > 0,
         pays_from=_pays_from(settings, sizes),
     )
 
 
 def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
-    """Tokens from which on every prompt gives a block back, where layers keep a state.
+    """Return the prompt length in tokens from which compression always frees a block.
 
-    Of prompts with as many full blocks, the one without a tail keeps the most in pages.
+    Returns None for models without states, and if no such length is found. Checks only prompts
+    without a tail: among prompts with the same number of full blocks, they keep the most pages.
     """
     if sizes.groups is None or not sizes.groups.stateful or not settings.enabled:
         return None
-    block, least = sizes.block_size, max(settings.min_prompt, 1)
-    first = least // block
-    for full in range(first + _MOST_BLOCKS, first - 1, -1):
-        plan = settings.page_plan(sizes.layers, max(full * block, least), block)
+    block, min_tokens = sizes.block_size, max(settings.min_prompt, 1)
+    min_full = min_tokens // block
+    for full in range(min_full + _MAX_SEARCHED_BLOCKS, min_full - 1, -1):
+        plan = settings.page_plan(sizes.layers, max(full * block, min_tokens), block)
         if plan is None or plan.blocks >= plan.full_blocks:
-            return (full + 1) * block if full < first + _MOST_BLOCKS else None
-    return least
+            return (full + 1) * block if full < min_full + _MAX_SEARCHED_BLOCKS else None
+    return min_tokens
 
 
 def _in_pieces(
-    settings: CompressionConfig, sizes: Sizes, load: Load, blocks: int | None
+    settings: CompressionConfig, sizes: Sizes, load: Workload, num_blocks: int | None
 ) -> InPieces | None:
-    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
+    pieces = piece_schedule(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
     if pieces is None or not settings.enabled:
         return None
-    if pieces.protects_too_much:
+    if pieces.protection_too_large:
         raise ConfigError(
-            f"--protected {load.protected} is more than a prompt in pieces holds between them; give"
-            " a longer --kv-max-whole, or protect less"
+            f"--protected {load.protected} is more than a prompt in pieces can hold between pieces;"
+            " raise --kv-max-whole, or protect fewer tokens"
         )
-    held, roomy = pieces.held_pages * sizes.block_size / sizes.layers, pieces.roomy
-    helps = roomy < load.prompt and (blocks is None or -(-roomy // sizes.block_size) < blocks)
-    return InPieces(held_tokens=held, roomy=roomy if helps else None)
+    held_tokens = pieces.held_pages * sizes.block_size / sizes.layers
+    max_whole = pieces.recommended_max_whole
+    fits = num_blocks is None or -(-max_whole // sizes.block_size) < num_blocks
+    helps = max_whole < load.prompt and fits
+    return InPieces(held_tokens=held_tokens, roomy=max_whole if helps else None)
 
 
-def _plan(
-    settings: CompressionConfig, sizes: Sizes, load: Load
+def _page_plan(
+    settings: CompressionConfig, sizes: Sizes, load: Workload
 ) -> tuple[PagePlan | None, str | None]:
-    """How much of the prompt is kept, or why it is left whole."""
+    """Return the page plan of the prompt, and why there is none."""
     if not settings.enabled:
-        return None, "only requests that ask for it are compressed"
+        return None, "only requests that choose a method are compressed"
     plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size, load.spans)
-    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
-    whole = _left_whole(settings, load, plan) if pieces is None else None
-    if whole is None and plan is not None and settings.resolved_lookahead:
-        ahead = _lookahead(settings, sizes, load)
-        plan = ahead.kept(
-            KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size), ahead.due
+    pieces = piece_schedule(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
+    reason = _uncompressed_reason(settings, load, plan) if pieces is None else None
+    if reason is None and plan is not None and settings.resolved_lookahead:
+        lookahead = _lookahead(settings, sizes, load)
+        plan = lookahead.plan_at(
+            KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size), lookahead.due
         )
-    return (plan, None) if whole is None else (None, whole)
+    return (plan, None) if reason is None else (None, reason)
 
 
-def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Load) -> LookAhead:
-    return LookAhead(
+def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Workload) -> LookaheadSchedule:
+    return LookaheadSchedule(
         settings=settings,
         num_layers=sizes.layers,
         block_size=sizes.block_size,
         prompt=load.prompt,
-        last=load.prompt + load.output,
+        max_tokens=load.prompt + load.output,
         prefilled=load.prompt,
         spans=load.spans,
     )
 
 
-def _kept_tokens(load: Load, plan: PagePlan | None) -> float:
-    """Tokens of the prompt that a layer keeps, without those of the answer beside them."""
+def _kept_tokens(load: Workload, plan: PagePlan | None) -> float:
+    """Return the prompt tokens that a layer keeps, without the output tokens in the plan."""
     if plan is None:
         return load.prompt
     return plan.pages * plan.block_size / plan.num_layers + plan.tail - (plan.tokens - load.prompt)
 
 
-def _most_demanding(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
-    """The request that takes the most of those that may be asked for: what it asks, its blocks."""
+def _largest_request(
+    settings: CompressionConfig, sizes: Sizes, load: Workload
+) -> tuple[str, RequestBlocks]:
+    """Return the largest request that clients may choose: a description, and its blocks."""
     methods = {settings.compress, *settings.allow_override}
     if settings.allow_override:
         methods |= {alias.method for alias in settings.alias}
     candidates: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
-    candidates += [(f"the name {alias.name}", settings.granted(alias)) for alias in settings.alias]
+    candidates += [
+        (f"the model name {alias.name}", settings.alias_settings(alias)) for alias in settings.alias
+    ]
     for method in sorted(methods - {"off"}):
         budgets = largest_budgets(settings, method)
         for budget in (*budgets.named, *budgets.granted):
-            # a bound under a method's window is nothing that a request may ask of it
+            # Requests cannot choose a budget below the method's window.
             with suppress(ConfigError):
                 candidates.append((f"{method} at {budget}", settings.variant(method, budget)))
     requests = [
-        (asks, _blocks(load, sizes, own, _plan(own, sizes, load)[0] if own else None))
-        for asks, own in candidates
+        (
+            asks,
+            _blocks(load, sizes, variant, _page_plan(variant, sizes, load)[0] if variant else None),
+        )
+        for asks, variant in candidates
     ]
     return max(requests, key=lambda request: request[1].end)
 
 
-def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) -> str | None:
+def _uncompressed_reason(
+    settings: CompressionConfig, load: Workload, plan: PagePlan | None
+) -> str | None:
+    """Return why the prompt is not compressed, or None if it is."""
     if load.prompt < settings.min_prompt:
-        return f"shorter than --kv-min-prompt {settings.min_prompt}"
+        return f"it is shorter than --kv-min-prompt {settings.min_prompt}"
     if load.output < settings.min_output:
-        return f"its answer is shorter than --kv-min-output {settings.min_output}"
+        return f"its output is shorter than --kv-min-output {settings.min_output}"
     if load.output < settings.resolved_lookahead + 2:
-        return f"its answer ends with the look-ahead of {settings.resolved_lookahead} tokens"
+        return f"its output ends within the look-ahead of {settings.resolved_lookahead} tokens"
     if mostly_protected(load.spans, load.prompt):
         return "more than half of it is protected"
     if plan is None:
-        return "the budget keeps all of its full blocks"
+        return "the budget keeps all its full blocks"
     return None
 
 
 def _blocks(
-    load: Load, sizes: Sizes, settings: CompressionConfig | None, plan: PagePlan | None
-) -> Blocks:
-    """Of a request that comes by `settings`, None for off, and keeps `plan` of its prompt."""
+    load: Workload, sizes: Sizes, settings: CompressionConfig | None, plan: PagePlan | None
+) -> RequestBlocks:
+    """Return the blocks of a request with `settings`, None for off, and the page plan `plan`."""
     block = sizes.block_size
-    dropped = 0 if plan is None else plan.full_blocks - plan.blocks
-    prefill, end = -(-load.prompt // block), -(-load.cached // block) - dropped
+    freed = 0 if plan is None else plan.full_blocks - plan.blocks
+    prefill, end = -(-load.prompt // block), -(-load.cached // block) - freed
     packed_at = load.prompt if plan is None else plan.tokens
-    looking = decoding = -(-packed_at // block) - dropped
-    pieces, ending = None, prefill
+    looking = decoding = -(-packed_at // block) - freed
+    pieces, prefill_end = None, prefill
     if settings is not None and settings.enabled:
-        pieces = pieces_of(settings, sizes.layers, block, load.prompt, load.spans)
+        pieces = piece_schedule(settings, sizes.layers, block, load.prompt, load.spans)
     if pieces is not None:
-        prefill, ending = pieces.most_blocks, pieces.ending
+        prefill, prefill_end = pieces.max_blocks, pieces.blocks_at_end
     if settings is not None and packed_at > load.prompt:
-        looking = _lookahead(settings, sizes, load).held_blocks(ending)
+        looking = _lookahead(settings, sizes, load).blocks_when_due(prefill_end)
         prefill = max(prefill, looking)
-    ahead = packed_at - load.prompt
+    lookahead_steps = packed_at - load.prompt
     if settings is not None and settings.enabled and settings.decode_budget is not None:
         footprint = KVFootprint(num_layers=sizes.layers, block_size=block)
         if plan is not None:
             footprint.pack(plan, plan.full_blocks)
         last = load.prompt + load.output
-        answer = EveryInterval(
-            settings=settings, prefilled=load.prompt, last=last, spans=load.spans
+        schedule = OutputSchedule(
+            settings=settings, prefilled=load.prompt, max_tokens=last, spans=load.spans
         )
         packed = 0 if plan is None else plan.blocks
-        end = answer.most_blocks(footprint, packed=packed, tokens=load.cached)
-    return Blocks(
+        end = schedule.max_blocks(footprint, packed=packed, tokens=load.cached)
+    decode_steps = load.output - lookahead_steps
+    mean = (lookahead_steps * looking + decode_steps * (decoding + end) / 2) / load.output
+    return RequestBlocks(
         prefill=prefill + sizes.other_blocks(load.prompt, sizes.in_flight),
         looking=looking + sizes.other_blocks(load.prompt),
         decoding=decoding + sizes.other_blocks(load.prompt),
         end=end + sizes.other_blocks(load.cached),
-        mean=(ahead * looking + (load.output - ahead) * (decoding + end) / 2) / load.output
-        + sizes.other_blocks(load.cached),
+        mean=mean + sizes.other_blocks(load.cached),
     )
 
 
 def _fit(
-    pool_bytes: int, sizes: Sizes, request: Blocks, *, none_may_fit: bool = False
+    pool_bytes: int, sizes: Sizes, request: RequestBlocks, *, none_may_fit: bool = False
 ) -> Concurrency:
-    # One block of the pool is the null block, which no request gets.
+    """Return how many copies of `request` fit in a pool.
+
+    Raises:
+        ConfigError: No request fits, unless `none_may_fit`.
+    """
+    # One block of the pool is vLLM's null block, which no request gets.
     blocks = max(pool_bytes // sizes.block_bytes - 1, 0)
     max_requests = sizes.max_requests
     if blocks < request.prefill and none_may_fit:
         max_requests = 0
     elif blocks < request.prefill:
-        need = (request.prefill + 1) * sizes.block_bytes / 2**30
+        min_gib = (request.prefill + 1) * sizes.block_bytes / 2**30
         raise ConfigError(
-            "a prompt must fit once, during its prefill: this one needs"
-            f" {request.prefill} blocks and the pool has {blocks}; give at least {need:.2f} GiB"
-            f" beside what compression takes, a shorter --len, or pieces with --kv-max-whole"
+            f"the KV pool must hold one uncompressed prompt during prefill: {request.prefill}"
+            f" blocks, but the pool has {blocks}; give at least {min_gib:.2f} GiB in addition to"
+            " the memory of compression, a shorter --len, or --kv-max-whole to compress the prompt"
+            " in pieces"
         )
     return Concurrency(
         pool_bytes=pool_bytes,

@@ -1,4 +1,7 @@
-"""What `plan` is asked, and what it says: requests, the blocks that they hold, and how many fit."""
+"""Data types of ``kvcompress plan``: the workload, its blocks, and how many requests fit.
+
+The field names are keys of the JSON output.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,13 +10,13 @@ from vllm_kvcompress.methods.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Requests that are all alike, and share no prompt.
+class Workload:
+    """Identical requests that share no prefix.
 
     Args:
-        prompt: tokens of the prompt.
-        output: tokens of the answer.
-        protected: tokens of the prompt that are kept in any case; its first, as it happens.
+        prompt: prompt tokens per request.
+        output: output tokens per request.
+        protected: protected prompt tokens, assumed at the start of the prompt.
     """
 
     prompt: int
@@ -22,27 +25,27 @@ class Load:
 
     @property
     def spans(self) -> Spans:
-        """What of the prompt is protected: of what stands at its end no more is kept."""
+        """Return the protected span. It is at the start: the window at the end is kept anyway."""
         return ((0, self.protected),) if self.protected else ()
 
     @property
     def cached(self) -> int:
-        """Tokens with keys and values when the answer ends: its last token needs none."""
+        """Return the tokens in the KV cache when the output ends. The last token is not cached."""
         return self.prompt + self.output - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class RequestBlocks:
     """Blocks that one request holds.
 
     Args:
-        prefill: the most until its prompt is packed, so that it must be there once.
-        looking: at the end of a look-ahead; as while decoding where there is none.
-        decoding: once its prompt is packed: after the step that ends its prefill, or its
-            look-ahead.
-        end: the most while it answers: with the last token, or where answers are bounded before
-            one of the times that it is packed again. A look-ahead counts to its prefill.
-        mean: over the steps of its answer, the look-ahead's included.
+        prefill: maximum before its prompt is compressed, look-ahead included. The pool must have
+            this many blocks.
+        looking: blocks at the end of the look-ahead. Equal to `decoding` without a look-ahead.
+        decoding: blocks right after its prompt is compressed.
+        end: maximum while it decodes. That is the blocks at the last token, or with a decode
+            budget the blocks before one of its repeated compressions.
+        mean: mean over its decode steps, look-ahead included.
     """
 
     prefill: int
@@ -54,14 +57,14 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """Requests at once in one pool.
+    """Requests that fit in one KV pool.
 
     Args:
-        pool_bytes: memory of the pool per GPU.
-        blocks: blocks in it that requests may hold.
-        decoding: requests that fit while all decode, each as large as it gets.
-        beside_prefill: those that fit while one more prompt is in its prefill, that one included.
-        most: what the scheduler runs at once, which both obey.
+        pool_bytes: size of the pool per GPU.
+        blocks: blocks that requests can hold.
+        decoding: requests that fit while all decode, each at its maximum.
+        beside_prefill: requests that fit while one of them is in prefill.
+        most: the scheduler's limit of concurrent requests, which bounds both.
     """
 
     pool_bytes: int
@@ -72,22 +75,29 @@ class Concurrency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
-    """The request that takes the most among those that may be asked for.
+class WorstCase:
+    """The largest request that clients may choose.
 
     Args:
-        asks: what it asks for.
-        pool: requests at once when all are like it; None unless the pool's size was given.
+        asks: method and budget that the client chooses.
+        blocks: blocks that the request holds.
+        pool: requests that fit if all are like it. None without a pool size.
     """
 
     asks: str
-    blocks: Blocks
+    blocks: RequestBlocks
     pool: Concurrency | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPieces:
-    """Tokens that a layer holds between pieces, and a `max_whole` that holds twice the budget."""
+    """A prompt that is compressed in pieces during prefill.
+
+    Args:
+        held_tokens: tokens per layer that it holds between pieces.
+        roomy: a `max_whole` that lets it hold twice its budget between pieces. None if no such
+            value would help.
+    """
 
     held_tokens: float
     roomy: int | None
@@ -95,36 +105,42 @@ class InPieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What `plan` says. Memory is per GPU.
+    """Result of ``kvcompress plan``. Memory is per GPU.
 
     Args:
-        left_whole: why the prompt is not compressed; None when it is.
-        kept_tokens: tokens that a layer keeps of the prompt, mean over layers.
-        pages: pages kept over all layers; 0 when the prompt is left whole.
-        extra_bytes: what compression takes beside the pool, at most; its tables alone are
-            `table_bytes`.
-        group: layers whose pages make up a block; None where those are all.
-        pool_off, pool_on: None unless the pool's size was given.
-        worst: None unless requests may ask for something.
-        in_pieces: None for a prompt that stands whole until its end.
-        with_states: some layers keep a state, so that a block is long.
-        pays_from: tokens from which on every prompt gives a block back, of such models; None of
-            others, or where none does.
+        load: the workload.
+        block_size: tokens per block.
+        block_bytes: bytes per block.
+        left_whole: why the prompt is not compressed. None if it is.
+        kept_tokens: prompt tokens that a layer keeps, mean over layers.
+        pages: pages kept over all layers. 0 if the prompt is not compressed.
+        off, on: blocks of a request without and with compression.
+        table_bytes: size of the page tables.
+        extra_bytes: upper bound of the memory that compression needs besides the pool, page tables
+            included.
+        pool_off, pool_on: requests that fit without and with compression. None without a pool
+            size.
+        worst: the largest request that clients may choose. None if they cannot choose.
+        group: layers whose pages make up a block. None if all layers do.
+        in_pieces: None if the prompt is not compressed in pieces.
+        with_states: whether some layers keep a recurrent state, which makes blocks long.
+        pays_from: prompt length in tokens from which compression always frees a block. Only for
+            models with states. None if there is no such length.
     """
 
-    load: Load
+    load: Workload
     block_size: int
     block_bytes: int
     left_whole: str | None
     kept_tokens: float
     pages: int
-    off: Blocks
-    on: Blocks
+    off: RequestBlocks
+    on: RequestBlocks
     table_bytes: int
     extra_bytes: int
     pool_off: Concurrency | None
     pool_on: Concurrency | None
-    worst: Worst | None = None
+    worst: WorstCase | None = None
     group: int | None = None
     in_pieces: InPieces | None = None
     with_states: bool = False

@@ -1,7 +1,7 @@
-"""What a GPU is likely to leave for the KV cache: an estimate, from its memory and the model.
+"""Estimate of the GPU memory that vLLM leaves for the KV cache.
 
-vLLM measures it when it starts, by running the model once; nothing here runs. What it will need
-beside the weights is told from the largest batch's activations and its logits.
+At startup, vLLM measures it by running the model once. Here nothing runs: the memory besides the
+weights is estimated from the activations of the largest batch and its logits.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,20 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import text_config
 
 GIB = 2**30
-# The two boundaries are vLLM's own, of `EngineArgs.get_batch_defaults`.
+# Both boundaries are vLLM's, from `EngineArgs.get_batch_defaults`.
 LARGE_GPU_GIB = 70
 LARGEST_GPU_GIB = 160
-# The device's context, libraries and communication, and captured graphs take about this much.
-_BESIDE = GIB
+# Approximate memory of the CUDA context, libraries, communication buffers and captured graphs.
+_RUNTIME_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What vLLM's server takes where nothing is given.
+    """Defaults of vLLM's server.
 
     Args:
-        max_num_seqs: requests at once. `batched_tokens`: tokens of a step.
+        max_num_seqs: concurrent requests.
+        batched_tokens: tokens per step.
     """
 
     max_num_seqs: int
@@ -34,9 +35,10 @@ class Defaults:
 
 
 def defaults_for(device: str, gpu_gib: float | None, ranks: int) -> Defaults:
-    """vLLM's defaults for a server; of a GPU whose memory is not given, a large one's.
+    """Return the defaults of vLLM's server, those of a large GPU if `gpu_gib` is None.
 
-    An A100 of 80 GiB is no large GPU to vLLM, nor a GB10 to its 0.33: it knows them by their names.
+    vLLM recognises some GPUs by name and gives them the smaller defaults: an A100 with 80 GiB, and
+    in vLLM 0.33 a GB10. This function knows the memory only.
     """
     if device == "cpu":
         return Defaults(max_num_seqs=128 * ranks, batched_tokens=2048 * ranks)
@@ -49,13 +51,16 @@ def defaults_for(device: str, gpu_gib: float | None, ranks: int) -> Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What is left of one GPU for the KV cache without compression; all in bytes.
+    """Memory of one GPU in bytes. The field names are keys of the JSON output.
 
     Args:
-        gpu_bytes: the GPU's memory. `utilization`: vLLM's share of it.
-        weights_bytes: this GPU's part of the weights. `weights_source`: where that is from.
-        working_bytes: activations, logits, and what the device itself takes.
-        kv_cache_bytes: what is left.
+        gpu_bytes: all memory of the GPU.
+        utilization: share of it that vLLM may use.
+        weights_bytes: this GPU's part of the weights.
+        weights_source: where the size of the weights is from.
+        working_bytes: activations, logits and the CUDA runtime.
+        kv_cache_bytes: the rest, for the KV cache without compression.
+        estimated: always True. Marks the figures as an estimate in JSON.
     """
 
     gpu_bytes: int
@@ -79,46 +84,52 @@ def estimate(
     max_num_seqs: int,
     batched_tokens: int,
 ) -> Estimate:
-    """Estimate one GPU's KV cache.
+    """Return an estimate of one GPU's KV cache.
 
     Args:
-        gpu_gib: memory of one GPU in GiB. `utilization`: in (0, 1].
-        ranks: GPUs that share a stage's weights.
-        stages: of the pipeline. The first and the last hold one end of the model each.
+        config: the model's config.json.
+        gpu_gib: memory of one GPU in GiB.
+        utilization: share of it that vLLM may use, in (0, 1].
+        ranks: tensor-parallel size.
+        stages: pipeline-parallel size. The first stage holds the embedding, the last the LM head.
+        max_num_seqs: concurrent requests.
+        batched_tokens: tokens per step.
 
     Raises:
-        ConfigError: nothing would be left.
+        ConfigError: Nothing is left for the KV cache.
     """
     text = text_config(config)
 
     def figure(name: str) -> int:
         return int(text[name]) if isinstance(text.get(name), int) else 0
 
-    width, inner = figure("hidden_size"), figure("intermediate_size")
-    # the residual stream and its copy, and a layer's widest matrices, split among the ranks
-    activations = batched_tokens * (4 * width + 3 * inner // ranks) * shape.itemsize
-    # float32 logits, and a copy that the sampler sorts
+    hidden, intermediate = figure("hidden_size"), figure("intermediate_size")
+    # Activations: residual stream with a copy, and the widest matrices of a layer, which are split
+    # among ranks.
+    activations = batched_tokens * (4 * hidden + 3 * intermediate // ranks) * shape.itemsize
+    # Logits: float32, with a copy that the sampler sorts.
     logits = max_num_seqs * figure("vocab_size") * 2 * 4
-    working = activations + logits + _BESIDE
-    own = weights.total_bytes // ranks
+    working = activations + logits + _RUNTIME_BYTES
+    weights_bytes = weights.total_bytes // ranks
     if stages > 1:
-        end = figure("vocab_size") * width * shape.itemsize
-        ends = end if text.get("tie_word_embeddings") else 2 * end
-        own = (max(weights.total_bytes - ends, 0) // stages + end) // ranks
+        embedding = figure("vocab_size") * hidden * shape.itemsize
+        embeddings = embedding if text.get("tie_word_embeddings") else 2 * embedding
+        in_layers = max(weights.total_bytes - embeddings, 0)
+        weights_bytes = (in_layers // stages + embedding) // ranks
     total = int(gpu_gib * GIB)
-    left = int(total * utilization) - own - working
-    if left <= 0:
+    kv_cache_bytes = int(total * utilization) - weights_bytes - working
+    if kv_cache_bytes <= 0:
         raise ConfigError(
-            f"--gpu-memory {gpu_gib:g} at --gpu-memory-utilization {utilization:g} must hold"
-            f" {own / GIB:.2f} GiB of weights (estimated from {weights.source}) and about"
-            f" {working / GIB:.2f} GiB to work in, and leaves nothing for the KV cache; raise --tp"
-            " or --pp, or take a larger GPU or a smaller model"
+            f"--gpu-memory {gpu_gib:g} at --gpu-memory-utilization {utilization:g} leaves nothing"
+            f" for the KV cache: the weights take {weights_bytes / GIB:.2f} GiB (from"
+            f" {weights.source}), activations and the CUDA runtime about {working / GIB:.2f} GiB;"
+            " raise --tp or --pp, or use a larger GPU or a smaller model"
         )
     return Estimate(
         gpu_bytes=total,
         utilization=utilization,
-        weights_bytes=own,
+        weights_bytes=weights_bytes,
         weights_source=weights.source,
         working_bytes=working,
-        kv_cache_bytes=left,
+        kv_cache_bytes=kv_cache_bytes,
     )

@@ -1,4 +1,4 @@
-"""Whether a container is healthy: the server answers, and what should be compressed is."""
+"""``kvcompress health``: check that a server responds and that its compression works."""
 
 from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable
 
@@ -6,46 +6,47 @@ from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachabl
 def health(
     host: Host, *, after: int = 5, expect: bool | None = None, timeout_s: float = 5.0
 ) -> tuple[bool, str]:
-    """Ask a server once.
+    """Check a server once.
 
     Args:
-        after: prompts that an engine must have planned to compress before it is judged by whether
-            it did.
-        expect: whether compression must be on; None where it may be either.
+        after: planned prompts from which an engine without any compressed prompt is unhealthy.
+        expect: True if compression must be on, False to skip the compression check, None if
+            compression may be on or off.
+        timeout_s: seconds to wait for each page.
 
     Returns:
-        Whether it is healthy, and one sentence.
+        Whether the server is healthy, and one sentence that says why.
     """
     try:
         status, _ = host.get("/health", timeout_s)
         if status != 200:
-            return False, f"{host.url}/health answered {status}."
+            return False, f"{host.url}/health returned {status}."
         if expect is False:
-            return True, "The server answers; whether it compresses was not asked."
-        return _compresses(host.metrics(timeout_s), after, expect)
+            return True, "The server responds; compression was not checked."
+        return _check_compression(host.metrics(timeout_s), after, expect)
     except Unreachable as e:
         return False, f"{e}."
 
 
-def _compresses(metrics: Metrics, after: int, expect: bool | None) -> tuple[bool, str]:
+def _check_compression(metrics: Metrics, after: int, expect: bool | None) -> tuple[bool, str]:
     info = metrics.info
     if info is None:
         if expect:
             return False, (
-                "Compression is expected, and this server runs without it; start it with"
-                " --kv-compress, and see in its log whether the plugin was loaded."
+                "Compression is expected, but this server runs without it; start it with"
+                " --kv-compress, and check in its log that the plugin was loaded."
             )
-        return True, "The server answers; compression is off."
+        return True, "The server responds; compression is off."
     planned = metrics.by_engine(f"{PREFIX}planned_requests_total")
-    done = metrics.by_engine(f"{PREFIX}requests_total")
+    compressed = metrics.by_engine(f"{PREFIX}requests_total")
     for engine, count in planned.items():
-        if count >= after and not done.get(engine):
+        if count >= after and not compressed.get(engine):
             return False, (
-                f"Engine {engine or 0} planned to compress {count:.0f} prompts and compressed none:"
-                " compression does not run; see its log, and kvcompress doctor."
+                f"Engine {engine or 0} planned to compress {count:.0f} prompts but compressed none;"
+                " check its log, and run kvcompress doctor."
             )
     method = info.get("method", "on")
     return True, (
-        f"The server answers; {method} compressed {sum(done.values()):.0f} of"
+        f"The server responds; {method} compressed {sum(compressed.values()):.0f} of"
         f" {sum(planned.values()):.0f} planned prompts."
     )

@@ -1,22 +1,22 @@
-"""The flags of ``vllm serve --kv-...`` that our commands take as well, and what they set."""
+"""Flags of ``vllm serve`` that the ``kvcompress`` commands also take."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.text import parse_json
 
 Compress = Annotated[
     str | None,
-    typer.Option("--kv-compress", metavar="METHOD", help="The method that compresses prompts."),
+    typer.Option("--kv-compress", metavar="METHOD", help="Compression method."),
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
         "--kv-budget",
         metavar="BUDGET",
-        help="What is kept: a ratio of the prompt in (0, 1], or a whole number of tokens per"
+        help="How much to keep: a ratio of the prompt in (0, 1], or a whole number of tokens per"
         " layer.",
     ),
 ]
@@ -25,7 +25,8 @@ Window = Annotated[
     typer.Option(
         "--kv-window",
         metavar="TOKENS",
-        help="Last tokens of the prompt, which score the others and are always kept.",
+        help="Observation window: the last tokens of a prompt, which are always kept and whose"
+        " queries score the other tokens.",
     ),
 ]
 Lookahead = Annotated[
@@ -33,13 +34,13 @@ Lookahead = Annotated[
     typer.Option(
         "--kv-lookahead",
         metavar="TOKENS",
-        help="Tokens of the answer that a prompt stays whole for, and that judge it then.",
+        help="Output tokens to wait for before compressing. Their attention scores the prompt.",
     ),
 ]
 MinPrompt = Annotated[
     int | None,
     typer.Option(
-        "--kv-min-prompt", metavar="TOKENS", help="Prompts shorter than this are left whole."
+        "--kv-min-prompt", metavar="TOKENS", help="Do not compress prompts shorter than this."
     ),
 ]
 MaxWhole = Annotated[
@@ -47,19 +48,21 @@ MaxWhole = Annotated[
     typer.Option(
         "--kv-max-whole",
         metavar="TOKENS",
-        help="Prompts longer than this are packed piece by piece.",
+        help="Compress prompts longer than this in pieces during prefill.",
     ),
 ]
 Piece = Annotated[
     int | None,
     typer.Option(
-        "--kv-piece", metavar="TOKENS", help="Tokens of such a prompt after which it is packed."
+        "--kv-piece", metavar="TOKENS", help="Piece length of prompts above --kv-max-whole."
     ),
 ]
 Probe = Annotated[
     int | None,
     typer.Option(
-        "--kv-probe", metavar="TOKENS", help="Its last tokens, which judge each of its pieces."
+        "--kv-probe",
+        metavar="TOKENS",
+        help="Last tokens of a prompt above --kv-max-whole, whose queries score each piece.",
     ),
 ]
 ProbeFirst = Annotated[
@@ -67,7 +70,7 @@ ProbeFirst = Annotated[
     typer.Option(
         "--kv-probe-first",
         metavar="TOKENS",
-        help="Its first tokens, which judge each of its pieces beside its last ones.",
+        help="First tokens of a prompt above --kv-max-whole, whose queries also score each piece.",
     ),
 ]
 DecodeBudget = Annotated[
@@ -75,7 +78,7 @@ DecodeBudget = Annotated[
     typer.Option(
         "--kv-decode-budget",
         metavar="TOKENS",
-        help="Tokens per layer that a request may hold while it answers.",
+        help="Maximum tokens per layer that a request may hold while it decodes.",
     ),
 ]
 AllowOverride = Annotated[
@@ -83,7 +86,7 @@ AllowOverride = Annotated[
     typer.Option(
         "--kv-allow-override",
         metavar="METHODS",
-        help="Methods that requests may ask for: all, or names with commas between them.",
+        help="Methods that requests may choose: all, or names separated by commas.",
     ),
 ]
 BudgetBounds = Annotated[
@@ -91,7 +94,7 @@ BudgetBounds = Annotated[
     typer.Option(
         "--kv-budget-bounds",
         metavar="MIN:MAX",
-        help="Budgets that requests may ask for: 0.05:0.5, 256:4096 or both.",
+        help="Budgets that requests may choose: 0.05:0.5, 256:4096, or both separated by a comma.",
     ),
 ]
 Aliases = Annotated[
@@ -99,7 +102,7 @@ Aliases = Annotated[
     typer.Option(
         "--kv-alias",
         metavar="NAME=METHOD:BUDGET",
-        help="Another name of the model, under which requests are compressed so. May be repeated.",
+        help="Additional model name whose requests use this method and budget. May be repeated.",
     ),
 ]
 Everything = Annotated[
@@ -107,26 +110,26 @@ Everything = Annotated[
     typer.Option(
         "--kv-compress-config",
         metavar="JSON",
-        help="Any settings, as a JSON object; the flags win over it.",
+        help="All settings as a JSON object. The flags override it.",
     ),
 ]
 
 
 def settings_from(everything: str | None, **flags: Any) -> dict[str, Any]:
-    """The settings that were typed, by their keys in `CompressionConfig`.
+    """Return the settings given on the command line, by their keys in `CompressionConfig`.
 
     Args:
-        everything: the JSON of ``--kv-compress-config``; None where it was not given.
-        flags: the other flags, by those keys; None or empty where one was not given. They win
-            over `everything`.
+        everything: the JSON of ``--kv-compress-config``, None if not given.
+        flags: the other flags by setting key, None or empty if not given. They override
+            `everything`.
 
     Raises:
-        ConfigError: `everything` is no JSON object.
+        ConfigError: `everything` is not a JSON object.
     """
     settings: dict[str, Any] = {}
     if everything is not None:
         try:
-            settings = json.loads(everything)
+            settings = parse_json(everything)
         except ValueError as e:
             raise ConfigError(
                 f"--kv-compress-config must be a JSON object, got {everything!r} ({e})"

@@ -1,4 +1,4 @@
-"""What a model's KV cache is made of, from its config.json alone."""
+"""Shape of a model's KV cache, read from its config.json."""
 
 import json
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ _KV_HEADS = (
 )
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-# small files that say more than config.json, where a model has them
-_BESIDE = ("hf_quant_config.json", "modules.json", "model.safetensors.index.json")
+# Optional small files that complete config.json.
+_EXTRA_FILES = ("hf_quant_config.json", "modules.json", "model.safetensors.index.json")
 _POOLING_MODULES = (
     "sentence_transformers.models.Pooling",
     "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
@@ -41,17 +41,19 @@ _POOLING_MODULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The figures that decide how large a model's KV cache is, over all ranks.
+    """Sizes that determine a model's KV cache, over all ranks.
+
+    The field names are keys of the JSON output.
 
     Args:
         layers: attention layers.
-        groups: those with full attention, which are compressed, and the others.
         heads: query heads.
         kv_heads: KV heads.
-        head_dim: size of a head.
-        dtype: what the model computes in: a key of `ITEMSIZE`.
-        cache: what keys and values are stored in, by vLLM's name; None for `dtype`.
-        longest: tokens that the model was made for; None where its config does not say.
+        head_dim: elements per head.
+        dtype: dtype of the model, a key of `ITEMSIZE`.
+        longest: maximum sequence length of the model in tokens. None if its config has none.
+        cache: dtype of the KV cache by vLLM's name. None if it is `dtype`.
+        groups: the layers with full attention, which are compressed, and all others.
     """
 
     layers: int
@@ -69,37 +71,39 @@ class ModelShape:
 
     @property
     def stored(self) -> int:
-        """Bytes of an element of a cached key."""
+        """Return the bytes per element of a cached key."""
         return self.itemsize if self.cache is None else 1
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The config.json of a folder, or of a model on the hub: from its cache, else downloaded.
+    """Return the config.json of a folder or of a Hugging Face model, downloaded if not cached.
 
     Raises:
-        ConfigError: there is none, or it is not an object.
+        ConfigError: There is no config.json, or it is not a JSON object.
     """
     path = config_path(model)
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{path} is not readable as JSON ({e})") from None
+        raise ConfigError(f"{path} cannot be read as JSON ({e})") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    if config.get("quantization_config") is None and (extra := _beside(path, "hf_quant_config")):
-        # Where ModelOpt wrote its settings until its 0.29.
-        config["quantization_config"] = extra
-    modules = _beside(path, "modules") or ()
+    if config.get("quantization_config") is None and (
+        quantization := _extra_json(path, "hf_quant_config")
+    ):
+        # ModelOpt wrote its settings to this file until version 0.29.
+        config["quantization_config"] = quantization
+    modules = _extra_json(path, "modules") or ()
     if any(module.get("type") in _POOLING_MODULES for module in modules):
         config["architectures"] = [SENTENCE_EMBEDDER]
     return config
 
 
 def config_path(model: str) -> Path:
-    """Where the config.json of a folder, or of a model on the hub, lies on this machine.
+    """Return the local path of the config.json of a folder or of a Hugging Face model.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is none.
     """
     folder = Path(model).expanduser()
     path = folder if folder.suffix == ".json" else folder / "config.json"
@@ -108,12 +112,14 @@ def config_path(model: str) -> Path:
     if folder.exists():
         return path
     if not looks_like_hub_id(model):
-        raise ConfigError(f"there is no folder {model}; give a model's folder, or its hub name")
-    return _from_hub(model)
+        raise ConfigError(
+            f"there is no folder {model}; give a model folder or a Hugging Face model name"
+        )
+    return _hub_config_path(model)
 
 
-def _beside(path: Path, name: str) -> Any:
-    """What another JSON file of the same folder holds; None without one."""
+def _extra_json(path: Path, name: str) -> Any:
+    """Return the content of another JSON file in the same folder, or None if there is none."""
     try:
         return json.loads((path.parent / f"{name}.json").read_text())
     except (OSError, ValueError):
@@ -121,32 +127,32 @@ def _beside(path: Path, name: str) -> Any:
 
 
 def looks_like_hub_id(model: str) -> bool:
-    """Whether `model` could be ``owner/name``; a path with more parts, or that starts with a dot,
-    cannot."""
+    """Return whether `model` could be a Hugging Face name: ``owner/name``, without a leading dot
+    or tilde."""
     parts = model.split("/")
     return len(parts) <= 2 and all(parts) and not model.startswith((".", "~"))
 
 
-def _from_hub(model: str) -> Path:
+def _hub_config_path(model: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
         raise ConfigError(
-            f"there is no folder {model}, and huggingface_hub is not installed to look for it on"
-            " the hub; give a folder that holds the model's config.json"
+            f"there is no folder {model}, and huggingface_hub is not installed to download it; give"
+            " a folder that contains the model's config.json"
         ) from None
     try:
         path = Path(hf_hub_download(model, "config.json"))
-        for name in _BESIDE:
+        for name in _EXTRA_FILES:
             with suppress(HfHubHTTPError, OSError):
                 hf_hub_download(model, name)
         return path
     except (HfHubHTTPError, HFValidationError, OSError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ConfigError(
-            f"there is no folder {model}, and no config.json of that name on the hub or in its"
-            f" cache ({reason}); give a folder, or the hub's name of a model"
+            f"{model} is neither a folder nor a model whose config.json is on the Hugging Face hub"
+            f" or in its cache ({reason}); give a model folder or a Hugging Face model name"
         ) from None
 
 
@@ -158,20 +164,22 @@ def shape_of(
     disable_sliding_window: bool = False,
     prefix_caching: bool = True,
 ) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Args:
-        dtype: "auto" stands for the config's own, and float32 for bfloat16, as in vLLM.
-        cache_dtype: what keys and values are stored in, as ``--kv-cache-dtype`` takes it.
-        disable_sliding_window: prompts end where the model's window does, as in vLLM.
-        prefix_caching: where it is off, no state is kept beside the one that is computed.
+        config: the parsed config.json.
+        dtype: dtype of the model. "auto" uses the config's, with bfloat16 for float32, as vLLM
+            does.
+        cache_dtype: dtype of the KV cache, as in ``--kv-cache-dtype``.
+        disable_sliding_window: limit sequences to the model's window, as vLLM does.
+        prefix_caching: whether a second copy of each state is kept for the prefix cache.
 
     Raises:
-        ConfigError: the model is one that cannot be compressed, or its config lacks a figure.
+        ConfigError: The model cannot be compressed, or its config lacks a required key.
     """
     text = text_config(config)
-    stored = _dtype(config, dtype)
-    traits = replace(traits_of(config), dtype=stored, cache=cache_dtype)
+    model_dtype = _dtype(config, dtype)
+    traits = replace(traits_of(config), dtype=model_dtype, cache=cache_dtype)
     longest = _longest(text)
     if disable_sliding_window and traits.window is not None:
         longest = min(longest or traits.window, traits.window)
@@ -180,7 +188,7 @@ def shape_of(
         traits = replace(traits, cached_states=1)
     if (reason := unsupported(traits)) is not None:
         raise ConfigError(reason)
-    heads, layers = _figure(text, _HEADS), _number_of_layers(text)
+    heads, layers = _figure(text, _HEADS), _num_layers(text)
     dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(
         layers=layers,
@@ -188,27 +196,34 @@ def shape_of(
         heads=heads,
         kv_heads=_kv_heads(text, heads),
         head_dim=int(dim or _figure(text, _WIDTH) // heads),
-        dtype=stored,
+        dtype=model_dtype,
         longest=longest,
         cache=stored_in(traits) if stored_in(traits) in FLOAT8_CACHES else None,
     )
 
 
-def _number_of_layers(text: Mapping[str, Any]) -> int:
-    """How many there are; some configs have their names alone."""
-    named = len(layer_types(text)) if not isinstance(text.get(_LAYERS[0]), int) else 0
-    return named or _figure(text, _LAYERS)
+def _num_layers(text: Mapping[str, Any]) -> int:
+    """Return the number of layers. Some configs only list the types of the layers."""
+    listed = len(layer_types(text)) if not isinstance(text.get(_LAYERS[0]), int) else 0
+    return listed or _figure(text, _LAYERS)
 
 
 def _figure(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """Return the value of the first key that is present.
+
+    Raises:
+        ConfigError: No key is present.
+    """
     for name in names:
         if isinstance(text.get(name), int):
             return int(text[name])
-    raise ConfigError(f"the model's config.json has no {names[0]}, so its KV cache is not known")
+    raise ConfigError(
+        f"the model's config.json must have {names[0]} to compute the size of its KV cache"
+    )
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
-    """KV heads; where the config has none, or null, there are as many as query heads."""
+    """Return the number of KV heads: the number of query heads if the config has none or null."""
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         return 1
     attention = text.get("attn_config")
@@ -241,12 +256,14 @@ def _dtype(config: Mapping[str, Any], dtype: str) -> str:
     declared = declared.removeprefix("torch.")
     if declared not in ITEMSIZE:
         raise ConfigError(
-            f"the model's dtype {declared!r} is none of {sorted(ITEMSIZE)}; pass --dtype"
+            f"the model's dtype must be one of {sorted(ITEMSIZE)}, got {declared!r} in its"
+            " config.json; pass --dtype"
         )
     return "bfloat16" if declared == "float32" else declared
 
 
 def _longest(text: Mapping[str, Any]) -> int | None:
+    """Return the maximum sequence length, RoPE scaling included, or None if the config has none."""
     positions = next((text[name] for name in _LONGEST if isinstance(text.get(name), int)), None)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor = scaling.get("factor") if isinstance(scaling, Mapping) else None

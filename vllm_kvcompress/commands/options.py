@@ -1,22 +1,29 @@
-"""A command's options as one value: typer parses the fields of a dataclass."""
+"""Typer commands that take their options as one dataclass."""
 
 import dataclasses
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
+import typer
+from typer.core import TyperCommand
+
+from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits
+
 Options = TypeVar("Options")
 
 
-def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a typer command of a function that takes one value.
+def takes_options(
+    options: type[Options],
+) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Return a decorator that turns a function of one options value into a typer command.
 
-    The decorated command has a keyword parameter for each field of `options`, with its annotation
-    and default; it builds the value from what was typed, and calls the function with it.
+    The command has a keyword parameter for each field of `options`, with the field's annotation
+    and default. It builds the value from the parsed parameters and calls the function with it.
 
     Args:
-        options: a dataclass whose fields are ``Annotated[T, typer.Option(...)]``, or are annotated
-            with ``typer.Argument(...)``. A field without a default must be given.
+        options: a dataclass whose fields are ``Annotated[T, typer.Option(...)]`` or
+            ``Annotated[T, typer.Argument(...)]``. A field without a default is required.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = [
@@ -30,8 +37,8 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
     ]
 
     def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
-        def command(**typed: Any) -> None:
-            function(options(**typed))
+        def command(**values: Any) -> None:
+            function(options(**values))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -39,3 +46,31 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
         return command
 
     return decorate
+
+
+class PlainNumbers(TyperCommand):
+    """Typer command that refuses numbers with characters that only Python accepts, as in 1_000."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments of the command.
+
+        Raises:
+            typer.BadParameter: An argument is a number with characters that only Python accepts.
+        """
+        flag = ""
+        for arg in args[: args.index("--") if "--" in args else None]:
+            name, equals, text = arg.partition("=")
+            text = text if equals else arg
+            if _is_number(text) and not has_plain_digits(text):
+                prefix = f"{name if equals else flag} ".lstrip()
+                raise typer.BadParameter(f"{prefix}{PLAIN_DIGITS}, got {text!r}", ctx=ctx)
+            flag = arg if arg.startswith("-") else ""
+        return super().parse_args(ctx, args)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""``kvcompress plan``: from what was typed to a forecast."""
+"""``kvcompress plan``: compute and show the forecast for a model and a workload."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_kvcompress.commands.concurrency import forecast, sizes_on_rank
-from vllm_kvcompress.commands.forecast import Forecast, Load
+from vllm_kvcompress.commands.forecast import Forecast, Workload
 from vllm_kvcompress.commands.gpu_memory import GIB, Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.model_shape import (
     ITEMSIZE,
@@ -22,24 +22,36 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
 from vllm_kvcompress.planning.obstacles import (
-    why_not_again,
-    why_not_merged,
-    why_not_probed,
-    why_states_not_cached,
+    merging_refusal,
+    probe_refusal,
+    repacking_refusal,
+    state_caching_refusal,
+    unreachable_length_refusal,
 )
-from vllm_kvcompress.planning.states import block_of
+from vllm_kvcompress.planning.states import hybrid_block_size
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import scoring_query_counts
 from vllm_kvcompress.settings.protection import WORDS
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
-# vLLM's own block sizes, where none is asked for.
-_BLOCK = {"cuda": 16, "cpu": 128}
+# vLLM's default block sizes.
+_BLOCK_SIZE = {"cuda": 16, "cpu": 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What `plan` says, and what about."""
+class PlanResult:
+    """Forecast of ``kvcompress plan`` with the inputs that it is for.
+
+    Args:
+        model: folder or name as given.
+        shape: shape of the model.
+        settings: compression settings.
+        ranks: tensor-parallel size.
+        stages: pipeline-parallel size.
+        forecast: the forecast.
+        default_note: note about the default of --max-num-seqs. None if it was given.
+        estimated: estimate of the KV pool. None if its size was given or is unknown.
+    """
 
     model: str
     shape: ModelShape
@@ -47,7 +59,7 @@ class Answer:
     ranks: int
     stages: int
     forecast: Forecast
-    defaulted: str | None
+    default_note: str | None
     estimated: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
@@ -64,17 +76,18 @@ class Answer:
         }
 
     def show(self) -> None:
+        """Print the forecast as text."""
         load, shape = self.forecast.load, self.shape
-        on = f", {self.ranks * self.stages} GPUs" if self.ranks * self.stages > 1 else ""
+        gpus = f", {self.ranks * self.stages} GPUs" if self.ranks * self.stages > 1 else ""
         title = (
             f"{self.model.rstrip('/').rsplit('/', 1)[-1]} ({_layers(shape)},"
-            f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{on}):"
+            f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{gpus}):"
             f" {load.prompt:,} tokens, --kv-compress {self.settings.compress}"
             f" --kv-budget {self.settings.budget}"
         )
         console = Console()
         if load.protected:
-            title += f", {load.protected:,} of its tokens protected"
+            title += f", {load.protected:,} protected tokens"
         if self.settings.lookahead is not None:
             title += f" --kv-lookahead {self.settings.lookahead}"
         if self.settings.decode_budget is not None:
@@ -94,50 +107,53 @@ class Answer:
             lookahead=self.settings.resolved_lookahead if self.settings.enabled else 0,
             stages=self.stages,
         )
-        for line in (self.defaulted, self.estimated and estimate_line(self.estimated)):
+        for line in (self.default_note, self.estimated and estimate_line(self.estimated)):
             if line:
                 console.print(line, highlight=False)
         if shape.longest is not None and load.cached > shape.longest:
             console.print(
-                f"This model serves {shape.longest:,} tokens; vLLM refuses longer requests.",
+                f"This model supports {shape.longest:,} tokens; vLLM refuses longer requests.",
                 highlight=False,
             )
 
 
 def _layers(shape: ModelShape) -> str:
-    own = shape.groups
-    if not own.others:
+    groups = shape.groups
+    if not groups.num_uncompressed:
         return f"{shape.layers} layers"
-    if own.stateful:
+    if groups.stateful:
         return (
-            f"{shape.layers} layers, of which {len(own.full)} are compressed and {own.stateful}"
-            " keep a state"
+            f"{shape.layers} layers, {len(groups.full)} of them compressed and {groups.stateful}"
+            " with a recurrent state"
         )
     return (
-        f"{shape.layers} layers, of which {len(own.full)} are compressed and {own.windowed} see"
-        f" {own.window:,} tokens"
+        f"{shape.layers} layers, {len(groups.full)} of them compressed and {groups.windowed} with a"
+        f" sliding window of {groups.window:,} tokens"
     )
 
 
-def with_method(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with the recommended method where they name none."""
+def with_default_method(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, with the recommended method if they name none."""
     named = settings.keys() & {"compress", "allocator", "scorer"}
     return settings if named else {"compress": RECOMMENDED, **settings}
 
 
-def ask(options: PlanOptions) -> Answer:
-    """The forecast for a model and requests of one length.
+def make_plan(options: PlanOptions) -> PlanResult:
+    """Return the forecast for a model and requests of one length.
 
     Raises:
-        ConfigError: something is unknown, or cannot be served compressed.
+        ConfigError: An option is invalid, or the model cannot be served with compression.
     """
     settings = _checked_settings(options)
-    _refuse_contradictions(options)
+    _check_options(options)
     config = read_config(options.model)
     shape = _shape(options, config, settings)
-    block = _block(options, config, shape)
-    settings = in_whole_blocks(settings, block)
-    if (reason := why_not_again(settings, block)) is not None:
+    block_size = _block_size(options, config, shape)
+    settings = in_whole_blocks(settings, block_size)
+    reason = repacking_refusal(settings, block_size)
+    if reason is None and options.longest is not None:
+        reason = unreachable_length_refusal(settings, options.longest)
+    if reason is not None:
         raise ConfigError(reason)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
     on_gpu = options.device == "cuda"
@@ -146,69 +162,70 @@ def ask(options: PlanOptions) -> Answer:
         ranks=options.ranks,
         stages=options.stages,
         longest=options.longest or options.length + options.output,
-        block_size=block,
+        block_size=block_size,
         max_requests=options.requests or defaults.max_num_seqs,
         graphs=on_gpu,
         in_flight=defaults.batched_tokens,
     )
-    estimated = _estimated(options, config, shape, sizes.max_requests, defaults.batched_tokens)
-    pool = None if options.memory_gib is None else int(options.memory_gib * GIB)
+    estimated = _estimated_pool(options, config, shape, sizes.max_requests, defaults.batched_tokens)
+    pool_bytes = None if options.memory_gib is None else int(options.memory_gib * GIB)
     if estimated is not None:
-        pool = estimated.kv_cache_bytes
-    load = Load(prompt=options.length, output=options.output, protected=options.protected)
-    defaulted = None
+        pool_bytes = estimated.kv_cache_bytes
+    load = Workload(prompt=options.length, output=options.output, protected=options.protected)
+    default_note = None
     if options.requests is None:
-        defaulted = default_line(options.device, options.gpu_gib, defaults)
-    return Answer(
+        default_note = default_line(options.device, options.gpu_gib, defaults)
+    return PlanResult(
         model=options.model,
         shape=shape,
         settings=settings,
         ranks=options.ranks,
         stages=options.stages,
-        forecast=forecast(sizes, settings, load, pool_bytes=pool, tables_from_pool=on_gpu),
-        defaulted=defaulted,
+        forecast=forecast(sizes, settings, load, pool_bytes=pool_bytes, tables_from_pool=on_gpu),
+        default_note=default_note,
         estimated=estimated,
     )
 
 
 def _checked_settings(options: PlanOptions) -> CompressionConfig:
-    given = with_method(options.settings)
+    given = with_default_method(options.settings)
     if options.protected:
-        # by the operator, unless the settings say otherwise
+        # --protected implies --kv-protect with all parts, unless the settings have their own.
         given = {"protect": WORDS, **given}
     settings = CompressionConfig.parse(given)
     if not settings.active:
         raise ConfigError(
-            f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
+            f"kvcompress plan needs a compression method; give one, such as --kv-compress"
+            f" {RECOMMENDED}"
         )
     return settings
 
 
-def _block(options: PlanOptions, config: dict[str, Any], shape: ModelShape) -> int:
-    """Tokens in a KV block: what was asked for, or more where a layer's state is larger."""
-    asked = options.block_size or _BLOCK[options.device]
+def _block_size(options: PlanOptions, config: dict[str, Any], shape: ModelShape) -> int:
+    """Return the tokens per KV block: as requested, or more if a layer's state is larger."""
+    block_size = options.block_size or _BLOCK_SIZE[options.device]
     if not shape.groups.stateful:
-        return asked
-    token = 2 * max(shape.kv_heads // options.ranks, 1) * shape.head_dim * shape.stored
-    return block_of(
+        return block_size
+    token_bytes = 2 * max(shape.kv_heads // options.ranks, 1) * shape.head_dim * shape.stored
+    return hybrid_block_size(
         text_config(config),
         options.ranks,
         shape.itemsize,
-        token,
-        asked,
+        token_bytes,
+        block_size,
         state_dtype=options.state_dtype,
         on_cpu=options.device == "cpu",
     )
 
 
-def _refuse_contradictions(options: PlanOptions) -> None:
-    """Refuse what no model could be served with."""
-    if options.device not in _BLOCK:
-        raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {options.device!r}")
+def _check_options(options: PlanOptions) -> None:
+    """Raise ConfigError for options that are invalid for every model."""
+    if options.device not in _BLOCK_SIZE:
+        raise ConfigError(f"--device must be one of {sorted(_BLOCK_SIZE)}, got {options.device!r}")
     if options.device != "cuda" and options.gpu_gib is not None:
         raise ConfigError(
-            "--gpu-memory needs --device cuda, got --device cpu; give --kv-memory, where vLLM takes"
-            " half of the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
+            "--gpu-memory needs --device cuda, got --device cpu; give --kv-memory (vLLM's default"
+            " on a CPU is half of the machine's memory, or VLLM_CPU_KVCACHE_SPACE)"
         )
     if options.state_dtype not in ("auto", *ITEMSIZE):
         raise ConfigError(
@@ -226,13 +243,17 @@ def _refuse_contradictions(options: PlanOptions) -> None:
     tokens = options.length + options.output
     if options.longest is not None and options.longest < tokens:
         raise ConfigError(
-            f"--max-model-len must hold --len and --max-tokens, {tokens} tokens; got"
+            f"--max-model-len must be at least --len plus --max-tokens, {tokens} tokens; got"
             f" {options.longest}"
         )
 
 
 def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionConfig) -> ModelShape:
-    """The model's shape; refuses settings that its cache cannot be compressed by."""
+    """Return the model's shape.
+
+    Raises:
+        ConfigError: The settings cannot compress this model's cache.
+    """
     shape = shape_of(
         config,
         options.dtype,
@@ -241,24 +262,24 @@ def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionCo
         prefix_caching=options.prefix_caching is not False,
     )
     traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
-    if (reason := why_not_merged(settings, shape.cache, plain_cache(traits))) is not None:
+    if (reason := merging_refusal(settings, shape.cache, plain_cache(traits))) is not None:
         raise ConfigError(reason)
-    if shape.groups.stateful and (reason := why_not_probed(settings)) is not None:
+    if shape.groups.stateful and (reason := probe_refusal(settings)) is not None:
         raise ConfigError(reason)
-    asked = options.prefix_caching is True and shape.groups.stateful
-    if asked and (reason := why_states_not_cached(config.get("architectures"))) is not None:
+    caches_states = options.prefix_caching is True and shape.groups.stateful
+    if caches_states and (reason := state_caching_refusal(config.get("architectures"))) is not None:
         raise ConfigError(reason)
     return shape
 
 
-def _estimated(
+def _estimated_pool(
     options: PlanOptions,
     config: dict[str, Any],
     shape: ModelShape,
     max_num_seqs: int,
     batched_tokens: int,
 ) -> Estimate | None:
-    """The size of the KV cache by the GPU's memory; None where it was given, or no GPU was."""
+    """Return an estimate of the KV pool, or None if its size or no GPU memory was given."""
     if options.memory_gib is not None or options.gpu_gib is None:
         return None
     return estimate(

@@ -1,4 +1,4 @@
-"""The options of ``kvcompress plan``, as they are typed."""
+"""Command-line options of ``kvcompress plan``."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,11 +10,11 @@ from vllm_kvcompress.commands import kv_flags
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What was typed. Each option's help says what it is; memory is in GiB."""
+    """Options of ``kvcompress plan``. Each option's help describes it. Memory is in GiB."""
 
-    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")]
-    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of a prompt.")]
-    output: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of an answer.")] = 256
+    model: Annotated[str, typer.Argument(help="Model folder or Hugging Face model name.")]
+    length: Annotated[int, typer.Option("--len", min=1, help="Prompt length in tokens.")]
+    output: Annotated[int, typer.Option("--max-tokens", min=1, help="Output tokens.")] = 256
     compress: kv_flags.Compress = None
     budget: kv_flags.Budget = None
     window: kv_flags.Window = None
@@ -25,7 +25,7 @@ class PlanOptions:
             "--protected",
             metavar="TOKENS",
             min=0,
-            help="Tokens of the prompt that are protected, by --kv-protect.",
+            help="Prompt tokens that --kv-protect protects.",
         ),
     ] = 0
     min_prompt: kv_flags.MinPrompt = None
@@ -44,7 +44,7 @@ class PlanOptions:
             "--kv-memory",
             metavar="GIB",
             min=0,
-            help="The KV cache of one GPU, in GiB: vLLM logs it as available KV cache memory.",
+            help="KV cache of one GPU in GiB. vLLM logs it as available KV cache memory.",
         ),
     ] = None
     block_size: Annotated[
@@ -52,11 +52,11 @@ class PlanOptions:
         typer.Option(
             "--block-size",
             min=1,
-            help="Tokens in a block; vLLM's own is 16 on CUDA and 128 on a CPU.",
+            help="Tokens per KV block. Default: vLLM's, 16 on CUDA and 128 on a CPU.",
         ),
     ] = None
     dtype: Annotated[
-        str, typer.Option("--dtype", help="What the model computes in; auto: its config's dtype.")
+        str, typer.Option("--dtype", help="Dtype of the model. auto uses its config's dtype.")
     ] = "auto"
     ranks: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1
     stages: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1
@@ -65,7 +65,8 @@ class PlanOptions:
         typer.Option(
             "--max-model-len",
             min=1,
-            help="Tokens that a prompt and its answer may have together: the width of the tables.",
+            help="Maximum tokens of a prompt and its output together. Sets the size of the page"
+            " tables.",
         ),
     ] = None
     requests: Annotated[
@@ -73,7 +74,7 @@ class PlanOptions:
         typer.Option(
             "--max-num-seqs",
             min=1,
-            help="Requests at once; vLLM's own default for the device where it is not given.",
+            help="Maximum concurrent requests. Default: vLLM's for the device.",
         ),
     ] = None
     gpu_gib: Annotated[
@@ -82,41 +83,40 @@ class PlanOptions:
             "--gpu-memory",
             metavar="GIB",
             min=0,
-            help="All memory of one GPU, in GiB: decides vLLM's defaults, and estimates the KV"
-            " cache where --kv-memory is not given.",
+            help="All memory of one GPU in GiB. Selects vLLM's defaults, and without --kv-memory"
+            " estimates the KV cache.",
         ),
     ] = None
     utilization: Annotated[
         float,
-        typer.Option(
-            "--gpu-memory-utilization", help="Share of the GPU's memory that vLLM may take."
-        ),
+        typer.Option("--gpu-memory-utilization", help="Share of the GPU's memory that vLLM uses."),
     ] = 0.92
     cache_dtype: Annotated[
         str,
         typer.Option(
-            "--kv-cache-dtype", help="What keys and values are stored in; auto: the model's dtype."
+            "--kv-cache-dtype", help="Dtype of the KV cache. auto uses the model's dtype."
         ),
     ] = "auto"
     state_dtype: Annotated[
         str,
         typer.Option(
             "--mamba-ssm-cache-dtype",
-            help="What layers that keep a state sum in; auto: what vLLM takes for the model.",
+            help="Dtype of recurrent states. auto uses vLLM's choice for the model.",
         ),
     ] = "auto"
     prefix_caching: Annotated[
         bool | None,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Without it a state takes one block of a request, and with it two. If neither is"
-            " given, it is on unless the model cannot be served so.",
+            help="With prefix caching, each state takes two blocks per request instead of one."
+            " Default: on, unless the model does not support it.",
         ),
     ] = None
     disable_sliding_window: Annotated[
         bool,
         typer.Option(
-            "--disable-sliding-window", help="Serve no more tokens than the sliding window has."
+            "--disable-sliding-window",
+            help="Limit requests to the sliding window's length, as in vLLM.",
         ),
     ] = False
     device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda"
@@ -126,10 +126,10 @@ class PlanOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of compression that were typed, by their keys in `CompressionConfig`.
+        """Return the compression settings that were given, by their keys in `CompressionConfig`.
 
         Raises:
-            ConfigError: ``--kv-compress-config`` is no JSON object.
+            ConfigError: ``--kv-compress-config`` is not a JSON object.
         """
         return kv_flags.settings_from(
             self.everything,

@@ -1,1 +1,1 @@
-"""What compression costs in answers, on an operator's own prompts or on built-in tasks."""
+"""Measure how compression changes a model's outputs, on your own prompts or on built-in tasks."""

@@ -1,4 +1,4 @@
-"""One greedy answer of a server, token by token, with what it cost and what was kept."""
+"""Client that requests one greedy completion from a vLLM server, with timings and usage."""
 
 import json
 import time
@@ -9,27 +9,25 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
-from vllm_kvcompress.settings.overrides import BUDGET, BY_ROLE, COMPRESS, LOOKAHEAD
 from vllm_kvcompress.settings.protection import NONE, PROTECT
+from vllm_kvcompress.settings.request_keys import BUDGET, BY_ROLE, COMPRESS, LOOKAHEAD
 
-_WAITS_S = (0.5, 2.0, 8.0)
+_RETRY_DELAYS_S = (0.5, 2.0, 8.0)
 
 
 class Interrupted(Exception):
-    """The run is to end: nothing more is asked."""
+    """The run is stopping, so no more requests are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A method at a budget.
+    """One cell of the comparison grid: a method with its budget, protection and look-ahead.
 
     Args:
-        method: a preset's name; "off" is the full cache.
-        budget: a ratio or tokens per layer, as it is asked for; None with "off" alone.
-        protect: what of the prompt is kept in any case, as it is asked for; empty for what the
-            server protects by itself.
-        lookahead: tokens of the answer that judge the prompt, as it is asked for; None for as many
-            as the server takes by itself.
+        method: name of a preset. "off" is the full cache.
+        budget: ratio of the prompt, or tokens per layer. None only with method "off".
+        protect: value of ``kv_protect``. Empty leaves the server's default.
+        lookahead: value of ``kv_lookahead``, in output tokens. None leaves the server's default.
     """
 
     method: str
@@ -39,22 +37,22 @@ class Cell:
 
     @property
     def xargs(self) -> dict[str, Any]:
-        """The ``vllm_xargs`` that ask for it."""
-        asked: dict[str, Any] = {COMPRESS: self.method}
+        """Return the ``vllm_xargs`` that request this cell."""
+        xargs: dict[str, Any] = {COMPRESS: self.method}
         if self.budget is not None:
-            asked[BUDGET] = self.budget
+            xargs[BUDGET] = self.budget
         if self.protect:
-            asked[PROTECT] = self.protect
+            xargs[PROTECT] = self.protect
         if self.lookahead is not None:
-            asked[LOOKAHEAD] = self.lookahead
-        return asked
+            xargs[LOOKAHEAD] = self.lookahead
+        return xargs
 
     @property
     def name(self) -> str:
-        """The method, its look-ahead, and what it protects."""
-        ahead = "" if self.lookahead is None else f" ahead {self.lookahead}"
+        """Return the method, its look-ahead and the protected parts, without the budget."""
+        lookahead = "" if self.lookahead is None else f" ahead {self.lookahead}"
         protected = f" + {self.protect}" if self.protect not in ("", NONE) else ""
-        return f"{self.method}{ahead}{protected}"
+        return f"{self.method}{lookahead}{protected}"
 
     def __str__(self) -> str:
         return self.name if self.budget is None else f"{self.name} {self.budget}"
@@ -65,30 +63,31 @@ FULL = Cell(method="off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One token of an answer.
+    """One output token.
 
     Args:
-        name: ``token_id:N``, as vLLM writes it when it is asked to.
-        likely: log-probabilities of the most likely tokens in its place, by name.
+        name: ``token_id:N``, vLLM's spelling with ``return_tokens_as_token_ids``.
+        logprobs: log-probabilities of the most likely tokens at this position, by token name.
     """
 
     name: str
-    likely: Mapping[str, float]
+    logprobs: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a server answered.
+class Completion:
+    """One completion with its timings and usage.
 
     Args:
-        tokens: with the one that ended it; empty where the server does not tell them.
-        first_token_s: seconds from sending the request to its first token.
-        token_s: seconds per token behind the first; None for an answer of one.
-        prompt_tokens: as the server counts them.
-        kept_tokens: tokens kept of the prompt, mean of the layers; None where the server says
-            nothing of it, which it does for a prompt that was left whole and without --kv-usage.
-        by_role: of each role its tokens and the share that is kept; empty where the server does not
-            say.
+        text: output text, reasoning included.
+        tokens: output tokens, the stop token included. Empty if the server does not report every
+            token.
+        first_token_s: seconds from sending the request to the first output token.
+        token_s: seconds per output token after the first. None for a single output token.
+        prompt_tokens: prompt length as the server counts it.
+        kept_tokens: prompt tokens kept per layer, mean over layers. None if the server does not
+            report it, because the prompt was not compressed or ``--kv-usage`` is off.
+        by_role: prompt tokens and kept share of each role. Empty if the server does not report it.
     """
 
     text: str
@@ -100,60 +99,61 @@ class Answer:
     by_role: Mapping[str, tuple[int, float]]
 
     @property
-    def names(self) -> list[str]:
+    def token_names(self) -> list[str]:
+        """Return the name of each output token."""
         return [token.name for token in self.tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """A server that is asked for greedy answers.
+    """Client for greedy completions of one server.
 
     Args:
-        model: the name it serves.
-        top: how many likely tokens it is asked for in each place.
-        timeout_s: seconds without a word from it that end a request.
-        by_role: whether it is asked what it keeps of each role.
-        stopping: whether nothing more is to be asked.
+        model: name of the served model.
+        top_logprobs: most likely tokens to request at each position.
+        timeout_s: seconds without data from the server after which a request fails.
+        report_roles: request the kept share of each role.
+        should_stop: returns True once no more requests may be sent.
     """
 
     host: Host
     model: str
-    top: int = 20
+    top_logprobs: int = 20
     timeout_s: float = 600.0
-    by_role: bool = False
-    stopping: Callable[[], bool] = lambda: False
+    report_roles: bool = False
+    should_stop: Callable[[], bool] = lambda: False
 
-    def ask(self, item: Item, cell: Cell) -> Answer:
-        """Ask once, and again a few times where the server fails or cannot be reached.
+    def complete(self, item: Item, cell: Cell) -> Completion:
+        """Return the completion of a prompt in one cell, after a few retries if the server fails.
 
-        Earlier turns of the same chat are asked before, so that the server has them in its cache.
+        Earlier turns of the chat are sent first, so that the server's prefix cache holds them.
 
         Raises:
-            Refused: the server does not take this request (a 4xx); asking again is no use.
-            Unreachable: it did not answer, however often it was asked.
-            Interrupted: the run is to end.
+            Refused: The server rejects this request with a 4xx status. A retry cannot help.
+            Unreachable: Every attempt failed.
+            Interrupted: The run is stopping.
         """
-        # Both sides compute every prompt in full: else the second would find the first's.
+        # A fresh salt per request: otherwise the second side would hit the first side's prefix.
         salt = uuid.uuid4().hex
-        for messages in item.turns:
-            self._ask(self._body(item, item.messages[:messages], cell, salt))
-        return self._ask(self._body(item, item.messages, cell, salt))
+        for num_messages in item.turns:
+            self._complete_with_retries(self._body(item, item.messages[:num_messages], cell, salt))
+        return self._complete_with_retries(self._body(item, item.messages, cell, salt))
 
-    def _ask(self, body: Mapping[str, Any]) -> Answer:
-        for wait_s in (*_WAITS_S, None):
+    def _complete_with_retries(self, body: Mapping[str, Any]) -> Completion:
+        for delay_s in (*_RETRY_DELAYS_S, None):
             try:
-                return self._once(body)
+                return self._complete_once(body)
             except Unreachable as e:
-                if wait_s is None or (isinstance(e, Refused) and not _passes(e.status)):
+                if delay_s is None or (isinstance(e, Refused) and not _is_transient(e.status)):
                     raise
-            self._wait(wait_s)
-        raise AssertionError("the last try returns or raises")
+            self._sleep(delay_s)
+        raise AssertionError("the last attempt returns or raises")
 
     def count_tokens(self, text: str) -> int:
-        """Tokens that the server's model makes of a text, nothing added.
+        """Return how many tokens the server's model makes of `text`, without special tokens.
 
         Raises:
-            Refused: there is no ``/tokenize`` to ask.
+            Refused: The server has no ``/tokenize`` endpoint.
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         status, answer = self.host.post("/tokenize", body, self.timeout_s)
@@ -174,89 +174,90 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
             "logprobs": True,
-            "top_logprobs": self.top,
+            "top_logprobs": self.top_logprobs,
             "return_tokens_as_token_ids": True,
             "cache_salt": salt,
-            # of the full cache as well, so that both sides do the same before their first token
-            "vllm_xargs": cell.xargs | ({BY_ROLE: True} if self.by_role else {}),
+            # The full cache gets kv_by_role too, so that both sides do the same work before their
+            # first token.
+            "vllm_xargs": cell.xargs | ({BY_ROLE: True} if self.report_roles else {}),
         }
         if item.tools:
-            # Calls are read out of what the model writes: so no server needs a parser for them.
+            # Tool calls are parsed from the output text, so the server needs no tool parser.
             body |= {"tools": list(item.tools), "tool_choice": "none"}
         if messages[-1]["role"] == "assistant":
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body
 
-    def _once(self, body: Mapping[str, Any]) -> Answer:
+    def _complete_once(self, body: Mapping[str, Any]) -> Completion:
         tokens: list[Token] = []
-        pieces: list[str] = []
-        times: list[float] = []
+        texts: list[str] = []
+        token_times: list[float] = []
         usage: Mapping[str, Any] = {}
         start = time.perf_counter()
         try:
             for event in self.host.stream("/v1/chat/completions", body, self.timeout_s):
-                if self.stopping():
+                if self.should_stop():
                     raise Interrupted
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
-                    came = _tokens(choice)
+                    new_tokens = _tokens(choice)
                     text = _text(choice.get("delta") or {})
-                    tokens += came
-                    pieces.append(text)
-                    if came or text:
-                        times.append(time.perf_counter())
+                    tokens += new_tokens
+                    texts.append(text)
+                    if new_tokens or text:
+                        token_times.append(time.perf_counter())
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise Unreachable(
-                f"{self.host.url} answered what is no stream of a chat ({type(e).__name__}); is it"
-                " a vLLM server?"
+                f"{self.host.url} did not return a chat completion stream ({type(e).__name__}); is"
+                " it a vLLM server?"
             ) from None
-        if not times:
-            # An answer that ends at once still has its end of turn.
-            times.append(time.perf_counter())
+        if not token_times:
+            # An output that ends at once still has its stop token.
+            token_times.append(time.perf_counter())
         count = int(usage.get("completion_tokens") or len(tokens))
         kept = (usage.get("prompt_tokens_details") or {}).get("kv_compress") or {}
-        return Answer(
-            text="".join(pieces),
-            # Of a stream that leaves some out nothing could be said place by place.
+        return Completion(
+            text="".join(texts),
+            # A stream that omits tokens cannot be compared position by position.
             tokens=tokens if len(tokens) == count else (),
-            first_token_s=times[0] - start,
-            token_s=(times[-1] - times[0]) / (count - 1) if count > 1 else None,
+            first_token_s=token_times[0] - start,
+            token_s=(token_times[-1] - token_times[0]) / (count - 1) if count > 1 else None,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             kept_tokens=kept.get("kept_tokens"),
             by_role={
-                role: (int(own["tokens"]), float(own["kept"]))
-                for role, own in (kept.get("by_role") or {}).items()
+                role: (int(usage_of_role["tokens"]), float(usage_of_role["kept"]))
+                for role, usage_of_role in (kept.get("by_role") or {}).items()
             },
         )
 
-    def _wait(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if self.stopping():
+            if self.should_stop():
                 raise Interrupted
             time.sleep(0.05)
 
 
-def _passes(status: int) -> bool:
-    """Whether a server that answers so may answer otherwise in a moment."""
+def _is_transient(status: int) -> bool:
+    """Return whether a retry can succeed after this HTTP status."""
     return status >= 500 or status == 429
 
 
 def _tokens(choice: Mapping[str, Any]) -> list[Token]:
-    found = (choice.get("logprobs") or {}).get("content") or ()
+    positions = (choice.get("logprobs") or {}).get("content") or ()
     return [
         Token(
-            name=place["token"],
-            likely={
-                likely["token"]: float(likely["logprob"])
-                for likely in (*place.get("top_logprobs", ()), place)
+            name=position["token"],
+            logprobs={
+                candidate["token"]: float(candidate["logprob"])
+                for candidate in (*position.get("top_logprobs", ()), position)
             },
         )
-        for place in found
+        for position in positions
     ]
 
 
 def _text(delta: Mapping[str, Any]) -> str:
-    """What a piece of an answer says, thoughts included: the cache is behind both."""
-    thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
-    return thought + (delta.get("content") or "")
+    """Return the text of one stream delta, reasoning included: both depend on the cache."""
+    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+    return reasoning + (delta.get("content") or "")

@@ -1,4 +1,4 @@
-"""From the first look at a server to the report; a run can be left and gone on with."""
+"""A comparison run: check the server, send the prompts, resume earlier runs, build the report."""
 
 import dataclasses
 import hashlib
@@ -13,19 +13,26 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.journal import Journal
 from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.report import Report
-from vllm_kvcompress.compare.summary import By, Summary, default_by, recommend, summarise, unbeaten
+from vllm_kvcompress.compare.summary import (
+    Measure,
+    Summary,
+    best_baseline_without_extra_loss,
+    default_measure,
+    recommend,
+    summarise,
+)
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import PREFIX, Metrics, Refused
 
 
 class Comparison:
-    """Prompts in cells, at one server, in one folder.
+    """A run of prompts times cells on one server, stored in one folder.
 
     Attributes:
-        begun: whether there is a run to report of.
-        notes: what the report must say, a sentence each.
-        done, total: prompts times cells.
+        started: whether `start` succeeded, so that a report can be built.
+        notes: sentences that the report must include.
+        num_done, num_total: finished and all pairs of a prompt and a cell.
     """
 
     def __init__(
@@ -36,27 +43,30 @@ class Comparison:
         keep_text: bool,
         baselines: Sequence[Cell] = (),
     ) -> None:
-        """Take the folder.
+        """Open and lock the folder of the run.
 
         Args:
-            baselines: cells that stand beside `cells`, where the server takes them.
+            cells: the methods to compare, with their budgets.
+            folder: created if missing.
+            keep_text: also store prompts and outputs.
+            baselines: cells to show next to `cells`. Those that the server refuses are left out.
 
         Raises:
-            ConfigError: it cannot be written, or is another's.
+            ConfigError: The folder cannot be written, or another run uses it.
         """
-        self._named = list(cells)
+        self._method_cells = list(cells)
         self._baselines = list(baselines)
         self._keep_text = keep_text
         self._journal = Journal(folder, keep_text=keep_text)
         self._outcomes: list[Outcome] = []
-        self._works: list[runner.Work] = []
-        self._refused: dict[str, dict[str, str]] = {}
-        self._before: Metrics | None = None
+        self._pending: list[runner.PendingPrompt] = []
+        self._refusals: dict[str, dict[str, str]] = {}
+        self._metrics_before: Metrics | None = None
         self._kl = False
         self._settings: Mapping[str, Any] = {}
-        self.begun = False
+        self.started = False
         self.notes: list[str] = []
-        self.total = 0
+        self.num_total = 0
 
     def __enter__(self) -> Self:
         return self
@@ -66,101 +76,103 @@ class Comparison:
 
     @property
     def _cells(self) -> list[Cell]:
-        return [*self._named, *self._baselines]
+        return [*self._method_cells, *self._baselines]
 
     @property
-    def done(self) -> int:
+    def num_done(self) -> int:
         return len(self._outcomes)
 
-    def look(self, client: Client) -> preflight.Served:
-        """Ask the server whether it can be compared, before any prompt is sent.
+    def check_server(self, client: Client) -> preflight.Server:
+        """Check that the server accepts every cell before any prompt is sent.
 
         Raises:
-            Unreachable, ConfigError: it cannot.
+            Unreachable: The server does not respond.
+            ConfigError: The server cannot compress, or refuses a cell.
         """
-        self._served = preflight.look(client, self._named, self._baselines)
-        self._baselines = list(self._served.baselines)
-        self.notes += self._served.notes
-        return self._served
+        self._server = preflight.check_server(client, self._method_cells, self._baselines)
+        self._baselines = list(self._server.baselines)
+        self.notes += self._server.notes
+        return self._server
 
-    def begin(
-        self, items: Sequence[Item], settings: Mapping[str, Any], *, kl: bool, by: By | None
+    def start(
+        self, items: Sequence[Item], settings: Mapping[str, Any], *, kl: bool, by: Measure | None
     ) -> None:
-        """Find what is left to ask.
+        """Start the run, or load an earlier one and find which prompts are left.
 
         Args:
-            settings: what must be the same for figures to be put together, beside the prompts.
-            kl: whether to compare what is likely as well.
-            by: the measure that was asked for.
+            items: the prompts.
+            settings: further settings that an earlier run must share to be resumed.
+            kl: also compare token probabilities.
+            by: the loss measure that was requested, None for the default.
 
         Raises:
-            ConfigError: the folder has a run that this is not, or `by` cannot be had.
+            ConfigError: The folder holds a different run, or `by` cannot be measured.
         """
         if by == "score" and not any(item.known for item in items):
-            raise ConfigError("--by score needs prompts with an answer, and none has one")
+            raise ConfigError("--by score needs prompts with an answer, but none has one")
         keys = prompts.keys(items)
-        # An answer that was corrected would be scored beside the old one's scores.
+        # Answers are part of the digest: a corrected answer would mix old and new scores.
         known = ((key, item.answers, item.rules) for key, item in zip(keys, items, strict=True))
-        told = sorted(map(str, known))
-        digest = hashlib.sha256("\n".join(told).encode(errors="backslashreplace")).hexdigest()
+        descriptions = sorted(map(str, known))
+        digest = hashlib.sha256("\n".join(descriptions).encode(errors="backslashreplace"))
         self._settings = {
             **settings,
-            "prompts": digest,
-            "server settings": dict(self._served.settings),
-            "top_logprobs": self._served.client.top if kl else 0,
+            "prompts": digest.hexdigest(),
+            "server settings": dict(self._server.settings),
+            "top_logprobs": self._server.client.top_logprobs if kl else 0,
         }
-        self._take(self._journal.open(self._settings, self._named, self._baselines))
+        self._load(self._journal.open(self._settings, self._method_cells, self._baselines))
         done = {(o.key, o.cell) for o in self._outcomes}
-        self.total = len(items) * len(self._cells)
+        self.num_total = len(items) * len(self._cells)
         for item, key in zip(items, keys, strict=True):
             cells = [cell for cell in self._cells if (key, cell) not in done]
             if cells:
-                self._works.append(runner.Work(item=item, key=key, cells=cells))
+                self._pending.append(runner.PendingPrompt(item=item, key=key, cells=cells))
         self._kl = kl
         if kl:
             self.notes.append(_KL)
-        self._before = preflight.counted(self._served.client.host)
-        self.begun = True
+        self._metrics_before = preflight.read_metrics(self._server.client.host)
+        self.started = True
 
-    def ask(self, concurrency: int) -> Generator[Cell, None, None]:
-        """Ask for what is left; each cell of each prompt as it is done and written.
+    def run(self, concurrency: int) -> Generator[Cell, None, None]:
+        """Run the pending prompts and yield the cell of each result once it is on disk.
 
         Raises:
-            Unreachable: the server is gone.
+            Unreachable: The server is gone.
         """
-        counted = self._journal.forget_count()
-        client = self._served.client
+        compressed_before = self._journal.invalidate_compressed_count()
+        client = self._server.client
         if not self._kl:
-            client = dataclasses.replace(client, top=0)
-        asking = runner.ask_all(client, self._works, concurrency=concurrency, kl=self._kl)
+            client = dataclasses.replace(client, top_logprobs=0)
+        results = runner.run_prompts(client, self._pending, concurrency=concurrency, kl=self._kl)
         try:
-            with closing(asking):
-                for asked in asking:
-                    self._note(asked)
-                    yield asked.cell
+            with closing(results):
+                for result in results:
+                    self._record(result)
+                    yield result.cell
         finally:
-            self._journal.count(_sum(counted, self._risen()))
+            self._journal.set_compressed_count(_sum(compressed_before, self._newly_compressed()))
 
-    def report(self, *, by: By | None, max_drop: float) -> Report:
-        """What is known by now."""
-        # An interrupt may have come between a line and its place in here.
-        self._take(self._journal.outcomes())
-        measure = by or default_by(self._outcomes)
+    def report(self, *, by: Measure | None, max_drop: float) -> Report:
+        """Return the report over all results so far."""
+        # After an interrupt, the journal may have a line that is not in memory.
+        self._load(self._journal.outcomes())
+        measure = by or default_measure(self._outcomes)
         summaries = summarise(
             self._cells,
             self._outcomes,
             by=measure,
-            none_compressed=self._journal.counted == 0,
+            none_compressed=self._journal.compressed_count == 0,
             baselines=self._baselines,
         )
         recommendation = recommend(summaries, by=measure, max_drop=max_drop)
-        complete = self.done == self.total
-        notes = [*self.notes, *self._remarks(summaries, complete, measure)]
-        if beside := unbeaten(summaries, recommendation):
-            notes.append(_UNBEATEN.format(best=recommendation.cell, beside=beside.cell))
+        complete = self.num_done == self.num_total
+        notes = [*self.notes, *self._result_notes(summaries, complete, measure)]
+        if baseline := best_baseline_without_extra_loss(summaries, recommendation):
+            notes.append(_BASELINE_AS_GOOD.format(best=recommendation.cell, baseline=baseline.cell))
         return Report(
             title=f"KV-cache compression on {self._settings['model']}:"
-            f" {self.total // len(self._cells):,} prompts",
+            f" {self.num_total // len(self._cells):,} prompts",
             summaries=summaries,
             recommendation=recommendation,
             complete=complete,
@@ -168,100 +180,110 @@ class Comparison:
             settings=dict(self._settings),
         )
 
-    def _take(self, found: Sequence[Outcome]) -> None:
-        # Of baselines that are not asked for now, or that the server no longer takes, it has more.
+    def _load(self, found: Sequence[Outcome]) -> None:
+        # The journal may also hold baselines that this run does not compare.
         self._outcomes = list({(o.key, o.cell): o for o in found if o.cell in self._cells}.values())
 
-    def _note(self, asked: runner.Asked) -> None:
-        if asked.refusal is not None:
-            self._refused.setdefault(_why(asked.refusal), {})[asked.work.key] = asked.refusal.reason
-        if asked.outcome is None:
+    def _record(self, result: runner.CellResult) -> None:
+        prompt = result.prompt
+        if result.refusal is not None:
+            kind = _refusal_kind(result.refusal)
+            self._refusals.setdefault(kind, {})[prompt.key] = result.refusal.reason
+        if result.outcome is None:
             return
-        self._journal.add(asked.outcome)
-        self._outcomes.append(asked.outcome)
-        work = asked.work
-        for cell, text in ((FULL, asked.full), (asked.cell, asked.text)):
-            self._journal.add_text(work.item, work.key, cell, text)
+        self._journal.add(result.outcome)
+        self._outcomes.append(result.outcome)
+        for cell, text in ((FULL, result.full_text), (result.cell, result.text)):
+            self._journal.add_text(prompt.item, prompt.key, cell, text)
 
-    def _risen(self) -> int | None:
-        """Prompts that the server compressed since `begin`, for us or others."""
-        after = preflight.counted(self._served.client.host)
-        if self._before is None or after is None or after.info is None:
+    def _newly_compressed(self) -> int | None:
+        """Return the prompts compressed since `start`, by the server's counter, or None.
+
+        The counter includes prompts of other clients.
+        """
+        after = preflight.read_metrics(self._server.client.host)
+        if self._metrics_before is None or after is None or after.info is None:
             return None
         name = f"{PREFIX}planned_requests_total"
-        return round(after.total(name) - self._before.total(name))
+        return round(after.total(name) - self._metrics_before.total(name))
 
-    def _remarks(self, summaries: Sequence[Summary], complete: bool, by: By) -> list[str]:
-        remarks = []
-        prompts = self.total // len(self._cells)
+    def _result_notes(self, summaries: Sequence[Summary], complete: bool, by: Measure) -> list[str]:
+        notes = []
+        num_prompts = self.num_total // len(self._cells)
         if not complete:
-            remarks.append(
-                f"This is not all: {self.done:,} of {self.total:,} are done. Figures are of those."
+            notes.append(
+                f"This run is incomplete: {self.num_done:,} of {self.num_total:,} results are in"
+                " the figures."
             )
-        for why, reasons in self._refused.items():
-            # A server may quote the prompt in its reason.
-            said = "With --keep-text its reason is said."
+        for kind, reasons in self._refusals.items():
+            # The server's reason may quote the prompt.
+            reason = "Add --keep-text to see the reason."
             if self._keep_text:
-                said = f"Its reason, of one of them: {next(iter(reasons.values()))}"
-            remarks.append(
-                f"The server refused {len(reasons):,} of {prompts:,} prompts ({why}); where it did,"
-                f" they are in no figure. {said}"
+                reason = f"The reason for one of them: {next(iter(reasons.values()))}"
+            notes.append(
+                f"The server refused {len(reasons):,} of {num_prompts:,} prompts ({kind}). The"
+                f" figures leave them out. {reason}"
             )
-        asked = [s for s in summaries if s.asked]
-        if asked and all(s.compressed is None for s in asked):
-            remarks.append(
-                "The server does not say what it compressed and kept: start it with --kv-usage."
-                " Figures are of all prompts, those that it left whole among them."
+        measured = [s for s in summaries if s.asked]
+        if measured and all(s.compressed is None for s in measured):
+            notes.append(
+                "The server does not report which prompts it compressed: start it with --kv-usage."
+                " The figures cover all prompts, including uncompressed ones."
             )
         compressed = [o for o in self._outcomes if o.kept_tokens is not None]
         if missing := sum(not o.by_role for o in compressed):
-            remarks.append(
-                f"What was kept of each role is not told of {missing:,} of {len(compressed):,}"
-                " compressed answers: not where a prompt was packed piece by piece or in two"
-                " steps, where an answer of few tokens ended before a GPU's report, and by no"
-                " server without kv_by_role."
+            notes.append(
+                f"The kept share of each role is missing for {missing:,} of {len(compressed):,}"
+                " compressed prompts. The server does not report it for prompts that it compressed"
+                " in pieces or in two steps, for outputs that ended before the GPU reported, or if"
+                " it does not support kv_by_role."
             )
-        whole = [str(s.cell) for s in asked if s.compressed == 0 and not s.baseline]
-        if whole:
-            least = self._served.settings.get("min_prompt")
-            short = "" if least is None else f" Prompts below {int(least):,} tokens are."
-            remarks.append(
-                f"WARNING: nothing was compressed by {', '.join(whole)}: the server left every"
-                f" prompt whole.{short} Prompts whose answer ends within the method's look-ahead"
-                " are too. Lower --kv-min-prompt there, or take longer prompts and answers."
+        uncompressed = [str(s.cell) for s in measured if s.compressed == 0 and not s.baseline]
+        if uncompressed:
+            min_prompt = self._server.settings.get("min_prompt")
+            short = (
+                ""
+                if min_prompt is None
+                else f" It never compresses prompts of fewer than {int(min_prompt):,} tokens."
+            )
+            notes.append(
+                f"WARNING: the server compressed no prompt with {', '.join(uncompressed)}.{short}"
+                " It also skips prompts whose output ends within the method's look-ahead. Lower"
+                " --kv-min-prompt on the server, or use longer prompts and outputs."
             )
         scored = {o.key for o in self._outcomes if o.score is not None}
         unscored = {o.key for o in self._outcomes} - scored
         if scored and unscored:
-            remarks.append(
-                f"Scores are of the {len(scored):,} prompts with a known answer; {len(unscored):,}"
+            notes.append(
+                f"Scores cover the {len(scored):,} prompts with a known answer; {len(unscored):,}"
                 " have none."
             )
-        full = max((s.full_score.mean for s in asked if s.full_score), default=1.0)
-        if by == "score" and full < _KNOWS_LITTLE:
-            remarks.append(
-                f"The full cache itself scores {full:.2f}: on prompts that it cannot answer there"
-                " is little to lose, and a small drop says little."
+        full = max((s.full_score.mean for s in measured if s.full_score), default=1.0)
+        if by == "score" and full < _LOW_FULL_SCORE:
+            notes.append(
+                f"The full cache itself scores only {full:.2f}. Prompts that it cannot answer"
+                " cannot get worse, so a small drop means little here."
             )
-        return remarks
+        return notes
 
 
-_KNOWS_LITTLE = 0.5
-_UNBEATEN = (
-    "{beside} loses no more than {best}: on these prompts the choice of tokens decides little, and"
-    " on others it may."
+_LOW_FULL_SCORE = 0.5
+_BASELINE_AS_GOOD = (
+    "{baseline} loses no more than {best}: on these prompts it matters little which tokens are"
+    " kept. On other prompts it may."
 )
 _KL = (
-    "KL and top-1 are over the tokens up to and with the first that differs between two answers:"
-    " behind it they would judge different texts. Where answers part early, that is few tokens."
+    "KL and top-1 cover the output tokens up to and including the first difference between the two"
+    " outputs. After it, the two sides have different texts. If outputs diverge early, that is few"
+    " tokens."
 )
 
 
-def _why(refusal: Refused) -> str:
-    """What can be said of a refusal without its reason."""
-    long = re.search(r"maximum (context|model) length|max_model_len", refusal.reason)
-    return f"status {refusal.status}{', too long for its context' if long else ''}"
+def _refusal_kind(refusal: Refused) -> str:
+    """Return a description of a refusal that does not quote the server's reason."""
+    too_long = re.search(r"maximum (context|model) length|max_model_len", refusal.reason)
+    return f"status {refusal.status}{', too long for its context' if too_long else ''}"
 
 
-def _sum(earlier: int | None, now: int | None) -> int | None:
-    return None if earlier is None or now is None else earlier + now
+def _sum(earlier: int | None, new: int | None) -> int | None:
+    return None if earlier is None or new is None else earlier + new

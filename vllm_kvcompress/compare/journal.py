@@ -1,4 +1,4 @@
-"""What a run has found, a line each as it comes, so that it can go on where it ended."""
+"""Files of a comparison run, written result by result so that a run can be resumed."""
 
 import fcntl
 import json
@@ -23,32 +23,32 @@ RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"
 class Journal:
     """The files of a run in its folder.
 
-    ``run.json`` says what the run is about, ``journal.jsonl`` has an `Outcome` in each line, and
-    ``texts.jsonl`` what was asked and answered, where that is to be kept. A line that was cut off
-    is taken away; whatever it was about is asked again. Files have no buffer: what a full disk
-    did not take must not be tried again when they are closed.
+    ``run.json`` holds the settings of the run, ``journal.jsonl`` one `Outcome` per line, and
+    ``texts.jsonl`` prompts and outputs if they are kept. An incomplete last line is removed and
+    its prompt is run again. Files are unbuffered: a buffered write that failed on a full disk
+    would be tried again when the file is closed.
 
-    Every method that writes raises ConfigError where the disk does not take it.
+    Every method that writes raises ConfigError if the write fails.
     """
 
     def __init__(self, folder: Path, *, keep_text: bool) -> None:
-        """Take the folder for this process alone.
+        """Create the folder if needed and lock it for this process.
 
         Raises:
-            ConfigError: it cannot be written, or another run writes there.
+            ConfigError: The folder cannot be written, or another run holds the lock.
         """
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lines = (folder / LINES).open("a+b", buffering=0)
-            self._texts = _private(folder / TEXTS) if keep_text else None
+            self._texts = _open_private(folder / TEXTS) if keep_text else None
         except OSError as e:
-            raise ConfigError(f"--out {folder} must be a folder to write in ({e})") from None
+            raise ConfigError(f"--out {folder} must be a writable folder ({e})") from None
         try:
             fcntl.flock(self._lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
-                f"--out {folder} is in use by another run; wait for it, or give another folder"
+                f"--out {folder} is in use by another run; wait for it, or use another folder"
             ) from None
 
     def __enter__(self) -> Self:
@@ -65,74 +65,76 @@ class Journal:
         cells: Sequence[Cell],
         baselines: Sequence[Cell] = (),
     ) -> list[Outcome]:
-        """Begin a run, or go on with the one that is there; returns what it has found.
+        """Start a run, or resume the one in the folder, and return its outcomes so far.
 
         Args:
-            settings: what must be the same for figures to be put together.
-            cells: what is to be compared; may hold more than before.
-            baselines: what stands beside it; they may come and go.
+            settings: must equal those of the run in the folder.
+            cells: must include every cell of the run in the folder.
+            baselines: may differ from those of the run in the folder.
 
         Raises:
-            ConfigError: the folder has a run with other settings or cells, or a broken line.
+            ConfigError: The folder holds a run with other settings or cells, or a broken line.
         """
         names = [str(cell) for cell in cells]
         run = self._run()
         if run is None and self._lines.tell():
-            raise ConfigError(f"--out {self.folder} has {LINES} and no {RUN}; give another folder")
+            raise ConfigError(f"--out {self.folder} has {LINES} but no {RUN}; use another folder")
         if run is None:
             self._save(
                 {"version": _VERSION, "settings": dict(settings), "cells": names, "compressed": 0}
             )
             return []
         if run.get("version") != _VERSION:
-            raise ConfigError(f"--out {self.folder} is of another version; give another folder")
+            raise ConfigError(
+                f"--out {self.folder} was written by another version; use another folder"
+            )
         earlier = run["settings"]
-        other = sorted(
+        changed = sorted(
             name
             for name in {*earlier, *settings}
             if json.dumps(earlier.get(name)) != json.dumps(settings.get(name))
         )
-        if other:
+        if changed:
             raise ConfigError(
-                f"--out {self.folder} has a run with another {', '.join(other)}; give another"
-                " folder, or the settings of that run to go on with it"
+                f"--out {self.folder} holds a run with different {', '.join(changed)}; use another"
+                " folder, or repeat the settings of that run to resume it"
             )
         present = {*names, *map(str, baselines)}
         if missing := [name for name in run["cells"] if name not in present]:
             raise ConfigError(
-                f"--out {self.folder} has a run with {', '.join(missing)} as well; name the methods"
-                " and budgets of that run again, and any more, or give another folder"
+                f"--out {self.folder} holds a run that also has {', '.join(missing)}; repeat the"
+                " methods and budgets of that run and add any others, or use another folder"
             )
         self._save(run | {"cells": names})
         return self.outcomes()
 
     def add(self, outcome: Outcome) -> None:
-        """Write one line, down to the disk."""
+        """Append one outcome and sync it to disk."""
         with self._writing():
             _write_all(self._lines, OUTCOME.dump_json(outcome) + b"\n")
             os.fsync(self._lines.fileno())
 
     @property
-    def counted(self) -> int | None:
-        """Prompts that the server compressed meanwhile, as it counts; None where unknown."""
-        counted: int | None = (self._run() or {}).get("compressed")
-        return counted
+    def compressed_count(self) -> int | None:
+        """Return how many prompts the server compressed during the run, or None if unknown."""
+        count: int | None = (self._run() or {}).get("compressed")
+        return count
 
-    def forget_count(self) -> int | None:
-        """`counted`, which is unknown from now on: a run that is killed cannot say it."""
-        counted = self.counted
-        self.count(None)
-        return counted
+    def invalidate_compressed_count(self) -> int | None:
+        """Return `compressed_count` and set it to None, the right value if this run is killed."""
+        count = self.compressed_count
+        self.set_compressed_count(None)
+        return count
 
-    def count(self, compressed: int | None) -> None:
-        """Set `counted`."""
-        self._save((self._run() or {}) | {"compressed": compressed})
+    def set_compressed_count(self, count: int | None) -> None:
+        """Store `compressed_count`."""
+        self._save((self._run() or {}) | {"compressed": count})
 
     def add_text(self, item: Item, key: str, cell: Cell, text: str) -> None:
-        """Keep what was asked and answered, where that was wished for."""
+        """Append a prompt and its output text if this run keeps texts."""
         if self._texts is None:
             return
-        kept = {
+        entry = {
             "key": key,
             "name": item.name,
             "cell": str(cell),
@@ -141,9 +143,9 @@ class Journal:
             "rules": item.obeyed(text),
             "text": text,
         }
-        line = json.dumps(kept, ensure_ascii=False) + "\n"
+        line = json.dumps(entry, ensure_ascii=False) + "\n"
         with self._writing():
-            # Half a surrogate pair, which JSON may have and UTF-8 may not, as JSON's escape.
+            # UTF-8 cannot encode a lone surrogate; backslashreplace writes it as a JSON escape.
             _write_all(self._texts, line.encode(errors="backslashreplace"))
 
     def _run(self) -> dict[str, Any] | None:
@@ -155,7 +157,7 @@ class Journal:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as e:
-            raise ConfigError(f"{path} is broken ({e}); give another --out") from None
+            raise ConfigError(f"{path} is broken ({e}); use another --out") from None
         return run
 
     def _save(self, run: Mapping[str, Any]) -> None:
@@ -171,44 +173,44 @@ class Journal:
             yield
         except OSError as e:
             raise ConfigError(
-                f"--out {self.folder} cannot be written ({e}); make room there, or give another"
-                " folder"
+                f"--out {self.folder} cannot be written ({e}); free some disk space, or use"
+                " another folder"
             ) from None
 
     def outcomes(self) -> list[Outcome]:
-        """All lines that are whole.
+        """Return the outcomes of all complete lines, and remove an incomplete last line.
 
         Raises:
-            ConfigError: one before the last is broken.
+            ConfigError: A line before the last is broken.
         """
         self._lines.seek(0)
         found: list[Outcome] = []
-        whole = 0
+        valid_bytes = 0
         lines = self._lines.read().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
                 if not line.endswith(b"\n"):
-                    raise ValueError("it has no end")
+                    raise ValueError("it does not end with a newline")
                 found.append(OUTCOME.validate_json(line))
             except (ValidationError, ValueError) as e:
                 if number == len(lines):
                     break
                 reason = str(e).splitlines()[0]
                 raise ConfigError(
-                    f"{self.folder / LINES}, line {number} is broken ({reason}); give another --out"
+                    f"{self.folder / LINES}, line {number} is broken ({reason}); use another --out"
                 ) from None
-            whole += len(line)
-        self._lines.truncate(whole)
+            valid_bytes += len(line)
+        self._lines.truncate(valid_bytes)
         return found
 
 
 def _write_all(file: FileIO, line: bytes) -> None:
-    """Write a line; a disk that is nearly full may take it in parts."""
+    """Write all of `line`: an unbuffered write may write only a part of it."""
     while line:
         line = line[file.write(line) :]
 
 
-def _private(path: Path) -> FileIO:
-    """A file to write on that nobody else may read."""
+def _open_private(path: Path) -> FileIO:
+    """Open a file for appending that only its owner can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     return FileIO(descriptor, "a")

@@ -1,4 +1,4 @@
-"""How far an answer from a compressed cache is from the full cache's own."""
+"""Distances between the output of a compressed cache and the output of the full cache."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 import numpy as np
 
 _ROUNDING = 1e-6
-"""What float32 probabilities that should add up to 1 may miss."""
-_TIMES = 4
-"""So often said in a row, words are a loop."""
-_RUN, _RUNS = 8, 3
-"""So many words that stand in so many places are a loop, whatever stands between them."""
-PLACES: Mapping[str, slice] = {
+"""Rounding error of a sum of float32 probabilities that should be 1."""
+_END_REPEATS = 4
+"""Repetitions at the end of an output that count as a loop."""
+_NGRAM, _NGRAM_REPEATS = 8, 3
+"""Words of a passage, and its occurrences anywhere in the output, that count as a loop."""
+POSITION_RANGES: Mapping[str, slice] = {
     "1 to 32": slice(0, 32),
     "33 to 64": slice(32, 64),
     "from 65": slice(64, None),
 }
-"""Tokens of an answer, from which to which one. What a cache forgot shows late."""
+"""Ranges of output token positions, by report name. Forgotten content tends to show late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Two greedy answers, side by side.
+    """Comparison of two greedy outputs.
 
     Args:
-        exact: whether they are the same.
-        shared: tokens at their start that are the same, so the first divergence; all where exact.
-        similarity: 1 less their edit distance over the longer one's length, in [0, 1].
+        exact: whether they are equal.
+        shared: length of their common prefix, so the index of the first difference if they differ.
+        similarity: 1 minus their edit distance divided by the longer length, in [0, 1].
     """
 
     exact: bool
@@ -36,7 +36,7 @@ class Agreement:
 
 
 def agreement(full: Sequence[str], other: Sequence[str]) -> Agreement:
-    """Compare two answers, as tokens or as characters."""
+    """Return the agreement of two outputs, given as tokens or as characters."""
     shared = 0
     while shared < min(len(full), len(other)) and full[shared] == other[shared]:
         shared += 1
@@ -46,7 +46,7 @@ def agreement(full: Sequence[str], other: Sequence[str]) -> Agreement:
 
 
 def similarity(a: Sequence[str], b: Sequence[str]) -> float:
-    """``1 - d / max(len(a), len(b))``, with d Levenshtein's distance; 1 where both are empty."""
+    """Return ``1 - d / max(len(a), len(b))`` with Levenshtein distance d; 1 if both are empty."""
     longer = max(len(a), len(b))
     if not longer:
         return 1.0
@@ -54,58 +54,61 @@ def similarity(a: Sequence[str], b: Sequence[str]) -> float:
 
 
 def distance(a: Sequence[str], b: Sequence[str]) -> int:
-    """Levenshtein's distance: fewest insertions, deletions and replacements.
+    """Return the Levenshtein distance: the fewest insertions, deletions and replacements.
 
-    A row of the table at a time: an insertion costs its distance to where it starts, so a running
-    minimum of ``cost - column`` does what the recurrence does cell by cell.
+    Computes one row of the dynamic-programming table at a time. An insertion costs its distance to
+    the column where it starts, so a running minimum of ``cost - column`` replaces the recurrence
+    within a row.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys((*a, *b)))}
     columns = np.arange(len(b) + 1)
-    other = np.array([numbers[name] for name in b], dtype=np.int64)
+    b_numbers = np.array([numbers[name] for name in b], dtype=np.int64)
     row = columns
     for name in a:
-        replaced = row[:-1] + (other != numbers[name])
+        replaced = row[:-1] + (b_numbers != numbers[name])
         best = np.concatenate(([row[0] + 1], np.minimum(replaced, row[1:] + 1)))
         row = np.minimum.accumulate(best - columns) + columns
     return int(row[-1])
 
 
 def loops(text: str) -> bool:
-    """Whether an answer says the same again and again.
+    """Return whether an output repeats itself.
 
-    It ends by saying the same words `_TIMES` times in a row, or more; its last word may have been
-    cut off, and is then no part of what is said again. Or the same `_RUN` words stand in it
-    `_RUNS` times, none of them in two of these places.
+    It repeats itself if it ends with the same words `_END_REPEATS` times or more in a row, not
+    counting a last word that was cut off, or if a passage of `_NGRAM` words occurs
+    `_NGRAM_REPEATS` times without overlap.
     """
     words = text.split()
-    return _ends_alike(words) or _ends_alike(words[:-1]) or _comes_again(words)
+    return _repeats_at_end(words) or _repeats_at_end(words[:-1]) or _repeats_a_passage(words)
 
 
-def _comes_again(words: list[str]) -> bool:
+def _repeats_a_passage(words: list[str]) -> bool:
+    # For each passage: its occurrences so far, and the first index after the last occurrence.
     seen: dict[tuple[str, ...], tuple[int, int]] = {}
-    for at in range(len(words) - _RUN + 1):
-        run = tuple(words[at : at + _RUN])
-        times, free = seen.get(run, (0, 0))
-        if at >= free:
-            seen[run] = times + 1, at + _RUN
-            if times + 1 == _RUNS:
+    for start in range(len(words) - _NGRAM + 1):
+        passage = tuple(words[start : start + _NGRAM])
+        occurrences, next_start = seen.get(passage, (0, 0))
+        if start >= next_start:
+            seen[passage] = occurrences + 1, start + _NGRAM
+            if occurrences + 1 == _NGRAM_REPEATS:
                 return True
     return False
 
 
-def _ends_alike(words: list[str]) -> bool:
-    runs = range(1, len(words) // _TIMES + 1)
-    return any(words[-run * _TIMES :] == words[-run:] * _TIMES for run in runs)
+def _repeats_at_end(words: list[str]) -> bool:
+    lengths = range(1, len(words) // _END_REPEATS + 1)
+    return any(words[-n * _END_REPEATS :] == words[-n:] * _END_REPEATS for n in lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """How two caches judge the next token, over places with the same text before them.
+    """Comparison of next-token distributions over positions with the same preceding text.
 
     Args:
-        places: how many there are.
-        same_first: in how many the most likely token is the same.
-        kl: sum over them of KL(full || compressed), in nats, of what is known: a lower bound.
+        places: number of positions.
+        same_first: positions at which both sides have the same most likely token.
+        kl: sum over positions of KL(full || compressed) in nats. A lower bound, because only the
+            most likely tokens are known.
     """
 
     places: int
@@ -116,37 +119,37 @@ class Divergence:
 def divergence(
     full: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]
 ) -> Divergence:
-    """Compare the log-probabilities of two caches, place by place.
+    """Compare the log-probabilities of two caches position by position.
 
     Args:
-        full: the most likely tokens in each place, by name, as the full cache has them.
-        other: the same of the compressed one, as many places.
+        full: for each position, the full cache's most likely tokens and their log-probabilities.
+        other: the same for the compressed cache, with equal length.
     """
     pairs = list(zip(full, other, strict=True))
     return Divergence(
         places=len(pairs),
-        same_first=sum(_first(p) == _first(q) for p, q in pairs),
+        same_first=sum(_most_likely(p) == _most_likely(q) for p, q in pairs),
         kl=math.fsum(coarse_kl(p, q) for p, q in pairs),
     )
 
 
 def coarse_kl(p: Mapping[str, float], q: Mapping[str, float]) -> float:
-    """KL(p || q) in nats over the tokens that both name, and all others as one outcome.
+    """Return KL(p || q) in nats over the tokens in both, with all other tokens as one outcome.
 
-    Merging outcomes never makes KL larger, so it is a lower bound of the true one. Of what is left
-    to the others, amounts that rounding alone may leave count as none.
+    Merging outcomes never increases KL, so this is a lower bound of the true KL. Probability mass
+    of the merged outcome below `_ROUNDING` counts as 0.
 
     Args:
-        p, q: log-probabilities of the most likely tokens, by name.
+        p, q: log-probabilities of the most likely tokens, by token name.
     """
-    both = p.keys() & q.keys()
-    known = math.fsum(math.exp(p[name]) * (p[name] - q[name]) for name in both)
-    rest_p = 1 - math.fsum(math.exp(p[name]) for name in both)
-    rest_q = 1 - math.fsum(math.exp(q[name]) for name in both)
+    shared = p.keys() & q.keys()
+    kl = math.fsum(math.exp(p[name]) * (p[name] - q[name]) for name in shared)
+    rest_p = 1 - math.fsum(math.exp(p[name]) for name in shared)
+    rest_q = 1 - math.fsum(math.exp(q[name]) for name in shared)
     if rest_p > _ROUNDING:
-        known += rest_p * math.log(rest_p / max(rest_q, _ROUNDING))
-    return max(known, 0.0)
+        kl += rest_p * math.log(rest_p / max(rest_q, _ROUNDING))
+    return max(kl, 0.0)
 
 
-def _first(likely: Mapping[str, float]) -> str:
-    return max(likely, key=lambda name: likely[name])
+def _most_likely(logprobs: Mapping[str, float]) -> str:
+    return max(logprobs, key=lambda name: logprobs[name])

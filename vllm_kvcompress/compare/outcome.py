@@ -1,4 +1,4 @@
-"""What became of one prompt in one cell: figures, and nothing of what was asked or answered."""
+"""Result of one prompt in one cell, as numbers only: no prompt or output text."""
 
 from math import fsum
 from typing import Annotated, Self
@@ -6,9 +6,9 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from vllm_kvcompress.compare.client import Answer, Cell
+from vllm_kvcompress.compare.client import Cell, Completion
 from vllm_kvcompress.compare.measures import (
-    PLACES,
+    POSITION_RANGES,
     Agreement,
     Divergence,
     agreement,
@@ -24,27 +24,30 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class Outcome:
-    """One prompt in one cell, beside the full cache's answer to it in the same run.
+    """One prompt in one cell, compared with the full cache's output in the same run.
+
+    A line of ``journal.jsonl`` holds these fields. Fields with the prefix ``full_`` are of the
+    full cache.
 
     Args:
-        key: the prompt's (`prompts.keys`).
-        task, group: the prompt's; None is a group of its own.
-        protect: what was protected, as it was asked for; empty for what the server does by itself.
-        lookahead: tokens of the answer that judge the prompt, as it was asked for; None likewise.
-        kept_tokens: mean of the layers; None where the server said nothing of it.
-        by_role: of each role its tokens and the share that was kept; empty likewise.
-        exact, shared, similarity: of the two answers (`measures.Agreement`).
-        length, full_length: of the answers, in the unit of `shared`.
-        loops, full_loops: whether they end in a loop (`measures.loops`).
-        places, same_first, kl: over the text that both share (`measures.Divergence`); None where
-            the server tells no log-probabilities.
-        by_place: the same for each of `measures.PLACES`.
-        score, full_score: share of what is known of a right answer that holds (`Item.score`); None
-            where nothing is known.
-        rules: of each of the prompt's rules, by its name, whether it is obeyed on this side and on
-            the other.
-        first_token_s, token_s: on this side, in seconds; `full_` on the other. `token_s` is None
-            for an answer of one token.
+        key: SHA-256 key of the prompt (`prompts.key`).
+        task: task of the prompt.
+        group: shared by prompts over the same text. None if the prompt has its text for itself.
+        method, budget, protect, lookahead: the cell (`Cell`).
+        prompt_tokens: prompt length in tokens.
+        kept_tokens: tokens kept per layer, mean over layers. None if the server did not report it.
+        by_role: tokens and kept share of each role. Empty if the server did not report it.
+        exact, shared, similarity: comparison of the two outputs (`measures.Agreement`).
+        length, full_length: output lengths, in the unit of `shared`.
+        loops, full_loops: whether the output repeats itself (`measures.loops`).
+        places, same_first, kl: comparison of probabilities over the shared text
+            (`measures.Divergence`). None if the server reports no log-probabilities.
+        by_place: the same comparison for each of `measures.POSITION_RANGES`.
+        score, full_score: share of the expected answers and rules that hold (`Item.score`). None
+            if the prompt has neither.
+        rules: for each rule name, whether the compressed and the full cache obey it.
+        first_token_s, full_first_token_s: time to first token in seconds.
+        token_s, full_token_s: seconds per further output token. None for a single output token.
     """
 
     key: str
@@ -87,7 +90,7 @@ class Outcome:
 
     @property
     def drawn_with(self) -> str:
-        """What this prompt is no independent sample of: its group, or other copies of it."""
+        """Return the sampling group: the group of the prompt, or the key shared by its copies."""
         return self.group or self.key.partition("#")[0]
 
     @classmethod
@@ -96,20 +99,23 @@ class Outcome:
         item: Item,
         key: str,
         cell: Cell,
-        full: Answer,
-        other: Answer,
+        full: Completion,
+        compressed: Completion,
         *,
         kl: bool = True,
     ) -> Self:
-        """Compare two answers.
+        """Return the comparison of two completions of one prompt.
 
         Args:
-            kl: whether to compare what is likely as well.
+            kl: also compare token probabilities.
         """
-        sides = (full.names, other.names)
-        tokens = all(sides) or not (full.text or other.text)
-        found: Agreement = agreement(*sides) if tokens else agreement(full.text, other.text)
-        by_place = _by_place(full, other, found) if kl else None
+        sides = (full.token_names, compressed.token_names)
+        # Without tokens, compare characters, unless both outputs are empty.
+        has_tokens = all(sides) or not (full.text or compressed.text)
+        found: Agreement = (
+            agreement(*sides) if has_tokens else agreement(full.text, compressed.text)
+        )
+        by_place = _by_position(full, compressed, found) if kl else None
         full_obeyed = item.obeyed(full.text)
         return cls(
             key=key,
@@ -120,27 +126,27 @@ class Outcome:
             protect=cell.protect,
             lookahead=cell.lookahead,
             prompt_tokens=full.prompt_tokens,
-            kept_tokens=None if other.kept_tokens is None else float(other.kept_tokens),
-            by_role=dict(other.by_role),
+            kept_tokens=None if compressed.kept_tokens is None else float(compressed.kept_tokens),
+            by_role=dict(compressed.by_role),
             exact=found.exact,
             shared=found.shared,
             similarity=found.similarity,
-            length=len(sides[1]) if tokens else len(other.text),
-            full_length=len(sides[0]) if tokens else len(full.text),
-            loops=loops(other.text),
+            length=len(sides[1]) if has_tokens else len(compressed.text),
+            full_length=len(sides[0]) if has_tokens else len(full.text),
+            loops=loops(compressed.text),
             full_loops=loops(full.text),
             places=None if by_place is None else sum(each.places for each in by_place),
             same_first=None if by_place is None else sum(each.same_first for each in by_place),
             kl=None if by_place is None else fsum(each.kl for each in by_place),
             by_place=by_place,
-            score=item.score(other.text) if item.known else None,
+            score=item.score(compressed.text) if item.known else None,
             full_score=item.score(full.text) if item.known else None,
             rules={
                 name: (obeyed, full_obeyed[name])
-                for name, obeyed in item.obeyed(other.text).items()
+                for name, obeyed in item.obeyed(compressed.text).items()
             },
-            first_token_s=other.first_token_s,
-            token_s=other.token_s,
+            first_token_s=compressed.first_token_s,
+            token_s=compressed.token_s,
             full_first_token_s=full.first_token_s,
             full_token_s=full.token_s,
         )
@@ -149,20 +155,23 @@ class Outcome:
 OUTCOME = TypeAdapter(Outcome)
 
 
-def _by_place(full: Answer, other: Answer, found: Agreement) -> tuple[Divergence, ...] | None:
-    """Both caches over the same text: what the two answers share, and the token where they part.
+def _by_position(
+    full: Completion, compressed: Completion, found: Agreement
+) -> tuple[Divergence, ...] | None:
+    """Return the divergence in each position range, over the shared tokens and the next one.
 
-    The first token is left out. It comes from the full cache on both sides.
+    Leaves out the first output token, which comes from the full cache on both sides. Returns None
+    if a side has no tokens.
     """
-    if not full.tokens or not other.tokens:
+    if not full.tokens or not compressed.tokens:
         return None
-    # Where they part, what stands before is still the same.
-    stop = min(found.shared + 1, len(full.tokens), len(other.tokens))
-    judged = range(1, stop)
+    # At the first different token, the preceding text is still the same on both sides.
+    stop = min(found.shared + 1, len(full.tokens), len(compressed.tokens))
+    compared = range(1, stop)
     return tuple(
         divergence(
-            [full.tokens[place].likely for place in judged if place in every],
-            [other.tokens[place].likely for place in judged if place in every],
+            [full.tokens[i].logprobs for i in compared if i in positions],
+            [compressed.tokens[i].logprobs for i in compared if i in positions],
         )
-        for every in (range(stop)[places] for places in PLACES.values())
+        for positions in (range(stop)[bounds] for bounds in POSITION_RANGES.values())
     )

@@ -1,29 +1,29 @@
-"""Quality against the share of tokens kept, as a picture. Needs matplotlib."""
+"""Chart of output quality against the share of tokens kept. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kvcompress.compare.report import Report
 from vllm_kvcompress.compare.statistics import Estimate
-from vllm_kvcompress.compare.summary import By, Summary
+from vllm_kvcompress.compare.summary import Measure, Summary
 
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
 _LINES = ("#2171b5", "#d9730d", "#3f9b5f", "#8a5bb5", "#b5342f", "#7a6a53", "#c0579a", "#5f6b76")
-_BESIDE = "#9aa5b1"
+_BASELINE = "#9aa5b1"
 _MARKS = "osD^vPX*"
 _AXES = {
-    "score": "share of the answers that are named",
-    "agreement": "share of answers that are the full cache's",
-    "similarity": "similarity to the full cache's answers",
+    "score": "score: share of expected answers and rules",
+    "agreement": "share of outputs equal to the full cache's",
+    "similarity": "similarity to the full cache's outputs",
 }
 
 
 def save_picture(report: Report, path: Path) -> None:
-    """Draw a line for each method, with 95 % intervals, and the full cache across.
+    """Write a PNG with one line per method, 95 % intervals, and the full cache as a dashed line.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -37,24 +37,24 @@ def save_picture(report: Report, path: Path) -> None:
         points = _points(summaries, by)
         if not points:
             continue
-        beside = summaries[0].baseline
-        x, y = [kept for kept, _ in points], [found.mean for _, found in points]
+        baseline = summaries[0].baseline
+        x, y = [kept for kept, _ in points], [quality.mean for _, quality in points]
         errors = [
-            [max(found.mean - found.low, 0.0) for _, found in points],
-            [max(found.high - found.mean, 0.0) for _, found in points],
+            [max(quality.mean - quality.low, 0.0) for _, quality in points],
+            [max(quality.high - quality.mean, 0.0) for _, quality in points],
         ]
         axes.errorbar(
             x, y, yerr=errors, label=method,
-            color=_BESIDE if beside else _LINES[number % len(_LINES)],
-            marker=_MARKS[number % len(_MARKS)], markersize=3 if beside else 5,
-            linewidth=0.8 if beside else 1.4, linestyle=":" if beside else "-",
-            capsize=3, elinewidth=0.5 if beside else 0.9, zorder=1.5 if beside else 2.5,
+            color=_BASELINE if baseline else _LINES[number % len(_LINES)],
+            marker=_MARKS[number % len(_MARKS)], markersize=3 if baseline else 5,
+            linewidth=0.8 if baseline else 1.4, linestyle=":" if baseline else "-",
+            capsize=3, elinewidth=0.5 if baseline else 0.9, zorder=1.5 if baseline else 2.5,
         )  # fmt: skip
     axes.axhline(
-        _full(report.summaries, by), color=_INK, linewidth=0.9, linestyle=(0, (4, 3)),
+        _full_quality(report.summaries, by), color=_INK, linewidth=0.9, linestyle=(0, (4, 3)),
         label="full cache",
     )  # fmt: skip
-    axes.set_xlabel("share of the prompts' tokens kept")
+    axes.set_xlabel("share of prompt tokens kept")
     axes.set_ylabel(_AXES[by])
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.tick_params(labelsize=8, colors=_QUIET)
@@ -67,15 +67,18 @@ def save_picture(report: Report, path: Path) -> None:
 
 
 def _by_method(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
-    """Each method's cells, what stands beside last: a method is one of the two throughout."""
+    """Return the summaries by cell name, baselines last."""
     found: dict[str, list[Summary]] = {}
     for summary in sorted(summaries, key=lambda s: s.baseline):
         found.setdefault(summary.cell.name, []).append(summary)
     return found
 
 
-def _points(summaries: Sequence[Summary], by: By) -> list[tuple[float, Estimate]]:
-    """Share kept and quality, from the smallest; a budget stands in for a share nobody knows."""
+def _points(summaries: Sequence[Summary], by: Measure) -> list[tuple[float, Estimate]]:
+    """Return pairs of kept share and quality, by increasing share.
+
+    Uses a ratio budget as the kept share if the server does not report the share.
+    """
     found = []
     for summary in summaries:
         quality = {
@@ -91,6 +94,6 @@ def _points(summaries: Sequence[Summary], by: By) -> list[tuple[float, Estimate]
     return sorted(found, key=lambda point: point[0])
 
 
-def _full(summaries: Sequence[Summary], by: By) -> float:
+def _full_quality(summaries: Sequence[Summary], by: Measure) -> float:
     scores = [s.full_score.mean for s in summaries if s.full_score is not None]
     return sum(scores) / len(scores) if by == "score" and scores else 1.0

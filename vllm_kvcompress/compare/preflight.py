@@ -1,4 +1,4 @@
-"""Whether a server can be compared with itself: asked before any prompt is."""
+"""Checks of a server before a comparison sends it any prompt."""
 
 import dataclasses
 import json
@@ -9,10 +9,10 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
-from vllm_kvcompress.settings.overrides import BY_ROLE
+from vllm_kvcompress.settings.request_keys import BY_ROLE
 
-_QUICK_S = 10.0
-_TOPS = (20, 5, 1, 0)
+_PAGE_TIMEOUT_S = 10.0
+_TOP_LOGPROBS = (20, 5, 1, 0)
 _TINY = Item(
     name="preflight",
     task="preflight",
@@ -20,20 +20,20 @@ _TINY = Item(
     answers=(),
     max_tokens=4,
 )
-_DECISIVE = ("method", "window", "min_prompt", "min_output", "pressure")
-"""Settings of a server that decide what a request is answered, whatever it asks for itself."""
-_NO_SUCH = Cell(method="no-such-method")
+_OUTPUT_SETTINGS = ("method", "window", "min_prompt", "min_output", "pressure")
+"""Server settings that change outputs and that a request cannot override."""
+_UNKNOWN_METHOD = Cell(method="no-such-method")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What a server is and lets us see.
+class Server:
+    """A server that passed the checks.
 
     Args:
-        client: to ask it with.
-        settings: of it, those that change what an answer is; none where it does not say.
-        baselines: of the cells that were to stand beside, those that it takes.
-        notes: what the report must say of it, a sentence each.
+        client: client with the model and the options that the server supports.
+        settings: server settings that change outputs. Empty if the server does not report them.
+        baselines: the requested baselines that the server accepts.
+        notes: sentences that the report must include.
     """
 
     client: Client
@@ -42,93 +42,95 @@ class Served:
     notes: Sequence[str]
 
 
-def look(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) -> Served:
-    """Ask a server what it is, and for every cell with a tiny prompt.
+def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) -> Server:
+    """Check a server by sending a tiny prompt in every cell.
 
     Args:
-        client: its model is not looked at.
-        baselines: cells to stand beside; a method of theirs that it refuses is left out.
+        client: its `model` is ignored and replaced by the served model.
+        cells: cells that the server must accept.
+        baselines: further cells. A baseline method that the server refuses is left out.
 
     Raises:
-        Unreachable: it does not answer, or not as vLLM does.
-        ConfigError: it compresses nothing, or refuses a cell; with its own reason.
+        Unreachable: The server does not respond, or does not respond as vLLM does.
+        ConfigError: The server does not compress, or refuses a cell. Quotes the server's reason.
     """
     host = client.host
-    status, _ = host.get("/health", _QUICK_S)
+    status, _ = host.get("/health", _PAGE_TIMEOUT_S)
     if 400 <= status < 500:
         raise Unreachable(
-            f"{host.url}/health answered {status}; give the address of vLLM itself, and not that of"
-            " a gateway before it"
+            f"{host.url}/health returned {status}; give the address of vLLM itself, not of a"
+            " gateway in front of it"
         )
     if status != 200:
-        raise Unreachable(f"{host.url}/health answered {status}; wait until the server is well")
+        raise Unreachable(f"{host.url}/health returned {status}; wait until the server is healthy")
     client = dataclasses.replace(client, model=_model(host))
-    metrics = counted(host)
-    client, notes = _telling(client)
+    metrics = read_metrics(host)
+    client, notes = _with_top_logprobs(client)
     _require_plugin(client, metrics)
     for cell in cells:
-        _require(client, cell)
-    taken, left_out = _allowed(client, baselines)
-    notes += left_out
+        _require_accepted(client, cell)
+    accepted, baseline_notes = _accepted_baselines(client, baselines)
+    notes += baseline_notes
     info = metrics.info if metrics else None
-    client = dataclasses.replace(client, by_role=_tells_roles(client))
-    if not client.ask(_TINY, FULL).names:
+    client = dataclasses.replace(client, report_roles=_reports_roles(client))
+    if not client.complete(_TINY, FULL).token_names:
         notes.append(
-            "The server does not tell every token of an answer, so answers are compared by"
-            " characters, and there is no KL."
+            "The server does not report every output token, so outputs are compared by characters"
+            " and there is no KL."
         )
-    return Served(
+    return Server(
         client=client,
-        settings={name: info[name] for name in _DECISIVE if info and name in info},
-        baselines=taken,
+        settings={name: info[name] for name in _OUTPUT_SETTINGS if info and name in info},
+        baselines=accepted,
         notes=notes,
     )
 
 
-def counted(host: Host) -> Metrics | None:
-    """The server's metrics; None where it shows none."""
+def read_metrics(host: Host) -> Metrics | None:
+    """Return the server's metrics, or None if it has no metrics page."""
     try:
-        return host.metrics(_QUICK_S)
+        return host.metrics(_PAGE_TIMEOUT_S)
     except Unreachable:
         return None
 
 
 def _model(host: Host) -> str:
-    status, text = host.get("/v1/models", _QUICK_S)
+    status, text = host.get("/v1/models", _PAGE_TIMEOUT_S)
     if status != 200:
         hint = ""
         if status in (401, 403):
-            hint = "; --api-key is not the server's" if host.key else "; pass --api-key"
-        raise Unreachable(f"{host.url}/v1/models answered {status}: {error_message(text)}{hint}")
+            hint = "; --api-key is not the server's key" if host.key else "; pass --api-key"
+        raise Unreachable(f"{host.url}/v1/models returned {status}: {error_message(text)}{hint}")
     try:
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
         raise Unreachable(f"{host.url}/v1/models lists no model; is it a vLLM server?") from None
 
 
-def _telling(client: Client) -> tuple[Client, list[str]]:
-    """The client with as many likely tokens as the server gives, and what to say of it."""
-    for top in _TOPS:
-        asking = dataclasses.replace(client, top=top)
+def _with_top_logprobs(client: Client) -> tuple[Client, list[str]]:
+    """Return a client with the most top log-probabilities that the server allows, and notes."""
+    for top_logprobs in _TOP_LOGPROBS:
+        candidate = dataclasses.replace(client, top_logprobs=top_logprobs)
         try:
-            asking.ask(_TINY, FULL)
+            candidate.complete(_TINY, FULL)
         except Refused as e:
-            if e.status != 400 or "logprobs" not in e.reason or top == _TOPS[-1]:
-                raise _refused(FULL, e) from None
+            is_last = top_logprobs == _TOP_LOGPROBS[-1]
+            if e.status != 400 or "logprobs" not in e.reason or is_last:
+                raise _refusal_error(FULL, e) from None
             continue
-        if top == _TOPS[0]:
-            return asking, []
-        return asking, [
-            f"The server gives {top} likely tokens in each place and not {_TOPS[0]}"
-            " (--max-logprobs): KL is a weaker bound."
+        if top_logprobs == _TOP_LOGPROBS[0]:
+            return candidate, []
+        return candidate, [
+            f"The server allows {top_logprobs} top log-probabilities per position instead of"
+            f" {_TOP_LOGPROBS[0]} (--max-logprobs): KL is a weaker lower bound."
         ]
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _tells_roles(client: Client) -> bool:
-    """Whether a request may ask what is kept of each role: not without --kv-usage."""
+def _reports_roles(client: Client) -> bool:
+    """Return whether requests may ask for the kept share of each role. Needs --kv-usage."""
     try:
-        dataclasses.replace(client, by_role=True).ask(_TINY, FULL)
+        dataclasses.replace(client, report_roles=True).complete(_TINY, FULL)
     except Refused as e:
         if e.status != 400 or BY_ROLE not in e.reason:
             raise
@@ -137,59 +139,65 @@ def _tells_roles(client: Client) -> bool:
 
 
 def _require_plugin(client: Client, metrics: Metrics | None) -> None:
-    """vLLM alone takes any ``vllm_xargs`` and answers in full: everything would agree."""
+    """Raise ConfigError if the plugin is off.
+
+    Plain vLLM accepts any ``vllm_xargs`` and does not compress: every output would match.
+    """
     if metrics is not None and metrics.info is not None:
         return
     try:
-        client.ask(_TINY, _NO_SUCH)
+        client.complete(_TINY, _UNKNOWN_METHOD)
     except Refused as e:
         if e.status == 400:
             return
         raise
     raise ConfigError(
-        f"{client.host.url} must compress what asks for it, and takes any method without a word:"
-        " the plugin is off there; start it with --kv-compress off --kv-allow-override all"
+        f"{client.host.url} accepts an unknown compression method, so the plugin is off there;"
+        " start the server with --kv-compress off --kv-allow-override all"
     )
 
 
-def _require(client: Client, cell: Cell) -> None:
+def _require_accepted(client: Client, cell: Cell) -> None:
     try:
-        client.ask(_TINY, cell)
+        client.complete(_TINY, cell)
     except Refused as e:
-        raise _refused(cell, e) from None
+        raise _refusal_error(cell, e) from None
 
 
-def _allowed(client: Client, baselines: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
-    """Those that the server takes, by whole methods, and a sentence about the others."""
+def _accepted_baselines(client: Client, baselines: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """Return the baselines whose method the server accepts, and a note about the others."""
     reasons: dict[str, str] = {}
     for cell in baselines:
         if cell.method in reasons:
             continue
         try:
-            client.ask(_TINY, cell)
+            client.complete(_TINY, cell)
         except Refused as e:
             if e.status != 400:
                 raise
             reasons[cell.method] = e.reason
-    taken = [cell for cell in baselines if cell.method not in reasons]
+    accepted = [cell for cell in baselines if cell.method not in reasons]
     if not reasons:
-        return taken, []
-    return taken, [
-        "What a method has to beat is not all there, since the server refuses"
+        return accepted, []
+    return accepted, [
+        "Some baselines are missing because the server refuses"
         f" {' and '.join(reasons)} ({next(iter(reasons.values()))})."
     ]
 
 
-def _refused(cell: Cell, e: Refused) -> Exception:
+def _refusal_error(cell: Cell, e: Refused) -> Exception:
     if e.status != 400:
         return e
-    cure = ""
+    fix = ""
     if "kv_budget must be" in e.reason:
-        cure = "; start it with other --kv-budget-bounds, or leave this budget out"
+        fix = "; start the server with other --kv-budget-bounds, or remove this budget"
     elif "chat template" in e.reason:
-        cure = " Every prompt is sent as a chat: start it with --chat-template"
+        fix = " Every prompt is sent as a chat: start the server with --chat-template"
     elif "pulls prompts" in e.reason:
-        cure = "; leave this out"
+        fix = "; remove this method"
     elif "kv_" in e.reason:
-        cure = "; start it with --kv-allow-override all or a list that has it, or leave this out"
-    return ConfigError(f"the server refuses {cell}: {e.reason}{cure}")
+        fix = (
+            "; start the server with --kv-allow-override all or a list that includes this method,"
+            " or remove it"
+        )
+    return ConfigError(f"the server refuses {cell}: {e.reason}{fix}")

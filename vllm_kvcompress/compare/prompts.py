@@ -1,4 +1,4 @@
-"""An operator's own prompts: a line of JSON each."""
+"""Reader of the user's own prompts: a JSONL file with one prompt per line."""
 
 import hashlib
 import json
@@ -8,36 +8,37 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
 TASK = "prompts"
-"""What an operator's own prompts belong to."""
+"""Task name of the user's own prompts."""
 
 _CHANGES_THE_PROMPT = frozenset(
     {"functions", "response_format", "structured_outputs", "chat_template"}
     | {"chat_template_kwargs", "documents", "mm_processor_kwargs"}
 )
-"""Fields of a chat body that would make another prompt or answer of it, and are not sent."""
-_OF_A_MESSAGE = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+"""Fields of a chat body that change the prompt or the output, and that are not sent."""
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _FORM = '{"messages": [...]} as in an OpenAI chat body, or {"prompt": "..."}'
 
 
 def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
-    """The prompts of a JSONL file, in its order.
+    """Return the prompts of a JSONL file, in file order.
 
-    A line is ``{"messages": [...]}`` or ``{"prompt": "..."}``, with ``max_tokens`` (or
-    ``max_completion_tokens``), and ``answer`` or ``answers`` where they are known. A chat may have
-    ``tools``, and messages that call them and tell what came of it. Of a body's other fields, those
-    that say how to sample are left out: every answer here is greedy.
+    A line is ``{"messages": [...]}`` or ``{"prompt": "..."}``, optionally with ``max_tokens`` (or
+    ``max_completion_tokens``), and with ``answer`` or ``answers`` if they are known. A chat may
+    have ``tools``, messages that call them, and their results. Sampling parameters are ignored:
+    every output is greedy.
 
     Args:
-        max_tokens: of prompts that do not say it themselves.
+        max_tokens: output tokens for prompts without their own ``max_tokens``.
 
     Raises:
-        ConfigError: the file cannot be read, has no prompt, or has a line that is none; it names
-            the line and never quotes it.
+        ConfigError: The file cannot be read, has no prompt, or has an invalid line. The message
+            gives the line number and never quotes the line.
     """
     try:
-        # Not splitlines: a text in JSON may have U+2028 and other ends of lines in it.
+        # splitlines would also split at U+2028 and similar characters inside JSON strings.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--prompts {path} cannot be read as UTF-8 text ({e})") from None
@@ -47,52 +48,56 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
         if line.strip()
     ]
     if not items:
-        raise ConfigError(f"--prompts {path} must have a prompt in each line, and is empty")
+        raise ConfigError(f"--prompts {path} must have one prompt per line, but it is empty")
     return items
 
 
 def key(item: Item) -> str:
-    """A name for a prompt that does not tell it: SHA-256 over what is sent."""
+    """Return the SHA-256 of what is sent for a prompt: a key that does not reveal the prompt."""
     sent = [item.messages, item.max_tokens, *([item.tools] if item.tools else ())]
-    written = json.dumps(sent, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(written.encode()).hexdigest()
+    text = json.dumps(sent, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def keys(items: Sequence[Item]) -> list[str]:
-    """Of each prompt its `key`, and a number behind it where the same one comes again."""
-    seen: dict[str, int] = {}
-    named = []
+    """Return the `key` of each prompt, with ``#2``, ``#3`` and so on for repeated prompts."""
+    counts: dict[str, int] = {}
+    unique_keys = []
     for item in items:
         name = key(item)
-        seen[name] = seen.get(name, 0) + 1
-        named.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return named
+        counts[name] = counts.get(name, 0) + 1
+        unique_keys.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return unique_keys
 
 
 def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
     try:
-        body = json.loads(line)
-        # What is sent has it a little deeper.
+        body = parse_json(line)
+        # The request nests the prompt four levels deeper, which must stay within json's limit.
         json.dumps([[[[body]]]])
     except json.JSONDecodeError as e:
-        # The rule and the place, and nothing of the line.
+        # Only the rule and the position: the message must not quote the line.
         raise ConfigError(f"{where} must be JSON, {_FORM}; {e.msg} (column {e.colno})") from None
+    except RepeatedKeyError:
+        raise ConfigError(
+            f"{where} must be JSON, {_FORM}; an object has the same key twice, remove one"
+        ) from None
     except ValueError as e:
         raise ConfigError(f"{where} must be JSON, {_FORM}; {e}") from None
     except RecursionError:
-        raise ConfigError(f"{where} must be JSON, {_FORM}; it is nested too deep") from None
+        raise ConfigError(f"{where} must be JSON, {_FORM}; it is nested too deeply") from None
     if not isinstance(body, dict):
         raise ConfigError(f"{where} must be an object, {_FORM}; got {_kind(body)}")
-    if changed := sorted(_CHANGES_THE_PROMPT & body.keys()):
+    if unsupported := sorted(_CHANGES_THE_PROMPT & body.keys()):
         raise ConfigError(
-            f"{where} has {', '.join(changed)}, which would change what is asked and is not"
-            " supported; take it out, or the line"
+            f"{where} has {', '.join(unsupported)}, which would change the prompt or the output and"
+            " is not supported; remove the field or the line"
         )
     limit = body.get("max_tokens", body.get("max_completion_tokens"))
     limit = max_tokens if limit is None else limit
     if type(limit) is not int or limit < 2:
         raise ConfigError(
-            f"{where}: max_tokens must be a whole number of at least 2, since the first token"
+            f"{where}: max_tokens must be an integer of at least 2, because the first token always"
             f" comes from the full cache; got {limit if type(limit) is int else _kind(limit)}"
         )
     return Item(
@@ -107,36 +112,36 @@ def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
 
 def _messages(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
     if ("messages" in body) == ("prompt" in body):
-        raise ConfigError(f"{where} must have one of messages and prompt: {_FORM}")
+        raise ConfigError(f"{where} must have either messages or prompt: {_FORM}")
     if "prompt" in body:
         if not isinstance(body["prompt"], str) or not body["prompt"]:
-            raise ConfigError(f"{where}: prompt must be a text that is not empty")
+            raise ConfigError(f"{where}: prompt must be a non-empty string")
         return ({"role": "user", "content": body["prompt"]},)
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages must be a list that is not empty")
-    for place, message in enumerate(messages, 1):
-        _check_message(message, f"{where}: message {place}")
+        raise ConfigError(f"{where}: messages must be a non-empty list")
+    for number, message in enumerate(messages, 1):
+        _check_message(message, f"{where}: message {number}")
     return tuple(messages)
 
 
-def _check_message(message: Any, which: str) -> None:
-    """Refuse what is no message of a chat."""
+def _check_message(message: Any, where: str) -> None:
+    """Raise ConfigError if `message` is not a chat message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ConfigError(f"{which} must be an object with role and content, both texts")
+        raise ConfigError(f"{where} must be an object with role and content, both strings")
     calls = message.get("tool_calls")
     content = message.get("content")
     if not isinstance(content, str | list) and not (calls and content is None):
-        raise ConfigError(f"{which} must be an object with role and content, both texts")
+        raise ConfigError(f"{where} must be an object with role and content, both strings")
     if calls is not None and not (
         isinstance(calls, list)
         and all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls)
     ):
-        raise ConfigError(f"{which}: tool_calls must be a list of calls, each with its function")
-    if more := sorted(message.keys() - _OF_A_MESSAGE):
+        raise ConfigError(f"{where}: tool_calls must be a list of calls, each with a function")
+    if extra := sorted(message.keys() - _MESSAGE_FIELDS):
         raise ConfigError(
-            f"{which} may have {', '.join(sorted(_OF_A_MESSAGE))}, got {', '.join(more)} as well;"
-            " take it out, or the line"
+            f"{where} has {', '.join(extra)}, but a message may only have"
+            f" {', '.join(sorted(_MESSAGE_FIELDS))}; remove the field or the line"
         )
 
 
@@ -145,25 +150,26 @@ def _tools(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
     ):
-        raise ConfigError(f"{where}: tools must be a list of objects, each with its function")
+        raise ConfigError(f"{where}: tools must be a list of objects, each with a function")
     if tools and "prompt" in body:
-        raise ConfigError(f"{where}: tools need messages, and a prompt is given; write messages")
+        raise ConfigError(f"{where}: tools need messages, got prompt; use messages")
     return tuple(tools)
 
 
 def _answers(body: dict[str, Any], where: str) -> tuple[str, ...]:
     if "answer" in body and "answers" in body:
-        raise ConfigError(f"{where} must have one of answer and answers")
-    given = body.get("answers", body.get("answer"))
-    if given is None:
+        raise ConfigError(f"{where} must have either answer or answers, not both")
+    expected = body.get("answers", body.get("answer"))
+    if expected is None:
         return ()
-    answers = [given] if isinstance(given, str) else given
+    answers = [expected] if isinstance(expected, str) else expected
     if not isinstance(answers, list) or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise ConfigError(f"{where}: answer must be a text, and answers a list of texts")
+        raise ConfigError(f"{where}: answer must be a string, and answers a list of strings")
     return tuple(answers)
 
 
 def _kind(value: Any) -> str:
-    return {"list": "a list", "str": "a text", "dict": "an object", "NoneType": "null"}.get(
+    """Return a description of a JSON value's type."""
+    return {"list": "a list", "str": "a string", "dict": "an object", "NoneType": "null"}.get(
         type(value).__name__, f"a {type(value).__name__}"
     )

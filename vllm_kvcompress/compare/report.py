@@ -1,27 +1,27 @@
-"""What a comparison found, as a document: JSON, and the rows of its tables with their meaning."""
+"""Report of a comparison: its JSON form, its Markdown page, and the columns of its tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_kvcompress.compare.measures import PLACES
+from vllm_kvcompress.compare.measures import POSITION_RANGES
 from vllm_kvcompress.compare.statistics import RESAMPLES, Estimate
-from vllm_kvcompress.compare.summary import Along, Recommendation, Summary
+from vllm_kvcompress.compare.summary import PositionStats, Recommendation, Summary
 
-NONE = "-"
+MISSING = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a comparison found.
+    """Results of a comparison.
 
     Args:
-        title: what was compared.
-        complete: whether every prompt was asked in every cell.
-        summaries: a cell's figures each, in the order of the tables' rows.
+        title: model and number of prompts.
+        summaries: one summary per cell, in the order of the table rows.
         recommendation: the cell to run, or why there is none.
-        notes: what else must be known, a sentence each.
-        settings: of the run.
+        complete: whether every prompt was run in every cell.
+        notes: sentences that qualify the figures.
+        settings: settings of the run.
     """
 
     title: str
@@ -48,25 +48,26 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One figure of a table.
+    """One column of a table.
 
     Args:
-        meaning: in a sentence.
-        cell: what stands in the row of a cell.
+        name: heading. Also a key of "meaning" in ``report.json``.
+        meaning: one or more sentences for the report.
+        text: returns the text for the row of a cell.
     """
 
     name: str
     meaning: str
-    cell: Callable[[Summary], str]
+    text: Callable[[Summary], str]
 
 
 def _share(found: Estimate | None) -> str:
-    return NONE if found is None else f"{found.mean:.1%}"
+    return MISSING if found is None else f"{found.mean:.1%}"
 
 
 def _with_interval(found: Estimate | None, digits: int = 3) -> str:
     if found is None:
-        return NONE
+        return MISSING
     return f"{found.mean:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
 
 
@@ -75,279 +76,282 @@ def _compressed(s: Summary) -> str:
 
 
 def _loss(s: Summary) -> str:
-    return NONE if s.loss is None else f"{s.loss.mean:.3f} (<= {s.bound:.3f})"
+    return MISSING if s.loss is None else f"{s.loss.mean:.3f} (<= {s.bound:.3f})"
 
 
-def _milliseconds(full: float | None, other: float | None) -> str:
-    return NONE if full is None or other is None else f"{full * 1e3:,.0f} -> {other * 1e3:,.0f}"
+def _milliseconds(full: float | None, compressed: float | None) -> str:
+    if full is None or compressed is None:
+        return MISSING
+    return f"{full * 1e3:,.0f} -> {compressed * 1e3:,.0f}"
 
 
-_ANSWERS = (
+_SCORE_COLUMNS = (
     Column(
         name="method",
-        meaning="What chooses the tokens, behind `ahead` how many tokens of the answer judge it,"
-        " and behind a + what is protected.",
-        cell=lambda s: s.cell.name,
+        meaning="The compression method. `ahead` gives the output tokens whose attention scores"
+        " the prompt, and `+` the protected parts of the chat.",
+        text=lambda s: s.cell.name,
     ),
     Column(
         name="budget",
-        meaning="Share of a prompt's tokens, or tokens per layer, that was asked for.",
-        cell=lambda s: f"{s.budget:g}",
+        meaning="The requested budget: a share of the prompt's tokens, or tokens per layer.",
+        text=lambda s: f"{s.budget:g}",
     ),
     Column(
         name="compressed",
-        meaning="Prompts that were compressed, of those answered. A ? where the server does not"
-        " say. Where it says, every other figure is of these prompts alone.",
-        cell=_compressed,
+        meaning="Compressed prompts, of all prompts with an output. `?` if the server does not"
+        " report it. If it does, every other figure covers the compressed prompts only.",
+        text=_compressed,
     ),
     Column(
         name="kept",
-        meaning="Share of the compressed prompts' tokens that was kept, mean of the layers.",
-        cell=lambda s: NONE if s.kept is None else f"{s.kept:.1%}",
+        meaning="Share of the compressed prompts' tokens that was kept, mean over layers.",
+        text=lambda s: MISSING if s.kept is None else f"{s.kept:.1%}",
     ),
     Column(
         name="loss",
-        meaning="What the recommendation goes by, and in brackets what it is at most at 95 %"
-        " confidence: the bootstrap's bound, or, where that is less, the share of prompts that"
-        " could lose everything and be missing from so few.",
-        cell=_loss,
+        meaning="The loss that the recommendation uses, with its upper bound at 95 % confidence in"
+        " brackets. The bound is the bootstrap's, or the largest share of prompts that a sample of"
+        " this size may miss, whichever is larger.",
+        text=_loss,
     ),
     Column(
         name="score",
-        meaning="Share of the known answers that are named, and of the rules that are obeyed, mean"
-        " of the prompts, with its 95 % interval.",
-        cell=lambda s: _with_interval(s.score),
+        meaning="Share of the known answers that the output contains and of the rules that it"
+        " obeys, mean over prompts, with its 95 % interval.",
+        text=lambda s: _with_interval(s.score),
     ),
     Column(
         name="full score",
-        meaning="The same with the full cache, on the same prompts.",
-        cell=lambda s: NONE if s.full_score is None else f"{s.full_score.mean:.3f}",
+        meaning="The score of the full cache on the same prompts.",
+        text=lambda s: MISSING if s.full_score is None else f"{s.full_score.mean:.3f}",
     ),
 )
+_CELL_COLUMNS = _SCORE_COLUMNS[:2]
 
-_BESIDE_FULL = (
-    *_ANSWERS[:2],
+_AGREEMENT_COLUMNS = (
+    *_CELL_COLUMNS,
     Column(
         name="exact",
-        meaning="Greedy answers that are the full cache's, token by token.",
-        cell=lambda s: _share(s.exact),
+        meaning="Share of greedy outputs that equal the full cache's, token by token.",
+        text=lambda s: _share(s.exact),
     ),
     Column(
         name="similarity",
-        meaning="1 less the edit distance of the two answers over the longer one's length, mean of"
-        " the prompts, with its 95 % interval.",
-        cell=lambda s: _with_interval(s.similarity),
+        meaning="1 minus the edit distance of the two outputs divided by the longer one's length,"
+        " mean over prompts, with its 95 % interval.",
+        text=lambda s: _with_interval(s.similarity),
     ),
     Column(
         name="parts at",
-        meaning="Median of the tokens until an answer is another than the full cache's, of those"
-        " that become another.",
-        cell=lambda s: NONE if s.diverged is None else f"{s.diverged:g}",
+        meaning="Median number of output tokens before the first difference from the full cache's"
+        " output, over outputs that differ.",
+        text=lambda s: MISSING if s.diverged is None else f"{s.diverged:g}",
     ),
     Column(
         name="tokens",
-        meaning="Tokens that the next two are of: those that both answers share, and the one where"
-        " they part, without each first, which comes from the full cache on both sides.",
-        cell=lambda s: f"{s.places:,}",
+        meaning="Output tokens that top-1 and KL cover: the common start of the two outputs and"
+        " the first different token. The first output token is left out, because it comes from the"
+        " full cache on both sides.",
+        text=lambda s: f"{s.places:,}",
     ),
     Column(
         name="top-1",
-        meaning="Share of them whose most likely token is the full cache's.",
-        cell=lambda s: _share(s.same_first),
+        meaning="Share of these tokens at which both sides have the same most likely token.",
+        text=lambda s: _share(s.same_first),
     ),
     Column(
         name="KL",
-        meaning="Nats per token from the full cache's distribution to the compressed one's, of the"
-        " likely tokens that both tell and all others as one: a lower bound.",
-        cell=lambda s: _with_interval(s.kl, 4),
+        meaning="KL divergence from the full cache's to the compressed cache's distribution, in"
+        " nats per token. A lower bound: it uses the top tokens that both sides report, and counts"
+        " all other tokens as one.",
+        text=lambda s: _with_interval(s.kl, 4),
     ),
 )
 
 
-def _in_place(place: str, figure: Callable[[Along], str]) -> Callable[[Summary], str]:
-    return lambda s: figure(s.along[place]) if place in s.along else NONE
+def _at_position(position: str, text: Callable[[PositionStats], str]) -> Callable[[Summary], str]:
+    return lambda s: text(s.along[position]) if position in s.along else MISSING
 
 
-_ALONG = (
-    *_ANSWERS[:2],
+_POSITION_COLUMNS = (
+    *_CELL_COLUMNS,
     Column(
         name="length",
-        meaning="Length of the answers over the full cache's.",
-        cell=lambda s: NONE if s.length is None else f"{s.length.mean:.2f}",
+        meaning="Length of the outputs divided by the full cache's.",
+        text=lambda s: MISSING if s.length is None else f"{s.length.mean:.2f}",
     ),
     Column(
         name="loops",
-        meaning="Answers that end by saying the same words four times or more, or say the same"
-        " eight words in three places, full cache -> compressed.",
-        cell=lambda s: (
-            NONE
+        meaning="Share of outputs that end with the same words four times or more in a row, or"
+        " repeat a passage of eight words three times. Full cache -> compressed.",
+        text=lambda s: (
+            MISSING
             if s.loops is None or s.full_loops is None
             else f"{s.full_loops:.0%} -> {s.loops:.0%}"
         ),
     ),
     *(
         Column(
-            name=place,
-            meaning=f"KL and top-1 as above, of the tokens {place} of an answer alone. Few answers"
-            " are the same for long, and those that are lose less.",
-            cell=_in_place(place, lambda a: f"{a.kl.mean:.4f}, {a.same_first.mean:.0%}"),
+            name=position,
+            meaning=f"KL and top-1 as above, for output tokens {position} only. Late positions"
+            " cover few outputs: those that still equal the full cache's, which lose less.",
+            text=_at_position(position, lambda a: f"{a.kl.mean:.4f}, {a.same_first.mean:.0%}"),
         )
-        for place in PLACES
+        for position in POSITION_RANGES
     ),
 )
 
-_TIMES = (
-    *_ANSWERS[:2],
+_TIME_COLUMNS = (
+    *_CELL_COLUMNS,
     Column(
         name="first token, ms",
-        meaning="Median time to first token, full cache -> compressed, in this run, at its"
-        " concurrency, each prompt computed in full.",
-        cell=lambda s: (
-            NONE
+        meaning="Median time to first token, full cache -> compressed. Measured in this run at its"
+        " concurrency, without prefix-cache hits.",
+        text=lambda s: (
+            MISSING
             if s.times is None
             else _milliseconds(s.times.full_first_token_s, s.times.first_token_s)
         ),
     ),
     Column(
         name="per token, ms",
-        meaning="Median time per token behind the first, full cache -> compressed, likewise. It"
-        " has the time between prefill and second token in it, in which a prompt is compressed.",
-        cell=lambda s: (
-            NONE if s.times is None else _milliseconds(s.times.full_token_s, s.times.token_s)
+        meaning="Median time per output token after the first, full cache -> compressed. Measured"
+        " in this run at its concurrency. Includes the time to compress the prompt, between"
+        " prefill and the second token.",
+        text=lambda s: (
+            MISSING if s.times is None else _milliseconds(s.times.full_token_s, s.times.token_s)
         ),
     ),
 )
 
 TABLES: Mapping[str, Sequence[Column]] = {
-    "Answers": _ANSWERS,
-    "Beside the full cache's": _BESIDE_FULL,
-    "Along the answers": _ALONG,
-    "Times": _TIMES,
+    "Scores": _SCORE_COLUMNS,
+    "Agreement with the full cache": _AGREEMENT_COLUMNS,
+    "By position in the output": _POSITION_COLUMNS,
+    "Times": _TIME_COLUMNS,
 }
-"""By title; each fits a terminal of 80 columns."""
+"""Columns by table title. Each table fits a terminal of 80 columns."""
 
 
 def meanings() -> dict[str, str]:
-    """What each figure means, by its name."""
+    """Return the meaning of each column by its name."""
     return {column.name: column.meaning for table in TABLES.values() for column in table}
 
 
 def markdown(report: Report) -> str:
-    """The report as a Markdown page."""
+    """Return the report as a Markdown page."""
     parts = [f"# {report.title}", f"**{report.recommendation.sentence}**"]
     if report.notes:
         parts.append("\n".join(f"* {note}" for note in report.notes))
     parts += [_table(title, columns, report.summaries) for title, columns in TABLES.items()]
     if any(summary.tasks for summary in report.summaries):
-        parts.append(_by_task(report.summaries))
+        parts.append(_score_by_task(report.summaries))
     if any(summary.obeyed for summary in report.summaries):
-        parts += [_obeyed(report.summaries), OBEYED]
+        columns = rule_columns(report.summaries, by_rule=True)
+        parts += [_table("Rules obeyed", columns, report.summaries), _RULES_NOTE]
     if any(summary.roles for summary in report.summaries):
         columns = role_columns(report.summaries, counts=True)
-        parts += [_table("Kept by role", columns, report.summaries), ROLES]
+        parts += [_table("Kept by role", columns, report.summaries), _ROLES_NOTE]
     parts.append("## What the figures mean")
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
     if any(summary.baseline for summary in report.summaries):
-        parts.append(BASELINES)
-    parts.append(f"{METHOD} {_loss_sentence(report.recommendation)}")
+        parts.append(_BASELINES_NOTE)
+    parts.append(f"{_METHOD_NOTE} {_loss_sentence(report.recommendation)}")
     return "\n\n".join(parts) + "\n"
 
 
-OBEYED = (
-    "Rules count where the full cache obeys them, and each figure is the share of those that the"
-    " compressed cache obeys too, with its 95 % interval and the prompts that it is of."
+_RULES_NOTE = (
+    "Only rules that the full cache obeys count. Each figure is the share of them that the"
+    " compressed cache obeys too, with its 95 % interval and the number of prompts."
 )
-ROLES = (
-    "The share of each role's tokens that was kept, mean of all layers and KV heads, of all tokens"
-    " that it has in the prompts of which the server tells it. `system` is the developer's messages"
-    " as well, `tools` the schemas, and `template` whatever the chat template writes around the"
-    " texts of messages, tool calls among it. `other` also holds roles that cannot be told apart."
+_ROLES_NOTE = (
+    "Share of each role's tokens that was kept, mean over all layers and KV heads, over all prompts"
+    " for which the server reports it. `system` includes developer messages, `tools` is the tool"
+    " schemas, and `template` is everything that the chat template adds around the texts of"
+    " messages, tool calls included. `other` includes roles that cannot be told apart."
 )
-BASELINES = (
-    "Methods in italics stand beside the others, for what those have to beat: they choose tokens"
-    " without reading the prompt, and are never recommended."
+_BASELINES_NOTE = (
+    "Methods in italics are baselines. They choose tokens without reading the prompt, so a method"
+    " should lose less than they do. They are never recommended."
 )
-METHOD = (
-    "Every answer is greedy (temperature 0). Both sides answer the same prompts in the same run."
-    f" Intervals are percentile bootstraps of {RESAMPLES:,} seeded draws of prompts; prompts about"
-    " one text are drawn together."
+_METHOD_NOTE = (
+    "Every output is greedy (temperature 0). Both sides run the same prompts in the same run."
+    f" Intervals are percentile bootstraps of {RESAMPLES:,} seeded draws of prompts. Prompts about"
+    " the same text are drawn together."
 )
 
 
 def _loss_sentence(recommendation: Recommendation) -> str:
-    means = {
-        "score": "the full cache's score less the compressed one's, prompt by prompt",
-        "agreement": "the share of answers that are not the full cache's",
-        "similarity": "1 less the similarity",
+    definitions = {
+        "score": "the full cache's score minus the compressed cache's, prompt by prompt",
+        "agreement": "the share of outputs that differ from the full cache's",
+        "similarity": "1 minus the similarity",
     }
-    return f"The loss is {means[recommendation.by]} (`--by {recommendation.by}`)."
+    return f"The loss is {definitions[recommendation.by]} (`--by {recommendation.by}`)."
 
 
 def _table(title: str, columns: Sequence[Column], summaries: Sequence[Summary]) -> str:
-    """A row for each cell; those that stand beside are in italics."""
+    """Return a Markdown table with one row per cell, baselines in italics."""
     lines = [
         "| " + " | ".join(column.name for column in columns) + " |",
         "|" + "---|" * len(columns),
     ]
     for summary in summaries:
-        cells = [column.cell(summary) for column in columns]
+        texts = [column.text(summary) for column in columns]
         if summary.baseline:
-            cells[0] = f"*{cells[0]}*"
-        lines.append("| " + " | ".join(cells) + " |")
+            texts[0] = f"*{texts[0]}*"
+        lines.append("| " + " | ".join(texts) + " |")
     return f"## {title}\n\n" + "\n".join(lines)
 
 
-def _by_task(summaries: Sequence[Summary]) -> str:
+def _score_by_task(summaries: Sequence[Summary]) -> str:
     names = dict.fromkeys(name for summary in summaries for name in summary.tasks)
     columns = [
         Column(
             name=name,
             meaning="",
-            cell=lambda s, name=name: (  # type: ignore[misc]
-                f"{s.tasks[name][0]:.3f} ({s.tasks[name][1]:.3f})" if name in s.tasks else NONE
+            text=lambda s, name=name: (  # type: ignore[misc]
+                f"{s.tasks[name][0]:.3f} ({s.tasks[name][1]:.3f})" if name in s.tasks else MISSING
             ),
         )
         for name in names
     ]
-    return _table("Score by task (full cache)", [*_ANSWERS[:2], *columns], summaries)
+    return _table("Score by task (full cache)", [*_CELL_COLUMNS, *columns], summaries)
 
 
-def obeyed_columns(summaries: Sequence[Summary], *, by_rule: bool) -> list[Column]:
-    """Of each task with rules, and perhaps of each rule, what is still obeyed."""
+def rule_columns(summaries: Sequence[Summary], *, by_rule: bool) -> list[Column]:
+    """Return a column of obeyed rules for each task, and for each rule if `by_rule`."""
     found = dict.fromkeys(name for summary in summaries for name in summary.obeyed)
     names = [name for name in found if by_rule or ": " not in name]
     return [
-        *_ANSWERS[:2],
-        *(Column(name=name, meaning=OBEYED, cell=_obeyed_of(name)) for name in names),
+        *_CELL_COLUMNS,
+        *(Column(name=name, meaning=_RULES_NOTE, text=_obeyed_text(name)) for name in names),
     ]
 
 
-def _obeyed_of(name: str) -> Callable[[Summary], str]:
-    def cell(summary: Summary) -> str:
+def _obeyed_text(name: str) -> Callable[[Summary], str]:
+    def text(summary: Summary) -> str:
         found = summary.obeyed.get(name)
-        return NONE if found is None else f"{_with_interval(found, 2)}, {found.prompts}"
+        return MISSING if found is None else f"{_with_interval(found, 2)}, {found.prompts}"
 
-    return cell
-
-
-def _obeyed(summaries: Sequence[Summary]) -> str:
-    return _table("Rules obeyed", obeyed_columns(summaries, by_rule=True), summaries)
+    return text
 
 
 def role_columns(summaries: Sequence[Summary], *, counts: bool) -> list[Column]:
-    """Of each role the share that was kept, and perhaps of how many tokens."""
+    """Return a column with the kept share of each role, and its token count if `counts`."""
     names = dict.fromkeys(role for summary in summaries for role in summary.roles)
     return [
-        *_ANSWERS[:2],
-        *(Column(name=name, meaning=ROLES, cell=_kept_of(name, counts)) for name in names),
+        *_CELL_COLUMNS,
+        *(Column(name=name, meaning=_ROLES_NOTE, text=_kept_text(name, counts)) for name in names),
     ]
 
 
-def _kept_of(role: str, counts: bool) -> Callable[[Summary], str]:
-    def cell(summary: Summary) -> str:
+def _kept_text(role: str, counts: bool) -> Callable[[Summary], str]:
+    def text(summary: Summary) -> str:
         if role not in summary.roles:
-            return NONE
+            return MISSING
         tokens, share = summary.roles[role]
         return f"{share:.0%} of {tokens:,}" if counts else f"{share:.0%}"
 
-    return cell
+    return text

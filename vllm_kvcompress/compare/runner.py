@@ -1,4 +1,4 @@
-"""Prompts asked of a server, some at once, each with the full cache and in every open cell."""
+"""Concurrent execution of prompts: each prompt with the full cache and in every pending cell."""
 
 import queue
 import threading
@@ -13,8 +13,8 @@ from vllm_kvcompress.serving.exposition import Refused, Unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """A prompt, and the cells in which it is not yet asked."""
+class PendingPrompt:
+    """A prompt and the cells that it has not been run in."""
 
     item: Item
     key: str
@@ -22,59 +22,59 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One cell of one prompt is done.
+class CellResult:
+    """Result of one prompt in one cell.
 
     Args:
-        outcome: None where the server refused the request.
-        full, text: what was answered; empty where it was refused.
-        refusal: of a refused request.
+        outcome: None if the server refused the request.
+        full_text, text: outputs of the full and the compressed cache. Empty if refused.
+        refusal: the server's refusal, if any.
     """
 
-    work: Work
+    prompt: PendingPrompt
     cell: Cell
     outcome: Outcome | None
-    full: str = ""
+    full_text: str = ""
     text: str = ""
     refusal: Refused | None = None
 
 
-def ask_all(
-    client: Client, works: Sequence[Work], *, concurrency: int, kl: bool
-) -> Generator[Asked, None, None]:
-    """Ask for all of it, in the order in which answers come.
+def run_prompts(
+    client: Client, prompts: Sequence[PendingPrompt], *, concurrency: int, kl: bool
+) -> Generator[CellResult, None, None]:
+    """Run all prompts and yield results as they complete.
 
-    Threads end with the iterator: what they still ask is not waited for.
+    Closing the generator stops the threads without waiting for their current requests.
 
     Args:
-        concurrency: prompts at once.
-        kl: compare what is likely as well.
+        concurrency: prompts to run at once.
+        kl: also compare token probabilities.
 
     Raises:
-        Unreachable: the server is gone. What was asked before has been handed out.
+        Unreachable: The server is gone. Earlier results have been yielded.
     """
     stop = threading.Event()
-    pack_request: queue.SimpleQueue[Work] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Asked | Exception | None] = queue.SimpleQueue()
-    for work in works:
-        pack_request.put(work)
-    client = replace(client, stopping=stop.is_set)
+    pending: queue.SimpleQueue[PendingPrompt] = queue.SimpleQueue()
+    results: queue.SimpleQueue[CellResult | Exception | None] = queue.SimpleQueue()
+    for prompt in prompts:
+        pending.put(prompt)
+    client = replace(client, should_stop=stop.is_set)
     threads = [
-        threading.Thread(target=_work, args=(client, kl, pack_request, done.put, stop), daemon=True)
-        for _ in range(min(concurrency, len(works)))
+        threading.Thread(target=_work, args=(client, kl, pending, results.put, stop), daemon=True)
+        for _ in range(min(concurrency, len(prompts)))
     ]
     for thread in threads:
         thread.start()
-    running = len(threads)
+    num_running = len(threads)
     try:
-        while running:
-            came = done.get()
-            if came is None:
-                running -= 1
-            elif isinstance(came, Exception):
-                raise came
+        while num_running:
+            result = results.get()
+            if result is None:
+                num_running -= 1
+            elif isinstance(result, Exception):
+                raise result
             else:
-                yield came
+                yield result
     finally:
         stop.set()
 
@@ -82,40 +82,51 @@ def ask_all(
 def _work(
     client: Client,
     kl: bool,
-    pack_request: queue.SimpleQueue[Work],
-    tell: Callable[[Any], None],
+    pending: queue.SimpleQueue[PendingPrompt],
+    put: Callable[[Any], None],
     stop: threading.Event,
 ) -> None:
+    """Run prompts until none is left, then put None."""
     try:
         while not stop.is_set():
-            _one(client, kl, pack_request.get_nowait(), tell)
+            _run_prompt(client, kl, pending.get_nowait(), put)
     except (queue.Empty, Interrupted):
         pass
     except Exception as e:
-        # The thread that reads the queue raises it.
-        tell(e)
-    tell(None)
+        # The consumer of the queue raises it.
+        put(e)
+    put(None)
 
 
-def _one(client: Client, kl: bool, work: Work, tell: Callable[[Asked], None]) -> None:
+def _run_prompt(
+    client: Client, kl: bool, prompt: PendingPrompt, put: Callable[[CellResult], None]
+) -> None:
     try:
-        full = client.ask(work.item, FULL)
+        full = client.complete(prompt.item, FULL)
     except Refused as e:
-        for cell in work.cells:
-            tell(Asked(work=work, cell=cell, outcome=None, refusal=_only_this(e)))
+        for cell in prompt.cells:
+            put(CellResult(prompt=prompt, cell=cell, outcome=None, refusal=_refusal(e)))
         return
-    for cell in work.cells:
+    for cell in prompt.cells:
         try:
-            other = client.ask(work.item, cell)
+            compressed = client.complete(prompt.item, cell)
         except Refused as e:
-            tell(Asked(work=work, cell=cell, outcome=None, refusal=_only_this(e)))
+            put(CellResult(prompt=prompt, cell=cell, outcome=None, refusal=_refusal(e)))
             continue
-        outcome = Outcome.of(work.item, work.key, cell, full, other, kl=kl)
-        tell(Asked(work=work, cell=cell, outcome=outcome, full=full.text, text=other.text))
+        outcome = Outcome.of(prompt.item, prompt.key, cell, full, compressed, kl=kl)
+        put(
+            CellResult(
+                prompt=prompt,
+                cell=cell,
+                outcome=outcome,
+                full_text=full.text,
+                text=compressed.text,
+            )
+        )
 
 
-def _only_this(e: Refused) -> Refused:
-    """A request that the server does not take; what no request would survive ends the run."""
+def _refusal(e: Refused) -> Refused:
+    """Return `e` if it concerns this prompt only; raise Unreachable if every request would fail."""
     if e.status in (400, 413, 422):
         return e
     raise Unreachable(str(e)) from None

@@ -1,4 +1,4 @@
-"""A server of our own for a model's folder, that lets each request choose."""
+"""Start a vLLM server for a model folder that lets each request choose its compression."""
 
 import os
 import signal
@@ -9,23 +9,23 @@ from pathlib import Path
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.errors import ConfigError
 
-_DEADLINE_S = 1800.0
-_CACHE_GIB = "4"
+_START_TIMEOUT_S = 1800.0
+_CPU_CACHE_GIB = "4"
 
 
 @contextmanager
 def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Path) -> Iterator[str]:
-    """Start ``vllm serve`` on a free loopback port and end it with the block; yields its URL.
+    """Start ``vllm serve`` on a free loopback port, yield its URL, and stop it on exit.
 
-    The server compresses requests that ask for it, and lets them ask for `cells` and nothing else:
-    whatever requests may ask for takes memory next to the cache.
+    Requests may choose the given cells only: every method and budget that requests may choose
+    reserves memory besides the KV cache.
 
     Args:
-        model: the model's folder.
-        arguments: further flags of ``vllm serve``; they win over ours.
-        cells: the methods, budgets and look-aheads that requests may ask for, at least one with a
+        model: folder of the model.
+        arguments: further flags of ``vllm serve``. They override the flags set here.
+        cells: the methods, budgets and look-aheads that requests may choose. At least one has a
             budget.
-        log: the file that takes what the server prints.
+        log: file for the server's output.
 
     Raises:
         ConfigError: vLLM is not installed, or the server did not start.
@@ -34,12 +34,12 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         from vllm_kvcompress.serving.process import CACHE_SPACE, serve
     except ImportError as e:
         raise ConfigError(
-            f"--model starts a server, which needs vLLM beside this command ({e}); install it, or"
+            f"--model starts a server, which needs vLLM in this environment ({e}); install it, or"
             " give the --url of a running server"
         ) from None
     budgets = [cell.budget for cell in cells if cell.budget is not None]
     methods = dict.fromkeys(cell.method for cell in cells)
-    ahead = max((cell.lookahead for cell in cells if cell.lookahead is not None), default=None)
+    lookahead = max((cell.lookahead for cell in cells if cell.lookahead is not None), default=None)
     flags = [
         "--kv-compress",
         "off",
@@ -48,23 +48,23 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         "--kv-budget-bounds",
         f"{min(budgets)}:{max(budgets)}",
         "--kv-usage",
-        *([] if ahead is None else ["--kv-lookahead", str(ahead)]),
+        *([] if lookahead is None else ["--kv-lookahead", str(lookahead)]),
         *arguments,
     ]
-    # On a CPU, vLLM would take half of the machine's memory.
-    environment = {CACHE_SPACE: os.environ.get(CACHE_SPACE, _CACHE_GIB)}
+    # On a CPU, vLLM's default KV cache is half of the machine's memory.
+    environment = {CACHE_SPACE: os.environ.get(CACHE_SPACE, _CPU_CACHE_GIB)}
     with ExitStack() as stack:
         try:
             running = stack.enter_context(
-                serve(str(model), flags, log, deadline_s=_DEADLINE_S, environment=environment)
+                serve(str(model), flags, log, deadline_s=_START_TIMEOUT_S, environment=environment)
             )
         except (RuntimeError, OSError) as e:
-            # The log follows in its message.
+            # The rest of the message is the log.
             sentence = str(e).splitlines()[0].partition(";")[0]
             raise ConfigError(f"{sentence} before it was healthy; see {log}") from None
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
             yield running.url
         finally:
-            # A second Ctrl-C must not leave the server behind.
+            # A second Ctrl-C must not interrupt stopping the server.
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Means over prompts, and how sure they are: a bootstrap over independent prompts."""
+"""Means over prompts with bootstrap confidence intervals."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -10,19 +10,20 @@ import numpy.typing as npt
 
 RESAMPLES = 4_000
 CONFIDENCE = 0.95
-_AT_ONCE = 500
+_BATCH = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over prompts.
+    """A mean over prompts with its confidence intervals.
 
     Args:
-        mean: over all prompts.
+        mean: mean over all prompts.
         low, high: ends of the two-sided 95 % percentile interval.
-        upper: end of the one-sided 95 % interval: with that confidence the mean is not above it.
-        prompts: how many there are.
-        independent: groups of prompts that were drawn together, a prompt alone being one.
+        upper: end of the one-sided 95 % interval. With 95 % confidence, the mean is at most this.
+        prompts: number of prompts.
+        independent: number of groups of prompts that are drawn together. A prompt without a group
+            is its own group.
     """
 
     mean: float
@@ -41,27 +42,28 @@ def estimate(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Estimate:
-    """The mean of `values` with percentile bootstrap intervals, in float64.
+    """Return the mean of `values` with percentile bootstrap intervals, in float64.
 
-    Groups are drawn with replacement, each with all its prompts: two questions about one text tell
-    less than two texts do (Efron, Tibshirani 1993, chapters 8 and 13). Values of a prompt that were
-    already subtracted from each other keep their pairing.
+    Draws groups with replacement, each with all its prompts, because two questions about one text
+    carry less information than two texts (Efron, Tibshirani 1993, chapters 8 and 13). Differences
+    within a prompt stay paired.
 
     Args:
-        values: one for each prompt, at least one.
-        groups: what each prompt was drawn with.
-        sizes: how many things each value is the sum over; the mean is then over those things, and
-            prompts are what is drawn. One each by itself. Not all may be 0.
-        seed: of the draws.
+        values: one value per prompt, at least one.
+        groups: the group of each prompt.
+        sizes: number of items that each value sums over. The mean is then per item, while prompts
+            are still what is drawn. Default 1 per prompt. Not all may be 0.
+        seed: seed of the draws.
+        resamples: number of draws.
     """
     order = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    numbers = np.array([order[group] for group in groups])
+    group_numbers = np.array([order[group] for group in groups])
     numerators = np.asarray(values, dtype=np.float64)
     denominators = np.ones(len(values)) if sizes is None else np.asarray(sizes, dtype=np.float64)
-    count = len(order)
-    sums = _by_group(numbers, numerators, count)
-    counts = _by_group(numbers, denominators, count)
-    means = _resampled(sums, counts, _drawn(count, seed, resamples))
+    num_groups = len(order)
+    group_sums = _by_group(group_numbers, numerators, num_groups)
+    group_sizes = _by_group(group_numbers, denominators, num_groups)
+    means = _resampled_means(group_sums, group_sizes, _draw_counts(num_groups, seed, resamples))
     tail = (1 - CONFIDENCE) / 2
     low, high, upper = np.quantile(means, [tail, 1 - tail, CONFIDENCE])
     return Estimate(
@@ -70,58 +72,60 @@ def estimate(
         high=float(high),
         upper=float(upper),
         prompts=len(values),
-        independent=count,
+        independent=num_groups,
     )
 
 
 def _by_group(
-    numbers: npt.NDArray[np.int64], values: npt.NDArray[np.float64], count: int
+    group_numbers: npt.NDArray[np.int64], values: npt.NDArray[np.float64], num_groups: int
 ) -> npt.NDArray[np.float64]:
-    return np.bincount(numbers, weights=values, minlength=count).astype(np.float64)
+    return np.bincount(group_numbers, weights=values, minlength=num_groups).astype(np.float64)
 
 
 @lru_cache(maxsize=2)
-def _drawn(count: int, seed: int, resamples: int) -> npt.NDArray[np.uint16]:
-    """How often each of `count` groups is in each draw of as many: [resamples, count].
+def _draw_counts(num_groups: int, seed: int, resamples: int) -> npt.NDArray[np.uint16]:
+    """Return how often each group occurs in each bootstrap draw: [resamples, num_groups].
 
-    Every figure of the same prompts takes the same draws.
+    Cached, so that all figures over the same prompts use the same draws.
     """
     generator = np.random.default_rng(seed)
-    chances = np.full(count, 1 / count)
-    drawn = np.empty((resamples, count), dtype=np.uint16)
-    for start in range(0, resamples, _AT_ONCE):
-        rows = min(_AT_ONCE, resamples - start)
-        drawn[start : start + rows] = generator.multinomial(count, chances, size=rows)
-    return drawn
+    probabilities = np.full(num_groups, 1 / num_groups)
+    counts = np.empty((resamples, num_groups), dtype=np.uint16)
+    for start in range(0, resamples, _BATCH):
+        num_draws = min(_BATCH, resamples - start)
+        counts[start : start + num_draws] = generator.multinomial(
+            num_groups, probabilities, size=num_draws
+        )
+    return counts
 
 
-def _resampled(
-    sums: npt.NDArray[np.float64],
-    sizes: npt.NDArray[np.float64],
-    drawn: npt.NDArray[np.uint16],
+def _resampled_means(
+    group_sums: npt.NDArray[np.float64],
+    group_sizes: npt.NDArray[np.float64],
+    draw_counts: npt.NDArray[np.uint16],
 ) -> npt.NDArray[np.float64]:
-    """The mean in each draw, some draws at a time."""
-    parts = []
-    for start in range(0, len(drawn), _AT_ONCE):
-        times = drawn[start : start + _AT_ONCE].astype(np.float64)
-        totals = times @ sizes
-        # A draw of nothing but prompts without any place tells nothing.
-        parts.append((times @ sums)[totals > 0] / totals[totals > 0])
-    return np.concatenate(parts)
+    """Return the mean of each draw, computed in batches to bound memory."""
+    means = []
+    for start in range(0, len(draw_counts), _BATCH):
+        counts = draw_counts[start : start + _BATCH].astype(np.float64)
+        totals = counts @ group_sizes
+        # A draw whose groups all have size 0 has no mean.
+        means.append((counts @ group_sums)[totals > 0] / totals[totals > 0])
+    return np.concatenate(means)
 
 
-def unseen(independent: int) -> float:
-    """The largest share of prompts that may lose everything and yet be missing from a sample.
+def unseen_share(independent: int) -> float:
+    """Return the largest share of prompts that a sample may miss, with 95 % confidence.
 
-    With 95 % confidence: ``(1 - share) ** independent = 0.05``. A bootstrap cannot know of them,
-    since it draws from what was seen.
+    Solves ``(1 - share) ** independent = 0.05``. A bootstrap cannot account for prompts that are
+    not in the sample, so reports never state an upper bound of the loss below this share.
     """
     return float(1 - (1 - CONFIDENCE) ** (1 / independent))
 
 
-def needed(max_drop: float) -> int:
-    """Independent prompts from which on `unseen` is within `max_drop`, in (0, 1)."""
+def prompts_needed(max_drop: float) -> int:
+    """Return the fewest independent prompts with `unseen_share` at most `max_drop`, in (0, 1)."""
     count = max(1, math.floor(math.log(1 - CONFIDENCE) / math.log1p(-max_drop)) - 1)
-    while unseen(count) > max_drop:
+    while unseen_share(count) > max_drop:
         count += 1
     return count

@@ -1,4 +1,4 @@
-"""All prompts of a cell in figures, and which cell may be run."""
+"""Summary of each cell over all prompts, and the recommended cell."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,17 +6,18 @@ from statistics import fmean, median
 from typing import Literal
 
 from vllm_kvcompress.compare.client import Cell
-from vllm_kvcompress.compare.measures import PLACES
-from vllm_kvcompress.compare.obeyed import Ruled, shares_obeyed
+from vllm_kvcompress.compare.measures import POSITION_RANGES
+from vllm_kvcompress.compare.obeyed import RuleResults, shares_obeyed
 from vllm_kvcompress.compare.outcome import Outcome
-from vllm_kvcompress.compare.statistics import Estimate, estimate, needed, unseen
+from vllm_kvcompress.compare.statistics import Estimate, estimate, prompts_needed, unseen_share
 
-By = Literal["score", "agreement", "similarity"]
+Measure = Literal["score", "agreement", "similarity"]
+"""A loss measure, as in ``--by``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Medians over prompts, in seconds, in this run; None where no answer tells."""
+    """Medians over prompts in seconds. Token times are None if every output has one token."""
 
     full_first_token_s: float
     first_token_s: float
@@ -25,13 +26,13 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Along:
-    """What is lost in some places of answers, of the text that both share there.
+class PositionStats:
+    """Next-token comparison over one range of output positions.
 
     Args:
-        places: tokens.
-        same_first: share of them whose most likely token is the full cache's.
-        kl: nats per token, a lower bound.
+        places: compared tokens.
+        same_first: share of them with the full cache's most likely token.
+        kl: KL in nats per token, a lower bound.
     """
 
     places: int
@@ -41,29 +42,33 @@ class Along:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What became of all prompts in one cell.
+    """Figures of one cell over all prompts. The field names are keys of ``report.json``.
 
-    Figures are of the prompts that were compressed, where the server says which; else of all.
+    Figures cover compressed prompts only if the server reports which prompts it compressed, and
+    all prompts otherwise.
 
     Args:
-        asked: prompts that were answered.
-        compressed: how many of them were compressed; None where nobody can know.
-        kept: share of their tokens that was kept; None where the server does not say.
-        roles: of each role its tokens in all of them, and the share that was kept; empty likewise.
-        exact, similarity: of greedy answers with the full cache's.
-        diverged: median of the tokens until the first difference, of answers that have one.
-        places: tokens that both answers share, which `same_first` and `kl` are of.
-        same_first: share of them whose most likely token is the full cache's.
-        kl: nats per token, a lower bound.
-        along: the same by `measures.PLACES`, where there are any.
-        length: of the answers over the full cache's.
-        loops, full_loops: share of answers that end in a loop.
-        score, full_score: over prompts whose answers are known, as `drop`, their difference.
-        loss: what the recommendation is about: the drop, or 1 less what is agreed.
-        bound: with 95 % confidence the loss is not above it.
-        tasks: of each task `score` and `full_score`, where there are several.
-        obeyed: of rules, by task and by ``task: rule`` (`shares_obeyed`).
-        baseline: whether it only stands beside, for what a method has to beat.
+        method, budget, protect, lookahead: the cell (`Cell`).
+        asked: prompts with a completion.
+        compressed: compressed prompts among them. None if unknown.
+        kept: share of their tokens that was kept. None if the server does not report it.
+        roles: for each role, its tokens and the share that was kept. Empty if not reported.
+        exact, similarity: agreement with the full cache's outputs.
+        diverged: median number of tokens before the first difference, over outputs that differ.
+        places: compared tokens, which `same_first` and `kl` are means over.
+        same_first: share of them with the full cache's most likely token.
+        kl: KL in nats per token, a lower bound.
+        along: the same by `measures.POSITION_RANGES`, for ranges with any compared token.
+        length: output length divided by the full cache's.
+        loops, full_loops: share of outputs that repeat themselves.
+        score, full_score: mean scores over prompts with a known answer.
+        drop: mean of ``full_score - score``, paired by prompt.
+        loss: the loss by the chosen measure: `drop`, or 1 minus the agreement or similarity.
+        bound: upper bound of the loss with 95 % confidence.
+        times: median timings. None without any prompt.
+        tasks: `score` and `full_score` of each task, if there are several tasks.
+        obeyed: share of rules obeyed, by task and by ``task: rule`` (`shares_obeyed`).
+        baseline: whether the cell is a baseline, which is never recommended.
     """
 
     method: str
@@ -80,7 +85,7 @@ class Summary:
     places: int
     same_first: Estimate | None
     kl: Estimate | None
-    along: dict[str, Along]
+    along: dict[str, PositionStats]
     length: Estimate | None
     loops: float | None
     full_loops: float | None
@@ -106,16 +111,16 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """Which cell may be run.
+    """The recommended cell. The field names are keys of ``report.json``.
 
     Args:
-        by: the measure.
-        max_drop: loss that is accepted.
-        cell: the one to run; None where none is within.
-        sentence: what that means, or why there is none.
+        by: loss measure.
+        max_drop: largest acceptable loss.
+        cell: the recommended cell, or None if no cell is within `max_drop`.
+        sentence: the recommendation in words, or why there is none.
     """
 
-    by: By
+    by: Measure
     max_drop: float
     cell: Cell | None
     sentence: str
@@ -125,89 +130,95 @@ def summarise(
     cells: Iterable[Cell],
     outcomes: Sequence[Outcome],
     *,
-    by: By,
+    by: Measure,
     none_compressed: bool,
     baselines: Container[Cell] = (),
 ) -> list[Summary]:
-    """Each cell's figures, in the order of `cells`.
+    """Return the summary of each cell, in the order of `cells`.
 
     Args:
-        by: what the loss is measured by.
-        none_compressed: the server's counters say that it compressed no prompt at all.
-        baselines: those of `cells` that only stand beside.
+        by: loss measure.
+        none_compressed: whether the server's counters show that it compressed no prompt.
+        baselines: the cells that are baselines.
     """
-    tells = any(outcome.kept_tokens is not None for outcome in outcomes)
+    reports_kept = any(outcome.kept_tokens is not None for outcome in outcomes)
     by_cell: dict[Cell, list[Outcome]] = {}
-    # In one order, whatever came first: a run that was interrupted has the same intervals.
+    # Sorted, so that the intervals of a resumed run do not depend on the order of completion.
     for outcome in sorted(outcomes, key=lambda each: each.key):
         by_cell.setdefault(outcome.cell, []).append(outcome)
     return [
         replace(
-            _summary(cell, by_cell.get(cell, []), by, known=tells or none_compressed),
+            _summary(cell, by_cell.get(cell, []), by, known=reports_kept or none_compressed),
             baseline=cell in baselines,
         )
         for cell in cells
     ]
 
 
-def recommend(summaries: Sequence[Summary], *, by: By, max_drop: float) -> Recommendation:
-    """The smallest budget whose loss is within `max_drop` with 95 % confidence.
+def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> Recommendation:
+    """Return the smallest budget whose loss is within `max_drop` with 95 % confidence.
 
-    Of several methods at that budget, the one with the smaller loss; of equals, the first named.
-    Never a baseline: it can only win by luck.
+    If several methods qualify at that budget, returns the one with the smallest loss, or the first
+    of equals. Never returns a baseline, which could only win by chance.
     """
     methods = [s for s in summaries if not s.baseline and s.loss is not None]
-    judged = [s for s in methods if s.bound is not None and s.compressed]
-    judged += [s for s in methods if s.compressed is None]
-    within = [s for s in judged if s.bound is not None and s.bound <= max_drop]
+    candidates = [s for s in methods if s.bound is not None and s.compressed]
+    candidates += [s for s in methods if s.compressed is None]
+    within = [s for s in candidates if s.bound is not None and s.bound <= max_drop]
     if within:
         best = min(within, key=lambda s: (s.budget, s.loss.mean if s.loss else 0.0))
         return Recommendation(
             by=by, max_drop=max_drop, cell=best.cell, sentence=_may_run(best, by, max_drop)
         )
-    if not judged:
+    if not candidates:
         sentence = (
-            "No recommendation: nothing that was asked is known to have been compressed."
+            "No recommendation: no prompt is known to have been compressed."
             if any(s.asked for s in summaries)
-            else "No recommendation: no prompt was answered."
+            else "No recommendation: the server completed no prompt."
         )
         return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
-    most = max(s.loss.independent for s in judged if s.loss)
-    if unseen(most) > max_drop:
-        noun = "prompt" if most == 1 else "prompts"
+    max_independent = max(s.loss.independent for s in candidates if s.loss)
+    if unseen_share(max_independent) > max_drop:
+        noun = "prompt is" if max_independent == 1 else "prompts are"
         sentence = (
-            f"No recommendation: {most} independent {noun} can show no drop of {max_drop:g} or"
-            f" less at 95 % confidence, however they are answered. It takes {needed(max_drop)}."
+            f"No recommendation: {max_independent} independent {noun} too few to confirm a drop of"
+            f" at most {max_drop:g} at 95 % confidence. At least {prompts_needed(max_drop)} are"
+            " needed."
         )
     else:
-        nearest = min(judged, key=lambda s: s.bound or 0.0)
+        nearest = min(candidates, key=lambda s: s.bound or 0.0)
         sentence = (
             f"No recommendation: no method at any budget keeps the loss by {by} within"
-            f" {max_drop:g} at 95 % confidence. The nearest is {nearest.cell}: at most"
-            f" {nearest.bound:.3f}. Try a larger budget."
+            f" {max_drop:g} at 95 % confidence. The nearest is {nearest.cell}, with a loss of at"
+            f" most {nearest.bound:.3f}. Try a larger budget."
         )
     return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
 
 
-def unbeaten(summaries: Sequence[Summary], recommendation: Recommendation) -> Summary | None:
-    """A baseline that loses no more than what is recommended, at its budget; the best of them."""
+def best_baseline_without_extra_loss(
+    summaries: Sequence[Summary], recommendation: Recommendation
+) -> Summary | None:
+    """Return the best baseline that loses no more than the recommended cell at its budget.
+
+    Returns None if there is no recommendation or no such baseline.
+    """
     best = next((s for s in summaries if s.cell == recommendation.cell), None)
     if best is None or best.loss is None:
         return None
-    beside = [
+    baselines = [
         s
         for s in summaries
         if s.baseline and s.budget == best.budget and s.loss and s.loss.mean <= best.loss.mean
     ]
-    return min(beside, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
+    return min(baselines, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
 
 
-def default_by(outcomes: Sequence[Outcome]) -> By:
-    """The score where answers are known, else the similarity."""
+def default_measure(outcomes: Sequence[Outcome]) -> Measure:
+    """Return "score" if any prompt has a known answer, else "similarity"."""
     return "score" if any(o.score is not None for o in outcomes) else "similarity"
 
 
-def _may_run(best: Summary, by: By, max_drop: float) -> str:
+def _may_run(best: Summary, by: Measure, max_drop: float) -> str:
     assert best.loss is not None
     kept = "" if best.kept is None else f", which keeps {best.kept:.1%} of the tokens"
     return (
@@ -216,22 +227,27 @@ def _may_run(best: Summary, by: By, max_drop: float) -> str:
     )
 
 
-def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) -> Summary:
+def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: bool) -> Summary:
+    """Return the summary of one cell.
+
+    Args:
+        known: whether the server reports which prompts it compressed.
+    """
     assert cell.budget is not None
     compressed = [o for o in outcomes if o.kept_tokens is not None]
-    judged = compressed if known else list(outcomes)
-    scored = [o for o in judged if o.score is not None]
-    along = [o for o in judged if o.places]
-    drop = _over(scored, lambda o: (o.full_score or 0.0) - (o.score or 0.0))
-    exact = _over(judged, lambda o: float(o.exact))
-    similarity = _over(judged, lambda o: o.similarity)
-    losses: dict[By, Estimate | None] = {
+    measured = compressed if known else list(outcomes)
+    scored = [o for o in measured if o.score is not None]
+    with_probabilities = [o for o in measured if o.places]
+    drop = _mean(scored, lambda o: (o.full_score or 0.0) - (o.score or 0.0))
+    exact = _mean(measured, lambda o: float(o.exact))
+    similarity = _mean(measured, lambda o: o.similarity)
+    losses: dict[Measure, Estimate | None] = {
         "score": drop,
-        "agreement": _over(judged, lambda o: 1.0 - o.exact),
-        "similarity": _over(judged, lambda o: 1.0 - o.similarity),
+        "agreement": _mean(measured, lambda o: 1.0 - o.exact),
+        "similarity": _mean(measured, lambda o: 1.0 - o.similarity),
     }
     loss = losses[by]
-    parted = [o.shared for o in judged if not o.exact]
+    diverged_at = [o.shared for o in measured if not o.exact]
     prompt_tokens = sum(o.prompt_tokens for o in compressed)
     return Summary(
         method=cell.method,
@@ -244,58 +260,60 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         roles=_roles(compressed),
         exact=exact,
         similarity=similarity,
-        diverged=median(parted) if parted else None,
-        places=sum(o.places or 0 for o in along),
-        same_first=_over(along, lambda o: o.same_first or 0, lambda o: o.places or 0),
-        kl=_over(along, lambda o: o.kl or 0.0, lambda o: o.places or 0),
-        along=_along(judged),
-        # An empty answer of the full cache has no length to compare with.
-        length=_over(
-            [o for o in judged if o.full_length], lambda o: o.length, lambda o: o.full_length
+        diverged=median(diverged_at) if diverged_at else None,
+        places=sum(o.places or 0 for o in with_probabilities),
+        same_first=_mean(with_probabilities, lambda o: o.same_first or 0, lambda o: o.places or 0),
+        kl=_mean(with_probabilities, lambda o: o.kl or 0.0, lambda o: o.places or 0),
+        along=_by_position(measured),
+        # An empty output of the full cache has no length to compare with.
+        length=_mean(
+            [o for o in measured if o.full_length], lambda o: o.length, lambda o: o.full_length
         ),
-        loops=fmean(o.loops for o in judged) if judged else None,
-        full_loops=fmean(o.full_loops for o in judged) if judged else None,
-        score=_over(scored, lambda o: o.score or 0.0),
-        full_score=_over(scored, lambda o: o.full_score or 0.0),
+        loops=fmean(o.loops for o in measured) if measured else None,
+        full_loops=fmean(o.full_loops for o in measured) if measured else None,
+        score=_mean(scored, lambda o: o.score or 0.0),
+        full_score=_mean(scored, lambda o: o.full_score or 0.0),
         drop=drop,
         loss=loss,
-        bound=None if loss is None else max(loss.upper, unseen(loss.independent)),
-        times=_times(judged),
+        bound=None if loss is None else max(loss.upper, unseen_share(loss.independent)),
+        times=_times(measured),
         tasks=_tasks(scored),
-        obeyed=shares_obeyed(Ruled(o.task, o.rules, o.drawn_with) for o in judged),
+        obeyed=shares_obeyed(RuleResults(o.task, o.rules, o.drawn_with) for o in measured),
     )
 
 
 def _roles(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, float]]:
+    """Return for each role its tokens over all prompts, and the kept share of them."""
     found: dict[str, tuple[int, float]] = {}
     for role in dict.fromkeys(role for o in outcomes for role in o.by_role):
-        own = [o.by_role[role] for o in outcomes if role in o.by_role]
-        tokens = sum(count for count, _ in own)
-        found[role] = tokens, sum(count * share for count, share in own) / tokens
+        usages = [o.by_role[role] for o in outcomes if role in o.by_role]
+        tokens = sum(count for count, _ in usages)
+        found[role] = tokens, sum(count * share for count, share in usages) / tokens
     return found
 
 
-def _along(outcomes: Sequence[Outcome]) -> dict[str, Along]:
-    found: dict[str, Along] = {}
-    for number, name in enumerate(PLACES):
-        there = [(o.drawn_with, o.by_place[number]) for o in outcomes if o.by_place]
-        there = [(drawn_with, each) for drawn_with, each in there if each.places]
-        if not there:
+def _by_position(outcomes: Sequence[Outcome]) -> dict[str, PositionStats]:
+    found: dict[str, PositionStats] = {}
+    for number, name in enumerate(POSITION_RANGES):
+        pairs = [(o.drawn_with, o.by_place[number]) for o in outcomes if o.by_place]
+        pairs = [(group, each) for group, each in pairs if each.places]
+        if not pairs:
             continue
-        groups, sizes = [group for group, _ in there], [each.places for _, each in there]
-        found[name] = Along(
+        groups, sizes = [group for group, _ in pairs], [each.places for _, each in pairs]
+        found[name] = PositionStats(
             places=sum(sizes),
-            same_first=estimate([each.same_first for _, each in there], groups, sizes=sizes),
-            kl=estimate([each.kl for _, each in there], groups, sizes=sizes),
+            same_first=estimate([each.same_first for _, each in pairs], groups, sizes=sizes),
+            kl=estimate([each.kl for _, each in pairs], groups, sizes=sizes),
         )
     return found
 
 
-def _over(
+def _mean(
     outcomes: Sequence[Outcome],
     value: Callable[[Outcome], float],
     size: Callable[[Outcome], float] = lambda _: 1.0,
 ) -> Estimate | None:
+    """Return the mean of `value` per unit of `size`, or None without outcomes."""
     if not outcomes:
         return None
     return estimate(
@@ -308,7 +326,7 @@ def _over(
 def _times(outcomes: Sequence[Outcome]) -> Times | None:
     if not outcomes:
         return None
-    # An answer of one token on either side leaves its pair out.
+    # Token times are paired: a single-token output on either side leaves its pair out.
     pairs = [
         (o.full_token_s, o.token_s)
         for o in outcomes
@@ -318,7 +336,7 @@ def _times(outcomes: Sequence[Outcome]) -> Times | None:
         full_first_token_s=median(o.full_first_token_s for o in outcomes),
         first_token_s=median(o.first_token_s for o in outcomes),
         full_token_s=median(full for full, _ in pairs) if pairs else None,
-        token_s=median(other for _, other in pairs) if pairs else None,
+        token_s=median(compressed for _, compressed in pairs) if pairs else None,
     )
 
 

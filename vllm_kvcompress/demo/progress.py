@@ -1,4 +1,4 @@
-"""Signs of life while the demo waits: a live line on a terminal, and lines in a log elsewhere."""
+"""Show what the demo is waiting for: a live line on a terminal, repeated lines elsewhere."""
 
 import threading
 import time
@@ -11,18 +11,18 @@ from rich.live import Live
 from rich.text import Text
 
 EVERY_S = 10.0
-"""Seconds between two lines where no terminal shows a live one."""
+"""Seconds between two lines of a step, if the output is not a terminal."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """Something that takes a while.
+    """A piece of work that takes seconds or longer.
 
     Args:
-        name: what is done, such as "vLLM alone, request 1 of 3".
-        state: how far it is; whoever does the work sets it as the work goes on.
-        started_s: when it began, by `clock`.
-        clock: the time in seconds.
+        name: name of the work, such as "vLLM alone, question 1 of 3".
+        state: how far the work is; the code that does the work updates it.
+        started_s: start time by `clock`.
+        clock: returns the time in seconds.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def line(self) -> str:
-        """The step, its state and the seconds since it began."""
+        """The step's name, its state and the seconds since its start."""
         return f"{self.name}: {self.state}, {self.clock() - self.started_s:.0f} s"
 
     def __rich__(self) -> Text:
@@ -40,13 +40,13 @@ class Step:
 
 
 class Progress:
-    """Shows the step that is under way, and leaves one line for each that is done.
+    """Shows the current step, and prints one line for each finished step.
 
     Args:
-        console: where it is shown. On a terminal the step's line is refreshed in place; elsewhere
-            it is printed again every `EVERY_S` seconds.
-        clock: the time in seconds.
-        ended: makes the event that ends the lines of a step.
+        console: the output. A terminal refreshes the current step's line in place. Any other
+            output gets a new line every `EVERY_S` seconds.
+        clock: returns the time in seconds.
+        ended: makes the event that stops the repeated lines of a step.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Progress:
 
     @contextmanager
     def step(self, name: str, state: str) -> Iterator[Step]:
-        """Show a step until the block ends, and print its line if the block did not fail."""
+        """Show a step until the block ends; print its line unless the block raised an error."""
         step = Step(name=name, state=state, started_s=self._clock(), clock=self._clock)
         if self._console.is_terminal:
             with Live(step, console=self._console, transient=True):

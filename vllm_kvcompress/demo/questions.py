@@ -1,8 +1,9 @@
-"""What the demo asks: facts that its text states, and which of them is asked for.
+"""The demo's text, its question and its ordinary request.
 
-A model of 135M parameters answers no question about the language reference itself, so short notes
-stand in between, each several times. `surest` chooses one by what the full cache answers, and by no
-compressed answer: see ``benchmarks/demo_question.py``, which records both.
+A model of 135M parameters cannot answer questions about the language reference itself. So the text
+has short notes in it, and the question asks for one of them. `surest` chooses the question by the
+answers of the uncompressed model alone. ``benchmarks/demo_question.py`` records the answers of the
+uncompressed and of the compressed model, with the text of ``make demo ARGS=--long``.
 """
 
 import re
@@ -13,22 +14,22 @@ from typing import Any
 from vllm_kvcompress.serving.text import english
 
 TIMES = 3
-"""How often the text states each note."""
+"""Number of times that the text states each note."""
 REQUEST = "Summarise the text above in your own words, point by point."
-"""An ordinary request: its answer is nowhere in the text, and all of the text matters to it.
+"""An ordinary request: it needs all of the text, and the text does not contain its output.
 
-Chosen by the full cache's answers alone: to most others of our tasks' instructions the demo model
-says the same words again and again, of which a demo shows nothing.
+Chosen by the uncompressed model's output alone. With most other instructions of the quality tasks,
+the demo model repeats the same words again and again.
 """
 REQUEST_TOKENS = 1500
-"""Tokens of its text."""
+"""Length of the text before the ordinary request, in tokens."""
 MANNER = "Answer in a few words."
-"""Ends the prompt: without it the full cache goes on after its answer."""
+"""Ends the question. Without it, the uncompressed model goes on after its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A note in the text, what is asked about it, and what a right answer contains."""
+    """A note in the text, a question about it, and the fact that a right answer contains."""
 
     note: str
     text: str
@@ -36,11 +37,11 @@ class Question:
 
     @property
     def asked(self) -> str:
-        """The question as the model reads it."""
+        """The question with `MANNER`, as the prompt has it."""
         return f"{self.text} {MANNER}"
 
     def answered_by(self, answer: str) -> bool:
-        """Whether `answer` has the fact in it, in upper or lower case."""
+        """Whether `answer` contains the fact, ignoring case."""
         return self.fact.lower() in answer.lower()
 
 
@@ -99,16 +100,16 @@ QUESTIONS = (
 
 
 def noted_text(tokenizer: Any, num_tokens: int) -> str:
-    """The start of `english` with every note `TIMES` times in it, about `num_tokens` tokens.
+    """About `num_tokens` tokens: the start of `english`, with every note in it `TIMES` times.
 
-    The notes take turns at evenly spaced places, each the end of a paragraph, so that every note
-    is in each third of the text.
+    The notes follow each other in turn at evenly spaced ends of paragraphs, so each third of the
+    text has every note.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
 
     Raises:
-        ValueError: the notes alone are longer than `num_tokens`.
+        ValueError: the notes alone have `num_tokens` tokens or more.
     """
     notes = [question.note for question in QUESTIONS] * TIMES
     room = num_tokens - len(tokenizer.encode("\n\n".join(notes), add_special_tokens=False))
@@ -129,19 +130,19 @@ def noted_text(tokenizer: Any, num_tokens: int) -> str:
 
 
 def prompt(tokenizer: Any, num_tokens: int, question: Question) -> str:
-    """`noted_text` and the question after it."""
+    """`noted_text`, followed by the question."""
     return f"{noted_text(tokenizer, num_tokens)}\n\n{question.asked}"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How the full cache answered a question.
+    """The uncompressed model's answers to a question.
 
     Args:
-        answer: with the text before the question.
-        without_text: with the question alone.
-        gap: the least difference, over the answer's tokens, between the probabilities of the
-            token taken and of the next likely one, in [0, 1].
+        answer: the answer to the question after the text.
+        without_text: the answer to the question alone.
+        gap: the difference between the probabilities of the chosen token and of the runner-up, in
+            [0, 1]; minimum over the answer's tokens.
     """
 
     question: Question
@@ -151,24 +152,24 @@ class Asked:
 
     @property
     def known_from_the_text(self) -> bool:
-        """It is right, and only because of the text."""
+        """Whether the answer is right with the text, and wrong without it."""
         right = self.question.answered_by
         return right(self.answer) and not right(self.without_text)
 
 
 def surest(asked: Iterable[Asked]) -> Asked:
-    """The one with the largest gap among those that the full cache knows from the text.
+    """The element with the largest gap among those known from the text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no element is known from the text.
     """
     known: Sequence[Asked] = [question for question in asked if question.known_from_the_text]
     if not known:
         raise ValueError(
-            "the full cache must answer a question from the text, got none; ask others"
+            "the uncompressed model must answer a question from the text, got none; ask others"
         )
     return max(known, key=lambda question: question.gap)
 
 
 CHOSEN = QUESTIONS[7]
-"""The demo's question. A test holds that `surest` chooses it from the recorded answers."""
+"""The demo's question. A test checks that `surest` chooses it from the recorded answers."""

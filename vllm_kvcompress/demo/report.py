@@ -1,4 +1,4 @@
-"""The demo's report."""
+"""Print the demo's report."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from vllm_kvcompress.demo.questions import Question
 from vllm_kvcompress.serving.process import Compressed
 
 BAR = 26
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 
 
 def show(
@@ -26,29 +26,30 @@ def show(
     budget: str,
     console: Console | None = None,
 ) -> int:
-    """Print both runs side by side; the exit status is 0 if compression did what it promises.
-
-    That is: the prompt was compressed, its blocks came back, and the tokens that come from the full
-    cache are vLLM's own: the first one, and those of a look-ahead.
+    """Print both servers' replies to the question side by side.
 
     Args:
         off: the run of vLLM alone.
         on: the run with compression.
-        question: what the prompt ends in; whether the answers are right is said and does not
-            change the status.
+        question: the question at the end of the prompt.
+
+    Returns:
+        The exit status. It is 0 if the prompt was compressed, vLLM got blocks back, and both runs
+        have the same output tokens up to the compression. The report says whether the answers are
+        right, but a wrong answer does not change the status.
     """
     console = console or Console(width=100, highlight=False)
     result = on.compressed
     if result is None:
         console.print(
             f"The prompt of {on.prompt_tokens} tokens was not compressed: the server's log has no"
-            " kv-compress line. Was it shorter than --kv-min-prompt?"
+            " kv-compress line for it. Is the prompt shorter than --kv-min-prompt?"
         )
         return 1
     console.rule(f"[bold]vllm serve MODEL --kv-compress {method} --kv-budget {budget}[/]")
     console.print(
-        f"\n{on.prompt_tokens:,} tokens: Python's language reference with notes in it, such as\n"
-        f"[bold]{escape(question.note)}[/] At the end the question:\n"
+        f"\nThe prompt has {on.prompt_tokens:,} tokens: Python's language reference with notes in"
+        f" it, such as\n[bold]{escape(question.note)}[/] It ends with a question:\n"
         f"[bold]{escape(question.asked)}[/]\n"
     )
     console.print(_side_by_side(off, on, result, f"{method}, budget {budget}"))
@@ -58,111 +59,117 @@ def show(
     freed = off.blocks - on.blocks if counted else 0
     if not counted:
         console.print(
-            "The blocks were not counted: an answer had ended when vLLM's gauge was read. Run it"
-            " again while this machine does less."
+            "The KV blocks were not counted: a request had ended before the demo read vLLM's gauge."
+            " Run the demo again when the machine is less busy."
         )
     elif freed <= 0:
-        console.print("vLLM's usage gauge did not fall: the freed blocks did not come back.")
+        console.print("vLLM got no KV blocks back: its usage gauge shows no fewer blocks in use.")
     else:
-        console.print(f"[bold]{freed:.0f} of {off.blocks:.0f} blocks[/] went back to vLLM's pool.")
+        console.print(
+            f"vLLM got [bold]{freed:.0f} of {off.blocks:.0f} KV blocks[/] back for other requests."
+        )
     if result.lookahead:
         console.print(
-            f"They went back after {result.lookahead} tokens of the answer, which judged what to"
-            " keep."
+            f"Compression waits for the first {result.lookahead} output tokens; their attention"
+            " decides which tokens it keeps."
         )
-    console.print(f"\nTokens kept of {result.prompt_tokens:,} in each layer:\n")
+    console.print(f"\nKept tokens of the prompt's {result.prompt_tokens:,}, layer by layer:\n")
     console.print(_layers(result))
     requests = "one request" if on.requests == 1 else f"medians of {on.requests} requests"
     console.print(
-        f"\n[dim]Times: this machine's, {requests} to each server, in turns, each prompt computed"
-        " in full; per token of the second half of the answers.[/]"
+        f"\n[dim]Times on this machine: {requests} per server, one at a time, without prefix"
+        " caching. The time per output token is that of the second half of the output.[/]"
     )
     return 0 if same and freed > 0 else 1
 
 
 def show_request(off: Run, on: Run, *, request: str, console: Console) -> int:
-    """Print both answers to an ordinary request, and how far they agree.
+    """Print both outputs of an ordinary request, and how many tokens agree.
 
     Args:
         off: the run of vLLM alone.
         on: the run with compression.
-        request: what the prompt ends in.
+        request: the instruction at the end of the prompt.
 
     Returns:
-        0 if the prompt was compressed and the tokens from the full cache are vLLM's own.
+        The exit status: 0 if the prompt was compressed and both runs have the same output tokens
+        up to the compression.
     """
     result = on.compressed
-    console.print(f"\nAn ordinary request, after {on.prompt_tokens:,} tokens of the same text:")
+    console.print(
+        f"\nAn ordinary request, with a prompt of {on.prompt_tokens:,} tokens of the same manual:"
+    )
     console.print(f"[bold]{escape(request)}[/]\n")
     if result is None:
-        console.print("This prompt was not compressed: the server's log has no kv-compress line.")
+        console.print(
+            "This prompt was not compressed: the server's log has no kv-compress line for it."
+        )
         return 1
     table = Table("vLLM alone", "compressed", header_style="bold", box=box.HORIZONTALS)
     table.add_row(escape(off.answer), escape(on.answer))
     console.print(table)
     alike = _alike(off.token_ids, on.token_ids)
     if off.token_ids == on.token_ids:
-        console.print(f"\n[bold green]The same answer[/], all {alike} tokens.")
+        console.print(f"\n[bold green]The same output[/], all {alike} tokens.")
     else:
         console.print(
-            f"\nThe answers are the same for [bold]{alike} of {len(off.token_ids)} tokens[/], and"
-            " go on in other words."
+            f"\nThe first [bold]{alike} of {len(off.token_ids)} output tokens[/] are the same;"
+            " then the wording differs."
         )
     return 0 if _starts_alike(off, on, result, console) else 1
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+    """Number of tokens in the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _starts_alike(off: Run, on: Run, result: Compressed, console: Console) -> bool:
-    """Whether both begin with the full cache's tokens; says so where they do not."""
+    """Whether the output tokens up to the compression are the same; prints it if they differ."""
     full = 1 + result.lookahead
     if off.first_token_id == on.first_token_id and off.token_ids[:full] == on.token_ids[:full]:
         return True
-    which = "The first token differs, and it comes"
-    if result.lookahead:
-        which = f"The first {full} tokens differ, and they come"
-    console.print(f"{which} from the full cache: report this.")
+    which = f"first {full} output tokens differ" if result.lookahead else "first token differs"
+    console.print(f"The {which}, although the prompt was not compressed yet: please report this.")
     return False
 
 
 def _side_by_side(off: Run, on: Run, result: Compressed, title: str) -> Table:
     same = off.first_token_id == on.first_token_id
-    first = escape(f"{on.first_token!r}, ") + ("the same" if same else "[bold red]another[/]")
+    verdict = "the same" if same else "[bold red]a different one[/]"
+    first = escape(f"{on.first_token!r}, ") + verdict
     table = Table("", "vLLM alone", title, header_style="bold", box=box.HORIZONTALS)
-    table.add_row("answer", escape(off.answer), escape(on.answer), end_section=True)
+    table.add_row("output", escape(off.answer), escape(on.answer), end_section=True)
     table.add_row("first token", escape(repr(off.first_token)), first)
     table.add_row("KV blocks while decoding", f"{off.blocks:.0f}", f"[green]{on.blocks:.0f}[/]")
     table.add_row(
-        "tokens kept per layer", f"{off.prompt_tokens:,}", f"{result.kept_tokens:,.0f} on average"
+        "kept tokens per layer", f"{off.prompt_tokens:,}", f"{result.kept_tokens:,.0f} on average"
     )
     table.add_row("time to first token", f"{off.first_token_s:.2f} s", f"{on.first_token_s:.2f} s")
     table.add_row(
-        "time per token after it", f"{off.token_s * 1000:.0f} ms", f"{on.token_s * 1000:.0f} ms"
+        "time per output token", f"{off.token_s * 1000:.0f} ms", f"{on.token_s * 1000:.0f} ms"
     )
     return table
 
 
 def _verdict(off: str, on: str, question: Question) -> str:
-    """Whether compression changed the answer, and whether it is still right."""
+    """A sentence that says whether compression changed the answer, and whether it is right."""
     fact = f"[bold]{escape(question.fact)}[/]"
     if not question.answered_by(on):
-        full = "has it" if question.answered_by(off) else "does not have it either"
+        alone = "has it" if question.answered_by(off) else "does not have it either"
         return (
-            f"[bold red]The compressed answer is wrong:[/] it must say {fact}."
-            f" The full cache's answer {full}."
+            f"[bold red]The compressed server's answer is wrong:[/] it lacks {fact}."
+            f" The answer of vLLM alone {alone}."
         )
     if off == on:
         return f"[bold green]The same answer[/], word for word, and right: {fact}."
-    full = "both are right" if question.answered_by(off) else "only the compressed one is right"
-    return f"[bold yellow]Other words[/], and {full}: {fact}."
+    right = "both are right" if question.answered_by(off) else "only the compressed one is right"
+    return f"[bold yellow]The answers differ[/] in wording, and {right}: {fact}."
 
 
 def _layers(result: Compressed) -> Table:
-    """A bar for each layer, in two columns that are read downwards."""
+    """One bar per layer, in two columns."""
     counts = result.layer_tokens
     rows = (len(counts) + 1) // 2
     table = Table.grid(padding=(0, 1))
@@ -180,8 +187,8 @@ def _layers(result: Compressed) -> Table:
 
 
 def save_picture(console: Console, path: Path, title: str) -> None:
-    """Write what a recording console has shown as an SVG that loads nothing from elsewhere."""
+    """Save a recording console's output as an SVG file without links to other files."""
     svg = re.sub(r"@font-face\s*{[^}]*}", "", console.export_svg(title=title))
-    # Some viewers drop spaces unless they are told not to.
+    # Without this attribute, some viewers drop spaces.
     svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
     path.write_text(re.sub(r"<!--.*?-->", "", svg))

@@ -1,1 +1,1 @@
-"""What `kvcompress doctor` asks, draws and tells, without vLLM."""
+"""The parts of `kvcompress doctor` that do not need vLLM: probes, checks and reports."""

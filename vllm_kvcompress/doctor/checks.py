@@ -1,4 +1,4 @@
-"""What an operator's command found out: named checks, and what they amount to."""
+"""Results of `kvcompress doctor`: named checks and the report that combines them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        name: what it is about, in one or two words.
-        ok: whether it is as it must be.
-        detail: what was found, in one sentence or a few figures; where not ok, what to do.
+        name: its subject, in one or two words.
+        ok: whether it passed.
+        detail: the finding in one sentence or a few numbers; if it failed, also the fix.
     """
 
     name: str
@@ -20,31 +20,31 @@ class Check:
     detail: str
 
 
-Tell = Callable[[Check], None]
+CheckCallback = Callable[[Check], None]
 
 
 class Failed(Exception):
-    """A check failed that says all there is to say: those behind it would say the same."""
+    """A check failed, and the checks after it would only fail for the same reason."""
 
 
-def require(tell: Tell, check: Check) -> None:
-    """Tell of a check.
+def require(on_check: CheckCallback, check: Check) -> None:
+    """Report a check through `on_check`.
 
     Raises:
-        Failed: it is not ok.
+        Failed: the check did not pass.
     """
-    tell(check)
+    on_check(check)
     if not check.ok:
         raise Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All checks of one command, in the order they were made.
+    """All checks of one command, in order.
 
     Args:
-        kept: where the prompt's kept tokens lie, as `KeptMap.to_json` has it; None unless asked
-            for.
+        checks: the checks.
+        kept: the prompt's kept tokens in the format of `KeptMap.to_json`; None unless requested.
     """
 
     checks: Sequence[Check]

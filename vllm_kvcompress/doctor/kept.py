@@ -1,4 +1,4 @@
-"""Which tokens of one prompt each layer kept, coarse enough to draw."""
+"""The share of a prompt's tokens that each layer kept, by ranges of positions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -7,21 +7,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptMap:
-    """What became of one prompt.
+    """Kept tokens of one compressed prompt.
 
     Args:
-        model: its name or folder.
-        method: what compressed it.
-        budget: as it was set, a ratio or tokens per layer.
+        model: name or folder of the model.
+        method: compression method.
+        budget: the configured budget, a ratio or tokens per layer.
         prompt_tokens: length of the prompt.
         kv_heads: KV heads of a layer, over all ranks.
-        kept_tokens: per layer, tokens that stay; its mean over ranks, which may differ.
-        share: ``[L][buckets]``, of the pairs of a KV head and a position in the bucket, the part
-            that stays. Bucket b holds the positions ``p`` with ``p * buckets // prompt_tokens ==
-            b``.
-        numbers: the layers' places in the model; empty where all are compressed.
-        parts: of a chat, the tokens of each role's messages, of its tools and of the template, and
-            the share of these that stays, over all layers and KV heads.
+        kept_tokens: kept tokens of each layer, as the mean over ranks.
+        share: ``[L][buckets]``, the kept share of all pairs of a KV head and a position in the
+            bucket. Bucket b holds the positions ``p`` with ``p * buckets // prompt_tokens == b``.
+        numbers: model-wide indices of the layers; empty if all layers are compressed.
+        parts: for a chat, by role (also the tools and the template), the number of tokens and their
+            kept share over all layers and KV heads.
     """
 
     model: str
@@ -36,7 +35,7 @@ class KeptMap:
 
     @property
     def names(self) -> Sequence[int]:
-        """What the layers are called: their places in the model."""
+        """Model-wide index of each layer."""
         return self.numbers or range(self.layers)
 
     @property
@@ -45,18 +44,18 @@ class KeptMap:
 
     @property
     def mean(self) -> float:
-        """Tokens that stay, mean over layers."""
+        """Kept tokens, as the mean over layers."""
         return sum(self.kept_tokens) / self.layers
 
     @property
     def title(self) -> str:
-        """What was compressed, and how, in a few words."""
+        """The model, method and budget."""
         name = self.model.rstrip("/").rsplit("/", 1)[-1]
         return f"{name}, {self.method}, budget {self.budget}"
 
     @property
     def summary(self) -> str:
-        """How much stayed, in one line."""
+        """The number of kept tokens, in one line."""
         part = self.mean / self.prompt_tokens
         return (
             f"{self.prompt_tokens:,} prompt tokens; a layer keeps {self.mean:,.0f} on average"
@@ -65,9 +64,9 @@ class KeptMap:
 
     @property
     def by_part(self) -> str:
-        """How much of each part stayed, in one line; empty where the prompt is no chat."""
-        told = (f"{name} {share:.0%} of {n:,}" for name, (n, share) in self.parts.items())
-        return f"kept by part: {', '.join(told)} tokens" if self.parts else ""
+        """The kept share of each part, in one line; empty if the prompt is not a chat."""
+        shares = (f"{name} {share:.0%} of {n:,}" for name, (n, share) in self.parts.items())
+        return f"kept by part: {', '.join(shares)} tokens" if self.parts else ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

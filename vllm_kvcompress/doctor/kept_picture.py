@@ -1,4 +1,4 @@
-"""Where a prompt's kept tokens lie, as a picture: a row per layer. Needs matplotlib."""
+"""Draws a prompt's kept tokens with one row per layer. Needs matplotlib."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +9,15 @@ from vllm_kvcompress.errors import ConfigError
 
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
 _SHADES = ("#f5f7fa", "#c6dbef", "#6baed6", "#2171b5", "#08306b")
-_WIDTH_IN, _ROW_IN, _LEAST_IN, _AROUND_IN = 11.0, 0.13, 1.6, 2.1
+_WIDTH_IN, _ROW_IN, _MIN_ROWS_IN, _MARGINS_IN = 11.0, 0.13, 1.6, 2.1
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError, with what to install, where no picture can be drawn."""
+    """Check that matplotlib is installed.
+
+    Raises:
+        ConfigError: it is not; the message says what to install.
+    """
     if find_spec("matplotlib") is None:
         raise ConfigError(
             "a picture needs matplotlib; run pip install matplotlib, or pip install '.[pictures]'"
@@ -24,8 +28,8 @@ def require_matplotlib() -> None:
 def save_picture(kept_map: KeptMap, path: Path) -> None:
     """Draw `kept_map` to a PNG file.
 
-    Left, the share of KV heads that keep each part of the prompt; right, in the same rows, how many
-    tokens each layer keeps.
+    The left panel shows the share of KV heads that keep each range of positions. The right panel
+    shows the kept tokens of each layer.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -36,8 +40,8 @@ def save_picture(kept_map: KeptMap, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    rows = max(_LEAST_IN, _ROW_IN * kept_map.layers)
-    height = rows + _AROUND_IN
+    rows = max(_MIN_ROWS_IN, _ROW_IN * kept_map.layers)
+    height = rows + _MARGINS_IN
     figure = Figure(figsize=(_WIDTH_IN, height), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     bottom, left, where, gap, bars = 0.62 / height, 0.062, 0.65, 0.034, 0.228
@@ -80,7 +84,7 @@ def save_picture(kept_map: KeptMap, path: Path) -> None:
 
 
 def _style(axes: Any, *, framed: bool) -> None:
-    """Set colours and sizes; without a frame only the lower edge is drawn."""
+    """Set colours and sizes; draw all spines if `framed`, else only the bottom one."""
     axes.tick_params(labelsize=8, colors=_QUIET, length=3)
     axes.xaxis.label.set(size=9, color=_INK)
     axes.yaxis.label.set(size=9, color=_INK)
@@ -90,11 +94,13 @@ def _style(axes: Any, *, framed: bool) -> None:
 
 
 def _add_heading(figure: Any, kept_map: KeptMap, image: Any, left: float) -> None:
-    """Write the title, the summary and the scale of the shades above the axes.
+    """Add the title, the summary and the colour scale above the axes.
 
     Args:
-        image: what the shades are of.
-        left: where the text begins, as a share of the figure's width.
+        figure: the figure.
+        kept_map: the data.
+        image: the heat map to which the colour scale belongs.
+        left: left edge of the text, as a share of the figure's width.
     """
     height: float = figure.get_figheight()
 

@@ -1,4 +1,4 @@
-"""Where a prompt's kept tokens lie, in characters."""
+"""Prints a prompt's kept tokens as text."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _BAR, _STRIP = 20, 60
 
 
 def show_kept(kept_map: KeptMap, console: Console) -> None:
-    """Print a line per layer: a bar of how many tokens it keeps, and a strip of where."""
+    """Print a line per layer: a bar for the number of kept tokens, a strip for their positions."""
     console.print(kept_map.title, style="bold", highlight=False)
     console.print(kept_map.summary, highlight=False)
     if kept_map.parts:
@@ -37,12 +37,12 @@ def show_kept(kept_map: KeptMap, console: Console) -> None:
 
 
 def strip(share: Sequence[float], width: int = _STRIP) -> str:
-    """One layer's shares as a line of at most `width` characters."""
+    """Return one layer's shares as a line of at most `width` characters."""
     width = min(width, len(share))
     edges = [column * len(share) // width for column in range(width + 1)]
     cells = []
     for start, stop in pairwise(edges):
         part = sum(share[start:stop]) / (stop - start)
-        # Rounded up, so that whatever is kept at all is seen.
+        # Round up, so that a range with any kept token is visible.
         cells.append(_SHADES[math.ceil(min(part, 1) * 8)])
     return "".join(cells)

@@ -1,4 +1,4 @@
-"""How long a prompt must be for compression to be seen at work."""
+"""Prompt lengths and block counts with which the doctor can verify compression."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,78 +8,85 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import EveryPiece
-from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
+from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.schedules import LookaheadSchedule, OutputSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
-ANSWER = 24
-"""Tokens of the answer during which blocks are counted."""
+MIN_OUTPUT_TOKENS = 24
+"""Minimum output tokens over which the doctor counts blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What decides whether a prompt is compressed.
+    """Settings and sizes that determine whether and how a prompt is compressed.
 
     Args:
-        settings: what compresses it.
+        settings: compression settings of the request.
         layers: layers that share the page pool, L.
         block_size: tokens in a block.
-        longest: tokens that a prompt and its answer may have together.
-        spans: what of the prompt is protected.
-        asks: extra arguments by which the prompt's request asks for `settings`; none where it
-            gets them anyway.
+        max_model_len: maximum tokens of a prompt plus its output.
+        request_args: extra arguments with which a request selects `settings`; empty if they are the
+            default.
+        spans: protected spans of the prompt.
     """
 
     settings: CompressionConfig
     layers: int
     block_size: int
-    longest: int
-    asks: Mapping[str, Any] = field(default_factory=dict)
+    max_model_len: int
+    request_args: Mapping[str, Any] = field(default_factory=dict)
     spans: Spans = ()
 
     @property
-    def answer(self) -> int:
-        """Tokens to ask for: so many that a look-ahead ends before, or a bounded answer is packed
-        again."""
-        least = max(ANSWER, self.settings.min_output) + self.settings.resolved_lookahead
+    def output_tokens(self) -> int:
+        """Output tokens to request: enough to finish the look-ahead and to reach a repacking."""
+        lookahead = self.settings.resolved_lookahead
+        min_tokens = max(MIN_OUTPUT_TOKENS, self.settings.min_output) + lookahead
         if self.settings.decode_budget is None:
-            return least
-        # from the start of the prompt's last block to the end of one, and a step that reads it
-        behind = self.settings.decode_interval + self.block_size + 2
-        return max(least, self.settings.resolved_lookahead + behind)
+            return min_tokens
+        # One interval, up to one block for alignment, and a step that reads the packed pages.
+        until_repacked = self.settings.decode_interval + self.block_size + 2
+        return max(min_tokens, lookahead + until_repacked)
 
     def plan(self, tokens: int) -> PagePlan | None:
-        """What becomes of a prompt of `tokens`, with what its look-ahead adds; None when it is left
-        whole."""
+        """Return the page plan of a prompt of `tokens` tokens after its look-ahead.
+
+        Returns:
+            None if the prompt stays uncompressed.
+        """
         plan = self.settings.page_plan(self.layers, tokens, self.block_size, self.spans)
         if plan is None or not self.settings.resolved_lookahead:
             return plan
-        lookahead = LookAhead(
+        lookahead = LookaheadSchedule(
             settings=self.settings,
             num_layers=self.layers,
             block_size=self.block_size,
             prompt=tokens,
-            last=tokens + self.answer,
+            max_tokens=tokens + self.output_tokens,
             prefilled=tokens,
             spans=self.spans,
         )
-        return lookahead.kept(self._nothing_packed(), lookahead.due)
+        return lookahead.plan_at(self._nothing_packed(), lookahead.due)
 
     def _nothing_packed(self) -> KVFootprint:
         return KVFootprint(num_layers=self.layers, block_size=self.block_size)
 
     def shortest(self, at_least: int = 0) -> int:
-        """The length of a prompt that is compressed and gives back blocks, with half a block over.
+        """Return the shortest checked prompt length whose compression frees blocks.
 
-        Long enough that layers keep a page each on average, if `longest` allows that.
+        Lengths end in the middle of a block. Prefers a length at which layers keep at least a page
+        each on average, if `max_model_len` allows it.
+
+        Args:
+            at_least: lower bound in tokens.
 
         Raises:
-            ConfigError: there is none up to `longest`.
+            ConfigError: no length up to `max_model_len` frees a block.
         """
         block, first_compressed = self.block_size, 0
-        least = max(self.settings.min_prompt, 8 * block, at_least)
-        last = self.longest - self.answer
-        for tokens in range(-(-least // block) * block + block // 2, last + 1, block):
+        min_tokens = max(self.settings.min_prompt, 8 * block, at_least)
+        max_tokens = self.max_model_len - self.output_tokens
+        for tokens in range(-(-min_tokens // block) * block + block // 2, max_tokens + 1, block):
             plan = self.plan(tokens)
             if plan is None or plan.blocks >= plan.full_blocks:
                 continue
@@ -89,29 +96,30 @@ class Limits:
         if first_compressed:
             return first_compressed
         raise ConfigError(
-            f"no prompt of {least} to {last} tokens gives back a block of {block} with --kv-budget"
-            f" {self.settings.budget} and --kv-min-prompt {self.settings.min_prompt}; lower one of"
-            " them, or raise --max-model-len"
+            f"no prompt of {min_tokens} to {max_tokens} tokens frees a block of {block} tokens with"
+            f" --kv-budget {self.settings.budget} and --kv-min-prompt {self.settings.min_prompt};"
+            " lower one of them, or raise --max-model-len"
         )
 
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
-        """Blocks that a compressed request holds once `computed` of its tokens are."""
+        """Return the blocks that a request holds once `computed` of its tokens are computed."""
         if computed < plan.tokens:
-            footprint = self._in_pieces(plan.tokens - self.settings.resolved_lookahead, computed)
+            prompt_tokens = plan.tokens - self.settings.resolved_lookahead
+            footprint = self._before_packing(prompt_tokens, computed)
         else:
-            footprint, _ = self._after(plan, computed)
-        ordinary = -(-computed // self.block_size) - footprint.first_block
-        return -(-footprint.pages // self.layers) + ordinary
+            footprint, _ = self._after_packing(plan, computed)
+        unpacked_blocks = -(-computed // self.block_size) - footprint.first_block
+        return -(-footprint.pages // self.layers) + unpacked_blocks
 
-    def _in_pieces(self, prompt: int, computed: int) -> KVFootprint:
-        """What is held of `computed` tokens before a prompt's end is packed.
+    def _before_packing(self, prompt: int, computed: int) -> KVFootprint:
+        """Return the footprint of `computed` tokens before the end of the prompt is packed.
 
-        A look-ahead leaves that end whole, and not the pieces before it.
+        A look-ahead delays packing the end of the prompt, but not the pieces before it.
         """
         footprint, settings = self._nothing_packed(), self.settings
         if settings.max_whole is None or prompt <= settings.max_whole:
             return footprint
-        pieces = EveryPiece(
+        pieces = PieceSchedule(
             settings=settings,
             num_layers=self.layers,
             block_size=self.block_size,
@@ -126,23 +134,23 @@ class Limits:
         return footprint
 
     def times_repacked(self, plan: PagePlan) -> int:
-        """How often the answer is packed again."""
-        return self._after(plan, plan.tokens + self.answer)[1]
+        """Return how often the output is packed again."""
+        return self._after_packing(plan, plan.tokens + self.output_tokens)[1]
 
-    def _after(self, plan: PagePlan, computed: int) -> tuple[KVFootprint, int]:
-        """What is held once `computed` tokens are, and how often the answer was packed by then."""
+    def _after_packing(self, plan: PagePlan, computed: int) -> tuple[KVFootprint, int]:
+        """Return the footprint of `computed` tokens, and how often their output was packed."""
         footprint, times = self._nothing_packed(), 0
         footprint.pack(plan, plan.full_blocks)
         if self.settings.decode_budget is None:
             return footprint, 0
         prompt = plan.tokens - self.settings.resolved_lookahead
-        last = prompt + self.answer
-        answer = EveryInterval(
-            settings=self.settings, prefilled=prompt, last=last, spans=self.spans
+        last = prompt + self.output_tokens
+        schedule = OutputSchedule(
+            settings=self.settings, prefilled=prompt, max_tokens=last, spans=self.spans
         )
         for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
-            again = answer.plan(footprint, blocks * self.block_size)
-            if again is not None:
-                footprint.pack(again, blocks, freeze=True)
+            output_plan = schedule.plan(footprint, blocks * self.block_size)
+            if output_plan is not None:
+                footprint.pack(output_plan, blocks, freeze=True)
                 times += 1
         return footprint, times

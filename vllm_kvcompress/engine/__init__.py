@@ -1,8 +1,9 @@
-"""The only package that imports vLLM. A room for each place where our code runs there.
+"""The only package that imports vLLM, with one subpackage for each vLLM component we extend.
 
-`startup` runs once, before a model is loaded; `frontend` where requests are taken; `scheduling` in
-the scheduler; `worker`, `attention`, `compression` and `pages` on each worker; `diagnosis` when
-`kvcompress doctor` is asked. `messages` is what travels between them. Imports run down this list::
+`startup` runs once, before a model is loaded. `frontend` runs where requests arrive, `scheduling`
+runs in the scheduler, and `worker`, `attention`, `compression` and `pages` run on each worker.
+`diagnosis` runs in `kvcompress doctor`. `messages` defines the data they send to each other.
+Imports go from left to right only::
 
     diagnosis > startup > frontend, worker > attention > compression > scheduling, pages > messages
 """

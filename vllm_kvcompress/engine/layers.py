@@ -1,4 +1,4 @@
-"""Which layers of a model are compressed, as its configuration says before anything is built."""
+"""Which layers of a model are compressed, derived from vLLM's configuration alone."""
 
 from dataclasses import dataclass
 
@@ -9,66 +9,69 @@ from vllm_kvcompress.planning.layer_groups import LayerGroups, layer_groups, lay
 
 
 def groups_of(config: VllmConfig) -> LayerGroups:
-    """The groups of this model's layers; a worker compares them with the layers that it built."""
+    """Return this model's layer groups. A worker checks them against the layers that it built."""
     model = config.model_config
     text = model.hf_text_config
     return layer_groups(
         layer_types(text.to_dict()),
         int(model.get_total_num_hidden_layers()),
         model.get_sliding_window(),
-        states=states_kept(config),
+        states=state_blocks_per_group(config),
     )
 
 
-def states_kept(config: VllmConfig) -> int:
-    """Blocks that each group of layers with states takes of a request.
+def state_blocks_per_group(config: VllmConfig) -> int:
+    """Return the blocks that a request holds in each group of state-space layers.
 
-    With the prefix cache vLLM keeps the state at a block's end while the next one is computed.
+    With the prefix cache, vLLM keeps the state at the end of a block while it computes the next
+    block, so a request holds two.
     """
     return 2 if getattr(config.cache_config, "mamba_cache_mode", "none") == "align" else 1
 
 
 def stages_of(config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-    """Per pipeline stage, the layers on it that are compressed, by their number in the model."""
+    """Return, for each pipeline stage, the model-wide indices of its compressed layers."""
     total = int(config.model_config.get_total_num_hidden_layers())
     count, full = int(config.parallel_config.pipeline_parallel_size), groups_of(config).full
     bounds = [get_pp_indices(total, stage, count) for stage in range(count)]
     return tuple(tuple(layer for layer in full if start <= layer < end) for start, end in bounds)
 
 
-def layers_together(config: VllmConfig) -> int:
-    """L: compressed layers that share a budget and a page pool, as many on every stage."""
+def layers_per_stage(config: VllmConfig) -> int:
+    """Return L, the number of compressed layers per stage. They share a budget and a page pool."""
     return len(stages_of(config)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherLayers:
-    """What the layers that are not compressed take of one request, at most.
+    """Upper bound on the blocks that one request holds in the layers that are not compressed.
 
     Args:
-        groups: of the model's layers.
-        longest: tokens of the longest request.
-        in_flight: tokens that are computed at once.
+        groups: the model's layer groups.
+        max_model_len: maximum tokens of a request.
+        max_in_flight_tokens: maximum tokens computed at the same time, over all steps in flight.
         block_size: tokens in a block.
     """
 
     groups: LayerGroups
-    longest: int
-    in_flight: int
+    max_model_len: int
+    max_in_flight_tokens: int
     block_size: int
 
     def blocks(self, tokens: int | None = None) -> int:
-        """Blocks of a request of so many tokens, or of the longest one."""
+        """Return the maximum blocks of a request of `tokens` tokens (default: `max_model_len`)."""
         return self.groups.other_blocks(
-            self.longest if tokens is None else tokens, self.in_flight, self.block_size
+            self.max_model_len if tokens is None else tokens,
+            self.max_in_flight_tokens,
+            self.block_size,
         )
 
 
 def other_layers_of(config: VllmConfig) -> OtherLayers:
-    """Those of this model."""
+    """Return the `OtherLayers` of this model."""
     return OtherLayers(
         groups=groups_of(config),
-        longest=int(config.model_config.max_model_len),
-        in_flight=int(config.max_in_flight_tokens),
+        max_model_len=int(config.model_config.max_model_len),
+        max_in_flight_tokens=int(config.max_in_flight_tokens),
         block_size=int(config.cache_config.block_size),
     )

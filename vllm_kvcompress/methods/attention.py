@@ -1,4 +1,4 @@
-"""What an observation window thinks of rows that differ in length, or in two parts."""
+"""Window attention of layers of different lengths, and of windows in two parts."""
 
 import torch
 from torch.nn.functional import pad
@@ -7,60 +7,62 @@ from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 
 
-def apart(rows: PagedLayers, query: torch.Tensor, latest: int) -> WindowScores:
-    """What the `latest` queries think of the tokens before them, and the others' maximum.
+def split_window_scores(layers: PagedLayers, query: torch.Tensor, num_output: int) -> WindowScores:
+    """Return the attention of the last `num_output` queries, with the earlier queries' maximum.
 
-    The others see what stood there when they were computed, which the latest ones follow.
+    The earlier queries see only the tokens before the last `num_output` tokens.
     """
-    tokens, block_size = rows.most - latest, rows.key_pages.shape[3]
-    others = window_scores_of_rows(
-        query[:, :-latest],
-        rows.key_pages,
-        rows.pages[:, : -(-tokens // block_size)],
+    tokens, block_size = layers.max_tokens - num_output, layers.key_pages.shape[3]
+    earlier_maximum = window_scores_of_rows(
+        query[:, :-num_output],
+        layers.key_pages,
+        layers.pages[:, : -(-tokens // block_size)],
         tokens,
-        rows.scale,
-        lengths=None if rows.lengths is None else rows.lengths - latest,
+        layers.scale,
+        lengths=None if layers.lengths is None else layers.lengths - num_output,
         variance=False,
         maximum=True,
-        sinks=rows.sinks,
-    ).maximum  # all else that they leave is free again before the latest ones are scored
-    assert others is not None
-    maximum = pad(others, (0, latest))
-    del others
-    found = window_scores_of_rows(
-        query[:, -latest:],
-        rows.key_pages,
-        rows.pages,
-        rows.most,
-        rows.scale,
-        lengths=rows.lengths,
+        sinks=layers.sinks,
+    ).maximum  # frees the other statistics before the last queries are scored
+    assert earlier_maximum is not None
+    maximum = pad(earlier_maximum, (0, num_output))
+    del earlier_maximum
+    scores = window_scores_of_rows(
+        query[:, -num_output:],
+        layers.key_pages,
+        layers.pages,
+        layers.max_tokens,
+        layers.scale,
+        lengths=layers.lengths,
         variance=True,
-        sinks=rows.sinks,
+        sinks=layers.sinks,
     )
-    return found._replace(maximum=maximum)
+    return scores._replace(maximum=maximum)
 
 
-def cut(part: torch.Tensor | None, past: int) -> torch.Tensor | None:
+def slice_past(part: torch.Tensor | None, past: int) -> torch.Tensor | None:
+    """Return the first `past` columns of ``[H, S]``, or None for None."""
     return None if part is None else part[:, :past]
 
 
-def past_of(part: torch.Tensor, rows: PagedLayers, window: int) -> torch.Tensor:
-    """``[N, Hq, most - w]``: what stands in the window's own columns is 0, as behind a past."""
-    assert rows.lengths is not None
-    column = torch.arange(rows.most - window, device=part.device)
-    own = part[..., : rows.most - window]
-    return own.where((column < (rows.lengths - window)[:, None])[:, None], 0)
+def zero_after_past(part: torch.Tensor, layers: PagedLayers, window: int) -> torch.Tensor:
+    """Return ``[N, Hq, max_tokens - w]`` with 0 in the columns after each layer's own past."""
+    assert layers.lengths is not None
+    column = torch.arange(layers.max_tokens - window, device=part.device)
+    past = part[..., : layers.max_tokens - window]
+    return past.where((column < (layers.lengths - window)[:, None])[:, None], 0)
 
 
-def window_last(maximum: torch.Tensor, lengths: torch.Tensor, window: int) -> torch.Tensor:
-    """``[N, Hq, most]`` with the window's own columns last, and 0 between a past and them.
+def move_window_last(maximum: torch.Tensor, lengths: torch.Tensor, window: int) -> torch.Tensor:
+    """Return ``[N, Hq, max_tokens]`` with each layer's window columns moved to the last w columns.
 
-    Behind a shorter row's past stand its window's own, which pooling must not reach.
+    The columns between a shorter layer's past and the moved window are 0, so that pooling does not
+    spread window scores into the past.
     """
-    most, past = maximum.shape[2], (lengths - window)[:, None]
-    column = torch.arange(most, device=maximum.device)
-    at = (past + column[:window]).long().clamp(min=0)[:, None].expand(-1, maximum.shape[1], -1)
-    own = maximum.gather(2, at)
+    max_tokens, past = maximum.shape[2], (lengths - window)[:, None]
+    column = torch.arange(max_tokens, device=maximum.device)
+    index = (past + column[:window]).long().clamp(min=0)[:, None].expand(-1, maximum.shape[1], -1)
+    window_columns = maximum.gather(2, index)
     maximum = maximum.masked_fill((column >= past)[:, None], 0)
-    maximum[..., most - window :] = own
+    maximum[..., max_tokens - window :] = window_columns
     return maximum

@@ -1,8 +1,9 @@
-"""The roles a method can play, and how a name becomes a class."""
+"""Interfaces of a method's parts (allocator, scorer, selector), and how a part is built by name."""
 
 import dataclasses
 import difflib
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -13,26 +14,34 @@ from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, Laye
 
 T = TypeVar("T")
 
+MAX_INT_PARAM = 4096
+"""Largest absolute value of a method's whole-number parameters (tokens or layers)."""
+MIN_FLOAT_PARAM, MAX_FLOAT_PARAM = 1e-6, 1e6
+"""Smallest and largest absolute value of a float parameter. Float32 holds their powers."""
+
 
 class Reads(enum.Flag):
-    """What a method reads of a prompt. What no part reads is not computed."""
+    """Statistics that a method reads. Statistics that no part reads are not computed."""
 
     NOTHING = 0
     WINDOW = enum.auto()
     """Attention of the observation window."""
     VARIANCE = enum.auto()
-    """Its variance over the window's rows; to be asked for together with WINDOW."""
+    """Variance of the attention over the window's queries. Only together with WINDOW."""
     MAXIMUM = enum.auto()
-    """Its maximum over the window's rows; to be asked for together with WINDOW."""
+    """Maximum of the attention over the window's queries. Only together with WINDOW."""
     POOLED = enum.auto()
-    """That maximum of pooled rows; to be asked for together with MAXIMUM."""
-    APART = enum.auto()
-    """That maximum of the prompt's last queries alone, and all else of the answer's alone, once
-    an answer judges its prompt and the window reaches behind it (scorers only)."""
+    """Maximum of the pooled attention of each query. Only together with MAXIMUM."""
+    PROMPT_MAXIMUM = enum.auto()
+    """The maximum over the prompt's queries alone, when output tokens score the prompt.
+
+    All other statistics are over the output's queries then. This matters only if the window reaches
+    back into the prompt. Scorers only.
+    """
     COLUMN_SUMS = enum.auto()
-    """Column sums of the whole causal attention: every token of the prompt must be computed."""
+    """Column sums of the whole causal attention. Every prompt token must be computed."""
     COLUMN_MEANS = enum.auto()
-    """Their means over the queries that see a token, beside COLUMN_SUMS (allocators only)."""
+    """Column means over the queries that see a token. Only with COLUMN_SUMS, allocators only."""
     VALUES = enum.auto()
     """The cached values."""
     KEYS = enum.auto()
@@ -41,16 +50,19 @@ class Reads(enum.Flag):
     """The scorer's scores of every layer (allocators only)."""
 
 
-BY_KEYS = "it compares the cached keys, which is not done once tokens are dropped"
-BY_SCORES = "it shares the budget by the scores of the whole prompt"
-BY_QUERIES = "it divides by the queries that saw a token, which are not counted for an answer"
-"""Why a part of a method needs all tokens of a prompt (`needs_whole_prompt`)."""
+COMPARES_ALL_KEYS = "it compares the cached keys, which is not supported after tokens were dropped"
+COMPARES_ALL_SCORES = "it divides the budget by the scores of the whole prompt"
+COUNTS_QUERIES = (
+    "it divides by the number of queries that saw a token, which is not counted during output"
+)
+"""Reasons why a part needs all tokens of a prompt (`needs_whole_prompt`)."""
 
 
-class Use(enum.Enum):
-    """What a part does with scores, and what the scores of some scorers do not bear.
+class ScoreUse(enum.Enum):
+    """How an allocator or selector uses scores, where not every scorer's scores allow it.
 
-    Such a part names it in `uses`; a scorer whose scores do not bear it says why in `unfit`.
+    An allocator or selector lists its uses in `uses`. A scorer whose scores do not allow a use
+    gives the reason in `unfit`.
     """
 
     ACROSS_LAYERS = (
@@ -64,22 +76,22 @@ class Use(enum.Enum):
     AS_WEIGHTS = ("ranks by attention", "choose another scorer, or selector 'topk'")
 
     @property
-    def verb(self) -> str:
-        """What the part does, behind its name."""
+    def action(self) -> str:
+        """Return what the part does, as a phrase that follows its name in an error message."""
         return self.value[0]
 
     @property
-    def cure(self) -> str:
-        """What to do where the scorer's scores do not bear it."""
+    def fix(self) -> str:
+        """Return how to fix a combination in which the scorer's scores do not allow this use."""
         return self.value[1]
 
 
 class Allocator(Protocol):
-    """Gives each layer its share of the budget."""
+    """Divides the budget among the layers."""
 
     exact_ratio: ClassVar[bool]
-    """Whether a ratio is rounded once over all layers, instead of down in each."""
-    even: ClassVar[bool]
+    """Whether a ratio is rounded once over all layers instead of rounded down in each layer."""
+    equal_shares: ClassVar[bool]
     """Whether every layer gets the same share."""
 
     @property
@@ -87,45 +99,48 @@ class Allocator(Protocol):
 
     @property
     def needs_whole_prompt(self) -> str:
-        """Why all tokens of a prompt must be there, for a refusal; empty where they need not."""
+        """Return why the part needs all tokens of a prompt; empty if it does not."""
         ...
 
-    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None) -> torch.Tensor:
-        """Past tokens to keep in each layer: ``[N]`` int64 in [0, P] with sum `prompt.past_total`.
+    def allocate(self, spec: BudgetSpec, stats: LayerStats | None) -> torch.Tensor:
+        """Return the past tokens to keep in each layer.
 
-        On the device of the statistics, which nothing waits for; on the CPU if it reads none.
+        Returns:
+            ``[N]`` int64 in [0, P] with sum `spec.past_total`, on the device of the statistics
+            (without waiting for it), or on the CPU if the allocator reads none.
         """
         ...
 
 
 class Scorer(Protocol):
-    """Ranks the past tokens of one layer."""
+    """Scores the past tokens of a layer."""
 
     @property
     def reads(self) -> Reads: ...
 
     @property
     def needs_whole_prompt(self) -> str:
-        """Why all tokens of a prompt must be there, for a refusal; empty where they need not.
+        """Return why the part needs all tokens of a prompt; empty if it does not.
 
-        Where it is empty, several layers come at once and differ in length (`AttentionStats`).
+        If it is empty, `score` may get several layers of different lengths at once
+        (`AttentionStats`).
         """
         ...
 
-    def score(self, columns: AttentionStats) -> torch.Tensor:
-        """``[Hkv, P]`` float32; higher is kept."""
+    def score(self, stats: AttentionStats) -> torch.Tensor:
+        """Return ``[Hkv, P]`` float32 scores. Tokens with higher scores are kept."""
         ...
 
 
 class Selector(Protocol):
-    """Chooses positions by the layers' scores."""
+    """Chooses the kept positions from the layers' scores."""
 
     def source(self, layer: int) -> int:
-        """The layer whose scores `layer` uses: itself, or an earlier one."""
+        """Return the layer whose scores `layer` uses: itself or an earlier layer."""
         ...
 
-    def protect(self, scores: torch.Tensor, keep: torch.Tensor, after: int) -> torch.Tensor:
-        """`scores` ``[L, Hkv, n]`` with +inf where a position is kept whatever its score."""
+    def protect(self, scores: torch.Tensor, keep: torch.Tensor, kept_after: int) -> torch.Tensor:
+        """Return `scores` ``[L, Hkv, n]`` with +inf at positions kept whatever their score."""
         ...
 
     def select(
@@ -133,34 +148,59 @@ class Selector(Protocol):
         scores: torch.Tensor,
         past: int | torch.Tensor,
         keep: torch.Tensor,
-        after: int,
-        most: int,
+        kept_after: int,
+        width: int,
     ) -> torch.Tensor:
-        """``[L, Hkv, most]`` int32 ascending positions, -1 behind the last one of each row.
+        """Return ``[L, Hkv, width]`` int32 kept positions, ascending, with -1 after the last one.
 
         Args:
-            scores: ``[L, Hkv, W]`` float32, contiguous; fastest where W is a multiple of 16.
-            past: scores of each row that count, n, of all layers or ``[L]`` of each; what lies
-                behind them does not matter.
-            keep: ``[L]`` integers on the device of the scores, clamped to 0 .. min(n, most).
-            after: tokens that are kept in any case after these n.
-            most: width of the result, known to the host.
+            scores: ``[L, Hkv, W]`` float32, contiguous. Fastest if W is a multiple of 16.
+            past: number n of valid scores per row, for all layers or ``[L]`` for each. Scores after
+                them are ignored.
+            keep: ``[L]`` integers on the device of the scores, clamped to 0 .. min(n, width).
+            kept_after: tokens after these n that are always kept.
+            width: size of the result's last dimension, known on the host.
         """
         ...
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or nothing when no known name is near."""
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, or "" if none is near."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def choose(role: str, table: Mapping[str, T], name: str) -> T:
-    """`table[name]`, or a ConfigError that lists the names and the nearest one."""
+    """Return `table[name]`.
+
+    Raises:
+        ConfigError: the name is unknown. The message lists all names and the nearest one.
+    """
     if name in table:
         return table[name]
     hint = closest(name, table) or ";"
     raise ConfigError(f"{role}={name!r} is unknown{hint} choose from {sorted(table)}")
+
+
+def _range_error(value: Any, expected_type: type, max_value: int) -> str | None:
+    """Return the allowed range if `value` is outside of it, else None.
+
+    Values that are not numbers return None. Each class checks on its own that its numbers are
+    finite and not below its minimum.
+    """
+    if expected_type is float:
+        size = abs(value)
+        # NaN is left to the class; math.isnan fails for an int that no float holds
+        special = size == 0 or size == math.inf or size != size
+        if special or MIN_FLOAT_PARAM <= size <= MAX_FLOAT_PARAM:
+            return None
+        return f"0, or between {MIN_FLOAT_PARAM:g} and {MAX_FLOAT_PARAM:g} in absolute value"
+    if expected_type is tuple:
+        in_range = all(type(item) is int and abs(item) <= max_value for item in value)
+        return None if in_range else f"whole numbers of at most {max_value} in absolute value"
+    if expected_type is int and not isinstance(value, bool) and abs(value) > max_value:
+        return f"at most {max_value}"
+    return None
 
 
 def build(
@@ -170,25 +210,26 @@ def build(
     defaults: Mapping[str, Any],
     params: Iterable[tuple[str, Any]],
 ) -> Any:
-    """The class that `table` has under `name`, made with its parameters.
+    """Return an instance of the class `table[name]` with the given parameters.
 
     Args:
         role: allocator, scorer or selector.
-        defaults: what stands in for the class's own defaults.
-        params: what was asked for; wins over both.
+        defaults: values that replace the class's own defaults.
+        params: parameters that the user set. They override both kinds of defaults.
 
     Raises:
-        ConfigError: the name or a parameter is unknown, a value is of another type, the class
-            has a parameter without a default, or one was asked for that has no effect beside the
-            others (`unused` of the class, where it has that: a name and the reason each).
+        ConfigError: the name or a parameter is unknown; a value has the wrong type or is too large
+            or too small (a class can set other limits for whole numbers in `max_values`); the class
+            has a parameter without a default; or a parameter has no effect with the other
+            parameters (`unused` of the class, a mapping from name to reason).
     """
-    policy = choose(role, table, name)
-    known = {f.name: f for f in dataclasses.fields(policy)}
+    part_type = choose(role, table, name)
+    known = {f.name: f for f in dataclasses.fields(part_type)}
     for field in known.values():
         if not isinstance(field.default, bool | int | float | str | tuple):
             raise ConfigError(
                 f"{role} {name!r}: parameter {field.name!r} must have a default that is a bool,"
-                " int, float, str or tuple: settings are checked against its type; give it one"
+                " int, float, str or tuple, because its type checks the settings; give it one"
             )
     for key, value in params:
         if key not in known:
@@ -196,16 +237,24 @@ def build(
                 f"{role} {name!r} has no parameter {key!r}{closest(key, known)}"
                 f" (known: {sorted(known)})"
             )
-        wants = type(known[key].default)
-        fits = isinstance(value, wants) or (wants is float and isinstance(value, int))
-        if isinstance(value, bool) is not (wants is bool) or not fits:
+        expected_type = type(known[key].default)
+        fits = isinstance(value, expected_type) or (
+            expected_type is float and isinstance(value, int)
+        )
+        if isinstance(value, bool) is not (expected_type is bool) or not fits:
             raise ConfigError(
-                f"{role} {name!r}: {key} must be a {wants.__name__} like {known[key].default!r},"
-                f" got {value!r}"
+                f"{role} {name!r}: {key} must be a {expected_type.__name__} like"
+                f" {known[key].default!r}, got {value!r}"
             )
-    given = dict(params)
-    made = policy(**{**defaults, **given})
-    for key, reason in getattr(made, "unused", {}).items():
-        if key in given:
-            raise ConfigError(f"{role} {name!r}: {key}={given[key]!r} {reason}")
-    return made
+        max_value = getattr(part_type, "max_values", {}).get(key, MAX_INT_PARAM)
+        if (rule := _range_error(value, expected_type, max_value)) is not None:
+            raise ConfigError(
+                f"{role} {name!r}: {key} must be {rule}, got {value!r};"
+                f" the default is {known[key].default!r}"
+            )
+    user_params = dict(params)
+    part = part_type(**{**defaults, **user_params})
+    for key, reason in getattr(part, "unused", {}).items():
+        if key in user_params:
+            raise ConfigError(f"{role} {name!r}: {key}={user_params[key]!r} {reason}")
+    return part

@@ -1,4 +1,4 @@
-"""What a method is shown of a prompt, or of what a request holds."""
+"""Inputs of a method's parts: budget, layer statistics, attention statistics, keys and values."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSpec:
-    """What an allocator may know of one prompt. Lengths are tokens per KV head.
+    """The budget of one prompt, as an allocator sees it. Lengths are tokens per KV head.
 
     Args:
         num_layers: layers that share the budget, N.
         tokens: prompt length S.
         window: observation window w: the last tokens, always kept.
-        budget: mean tokens to keep per layer, B; the window is included.
-        total: tokens to keep over all layers; None stands for ``num_layers * budget``.
-        protected: tokens before the window that are kept in any case, as it is; in the budget too.
+        budget: mean tokens to keep per layer, B, window included.
+        total: tokens to keep over all layers; None means ``num_layers * budget``.
+        protected: always-kept tokens before the window. They count towards the budget.
     """
 
     num_layers: int
@@ -27,27 +27,27 @@ class BudgetSpec:
 
     @property
     def always_kept(self) -> int:
-        """Tokens of each layer that are kept in any case, w and those that are protected."""
+        """Return the tokens that each layer always keeps: the window and the protected tokens."""
         return self.window + self.protected
 
     @property
     def past(self) -> int:
-        """Evictable tokens, ``S - w`` where none is protected."""
+        """Return the evictable tokens per layer, ``S - w`` if no token is protected."""
         return max(self.tokens - self.always_kept, 0)
 
     @property
     def base(self) -> int:
-        """Mean past tokens to keep per layer, ``B - w`` where none is protected."""
+        """Return the mean past tokens to keep per layer, ``B - w`` if no token is protected."""
         return self.budget - self.always_kept
 
     @property
     def kept(self) -> int:
-        """Tokens to keep over all layers, what stands in any case included."""
+        """Return the tokens to keep over all layers, always-kept tokens included."""
         return self.num_layers * self.budget if self.total is None else self.total
 
     @property
     def past_total(self) -> int:
-        """Past tokens to keep over all layers, at most all of them."""
+        """Return the past tokens to keep over all layers, at most all of them."""
         if self.total is None:
             return self.num_layers * min(self.base, self.past)
         return min(self.total - self.num_layers * self.always_kept, self.num_layers * self.past)
@@ -55,13 +55,13 @@ class BudgetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStats:
-    """What an allocator that reads attention knows of the N layers, on their device.
+    """Statistics of N layers for an allocator, on the layers' device.
 
     Args:
-        entropy: ``[N]``, ``H = -sum A log A`` over heads, window rows and past columns (CAKE).
+        entropy: ``[N]``, ``H = -sum A log A`` over heads, window queries and past columns (CAKE).
         shift: ``[N]``, ``V = sum Var_i A`` over heads and past columns, ddof 1 (CAKE).
-        column_variance: ``[N, Hq]``, the variance over positions of the column sums of the whole
-            causal attention, or of their means, ddof 1 (D2O).
+        column_variance: ``[N, Hq]``, variance over positions of the column sums of the whole causal
+            attention, or of the column means, ddof 1 (D2O).
         scores: ``[N, Hkv, P]`` float32 scores of the past tokens (DynamicKV, global).
     """
 
@@ -73,7 +73,7 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKeys:
-    """A prompt's keys where they lie.
+    """A prompt's keys in their cache pages.
 
     Args:
         key_pages: ``[N, Hkv, D, block_size]``, rotated.
@@ -88,14 +88,16 @@ class PagedKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedValues:
-    """A prompt's values where they lie.
+    """A prompt's values in their cache pages.
 
     Args:
         value_pages: ``[N, Hkv, block_size, D]``.
-        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order. Several layers
-            have ``[layers, ceil(tokens / block_size)]``, and `AttentionStats.lengths` limits each.
-        tokens: prompt length S, or the longest layer's.
-        scale: factor on the cached values of one layer; of several, which are not compared, 1.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order; for several
+            layers ``[layers, ceil(tokens / block_size)]``, with `AttentionStats.lengths` tokens
+            each.
+        tokens: prompt length S, or that of the longest layer.
+        scale: factor on the cached values of one layer. It is 1 for several layers, whose values
+            are not compared.
     """
 
     value_pages: torch.Tensor
@@ -106,41 +108,42 @@ class PagedValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStats:
-    """What a scorer may know of one layer's attention, reduced to one figure per key.
+    """Attention statistics of one layer for a scorer, reduced to one number per key.
 
-    Several layers come as one with as many heads, a layer's heads side by side. Where they differ
-    in length, S is the longest one's. What a shorter one has no column for is 0 then, the window's
-    own columns of `maximum` are the last w all the same, and `last` has every column in its slot.
+    Several layers come as one layer with ``num_layers`` times the heads, each layer's heads side by
+    side. If their lengths differ, S is the longest. Columns that a shorter layer does not have are
+    0. The window's columns in `maximum` are still the last w, and in `last` every column is at its
+    slot.
 
     Args:
-        num_kv_heads: KV heads of the layer, or of all of them.
+        num_kv_heads: KV heads of the layer, or of all layers together.
         past: past tokens, P.
-        device: where scores are made.
-        layer: index of the layer; of several, the first one's.
-        layers: how many there are.
-        lengths: ``[layers]`` int32, tokens of each layer; None where all have S.
-        rows: rows of the window that all but `maximum` is of; 0 when attention was not read. For a
-            scorer that reads them apart (`Reads.APART`), `maximum` is of the rows before them.
-        total: ``[Hq, P]`` float32, the window's attention to the past summed over its rows; None
-            when attention was not read.
-        variance: ``[Hq, P]`` float32, over rows, ddof 1; None unless it was asked for.
-        recent: ``[Hq, w]`` float32, the window's attention to itself summed over its rows.
-        last: ``[Hq, S]`` float32, attention of the last row to every key.
-        maximum: ``[Hq, S]`` float32, the most that a row of the window attends to every key, of the
-            past's columns perhaps in pooled rows (`WindowScores`); None unless it was asked for.
-        sums: ``[Hq, S]`` float32, column sums of the whole causal attention; None unless they
-            were asked for.
-        keys: the prompt's keys; None unless they were asked for.
-        values: the prompt's values; likewise.
+        device: device of the scores.
+        layer: index of the layer, or of the first of several.
+        num_layers: number of layers.
+        lengths: ``[num_layers]`` int32, tokens of each layer; None if all have S.
+        num_queries: window queries in all statistics but `maximum`; 0 if attention was not read.
+            For a scorer with `Reads.PROMPT_MAXIMUM`, `maximum` is over the queries before them.
+        total: ``[Hq, P]`` float32, the window's attention to the past, summed over its queries;
+            None if attention was not read.
+        variance: ``[Hq, P]`` float32, over queries, ddof 1; None unless a part reads it.
+        recent: ``[Hq, w]`` float32, the window's attention to itself, summed over its queries.
+        last: ``[Hq, S]`` float32, attention of the last query to every key.
+        maximum: ``[Hq, S]`` float32, the maximum attention of a window query to every key. Past
+            columns may be pooled per query (`WindowScores`). None unless a part reads it.
+        sums: ``[Hq, S]`` float32, column sums of the whole causal attention; None unless a part
+            reads them.
+        keys: the prompt's keys; None unless a part reads them.
+        values: the prompt's values; None unless a part reads them.
     """
 
     num_kv_heads: int
     past: int
     device: torch.device
     layer: int = 0
-    layers: int = 1
+    num_layers: int = 1
     lengths: torch.Tensor | None = None
-    rows: int = 0
+    num_queries: int = 0
     total: torch.Tensor | None = None
     variance: torch.Tensor | None = None
     recent: torch.Tensor | None = None

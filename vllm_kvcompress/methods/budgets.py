@@ -1,130 +1,141 @@
-"""Integer arithmetic shared by all allocators: float64 and int64 tensors, and no value is read.
+"""Integer apportionment for all allocators, on the device.
 
-Layers are the last dimension; whatever comes before it is a batch.
+Everything is float64 and int64 tensors, and the host reads no value. Layers are the last dimension.
+Leading dimensions are batch dimensions.
 """
 
 import torch
 
 from vllm_kvcompress.methods.page_plan import PagePlan
 
-_SLACK = 1e-9
-"""A share this close below an integer is that integer."""
-_DIGITS = 1e9
-"""Remainders that agree this far are a tie: the rest is float64's noise."""
+_TOLERANCE = 1e-9
+"""A share this close below an integer counts as that integer."""
+_REMAINDER_SCALE = 1e9
+"""Remainders are compared at this resolution, so that float64 noise does not break ties."""
 
 
 def apportion(
     weights: torch.Tensor, total: int | torch.Tensor, caps: torch.Tensor, floor: int = 0
 ) -> torch.Tensor:
-    """Integers proportional to `weights` that sum exactly to ``min(total, sum(caps))``.
+    """Return integers proportional to `weights` with sum exactly ``min(total, sum(caps))``.
 
-    Every layer first gets ``min(floor, cap)``; the rest is poured in proportion to the weights,
-    full layers leaving the others their share, and rounded by largest remainder, ties to the
-    lower layer. Layers of weight 0 get tokens only when all weighted layers are full, evenly.
+    Every layer first gets ``min(floor, cap)``. The rest is divided in proportion to the weights; a
+    full layer's excess goes to the other layers. Shares are rounded by largest remainder, ties to
+    the lower layer. Layers of weight 0 get tokens, evenly, only when all weighted layers are full.
 
     Args:
-        weights: ``[..., N]`` finite numbers >= 0; only ratios matter. NaN counts as 0.
-        total: tokens to give, at least the sum of the floors (unchecked: it may be on a device);
-            an int or a scalar.
-        caps: ``[..., N]`` int64, largest number that each layer can take.
-        floor: smallest number that each layer gets, where its cap allows it.
+        weights: ``[..., N]`` finite numbers >= 0. Only ratios matter. NaN counts as 0.
+        total: tokens to distribute, an int or a scalar tensor. At least the sum of the floors (not
+            checked, since it may be on a device).
+        caps: ``[..., N]`` int64, maximum of each layer.
+        floor: minimum of each layer, where its cap allows it.
 
     Returns:
         ``[..., N]`` int64.
     """
-    given = caps.clamp(max=floor)
-    room = caps - given
-    rest = total - given.sum(-1, keepdim=True)
-    shares = pour(weights, rest, room)
-    whole = (shares + _SLACK).floor().long().minimum(room)
-    remainders = ((shares - whole) * _DIGITS).round().long()
-    return given + _hand_out(whole, remainders, room, rest)
+    floors = caps.clamp(max=floor)
+    free = caps - floors
+    rest = total - floors.sum(-1, keepdim=True)
+    shares = fill_proportionally(weights, rest, free)
+    rounded = (shares + _TOLERANCE).floor().long().minimum(free)
+    remainders = ((shares - rounded) * _REMAINDER_SCALE).round().long()
+    return floors + _round_up(rounded, remainders, free, rest)
 
 
-def pour(weights: torch.Tensor, rest: int | torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Real shares ``min(room_l, lambda * weight_l)`` with sum `rest`, or all room if there is less.
+def fill_proportionally(
+    weights: torch.Tensor, rest: int | torch.Tensor, free: torch.Tensor
+) -> torch.Tensor:
+    """Return real shares ``min(free_l, lambda * weight_l)`` that sum to ``min(rest, sum(free))``.
 
-    Layers of weight 0 come last, evenly.
+    Layers of weight 0 are filled last, evenly.
 
     Args:
         weights: ``[..., N]`` as in `apportion`.
-        rest: tokens to give, >= 0; an int or ``[..., 1]``.
-        room: ``[..., N]`` int64, >= 0.
+        rest: tokens to distribute, >= 0; an int or ``[..., 1]``.
+        free: ``[..., N]`` int64, >= 0, what each layer can still take.
 
     Returns:
         ``[..., N]`` float64.
     """
-    weights, heavy = weights.double(), weights > 0
-    first = room.where(heavy, 0)
-    left = (rest - first.sum(-1, keepdim=True)).clamp(min=0)
-    even = torch.ones_like(weights)
-    return _fill(weights.where(heavy, 1.0), rest, first) + _fill(even, left, room - first)
+    weights, weighted = weights.double(), weights > 0
+    free_weighted = free.where(weighted, 0)
+    left = (rest - free_weighted.sum(-1, keepdim=True)).clamp(min=0)
+    equal_weights = torch.ones_like(weights)
+    shares = _fill(weights.where(weighted, 1.0), rest, free_weighted)
+    return shares + _fill(equal_weights, left, free - free_weighted)
 
 
-def _fill(weights: torch.Tensor, rest: int | torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Pour, where all weights are positive.
+def _fill(weights: torch.Tensor, rest: int | torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+    """Return the shares of `fill_proportionally` for weights that are all positive.
 
-    Layers fill up in the order of ``room / weight`` (its root: neither end of float64 overflows).
-    When k are full, the others divide what is left; it goes on while the next one fills up too.
-    Weights are divided by the largest of those others before they are summed: CAKE's preferences
-    reach down to 1e-310, where ``left / sum`` would overflow.
+    Layers fill up in the order of ``free / weight``, compared as a ratio of square roots so that
+    neither end of float64 overflows. When k layers are full, the other layers divide the rest in
+    proportion. k grows as long as the next layer fills up too. Weights are divided by the largest
+    weight of the layers that are not full before they are summed: CAKE's preferences reach down to
+    1e-310, where ``rest / sum`` would overflow.
     """
-    size = room.double()
-    order = (size.sqrt() / weights.sqrt()).sort(dim=-1, stable=True).indices
-    ranked, size = weights.gather(-1, order), size.gather(-1, order)
-    others = ranked.unsqueeze(-2).expand(*ranked.shape, ranked.shape[-1]).triu()  # [..., k, N]
-    top = others.amax(-1)
-    level = (rest - size.cumsum(-1) + size) / (others / top.unsqueeze(-1)).sum(-1)
-    fills = (level * (ranked / top) >= size).cumprod(-1)
-    full = fills.sum(-1, keepdim=True)
-    at = full.clamp(max=ranked.shape[-1] - 1)
-    share = level.gather(-1, at) * (ranked / top.gather(-1, at))
-    return torch.empty_like(share).scatter_(-1, order, size.where(fills > 0, share))
+    free_tokens = free.double()
+    order = (free_tokens.sqrt() / weights.sqrt()).sort(dim=-1, stable=True).indices
+    ranked, free_tokens = weights.gather(-1, order), free_tokens.gather(-1, order)
+    open_weights = (
+        ranked.unsqueeze(-2).expand(*ranked.shape, ranked.shape[-1]).triu()
+    )  # [..., k, N]
+    largest = open_weights.amax(-1)
+    left = rest - free_tokens.cumsum(-1) + free_tokens
+    level = left / (open_weights / largest.unsqueeze(-1)).sum(-1)
+    fills = (level * (ranked / largest) >= free_tokens).cumprod(-1)
+    num_full = fills.sum(-1, keepdim=True)
+    first_open = num_full.clamp(max=ranked.shape[-1] - 1)
+    share = level.gather(-1, first_open) * (ranked / largest.gather(-1, first_open))
+    return torch.empty_like(share).scatter_(-1, order, free_tokens.where(fills > 0, share))
 
 
-def _hand_out(
-    whole: torch.Tensor, remainders: torch.Tensor, room: torch.Tensor, total: int | torch.Tensor
+def _round_up(
+    rounded: torch.Tensor, remainders: torch.Tensor, caps: torch.Tensor, total: int | torch.Tensor
 ) -> torch.Tensor:
-    """Raise `whole` to sum `total`: one each to the largest remainders, past layers that are full.
+    """Raise `rounded` by ones to sum `total`, largest remainders first, skipping full layers.
 
-    As often as it takes: first k rounds that serve every layer that is not full, at once, with
-    ``sum(min(spare, k)) <= left``, the largest such k; then one round that ends early.
+    One pass per layer may not be enough. First k passes over all layers that are not full are
+    applied at once, with the largest k such that ``sum(min(spare, k)) <= missing``. One partial
+    pass follows.
     """
-    spare = room - whole
-    left = total - whole.sum(-1, keepdim=True)
-    count = spare.shape[-1]
+    spare = caps - rounded
+    missing = total - rounded.sum(-1, keepdim=True)
+    num_layers = spare.shape[-1]
     ranked = spare.sort(-1).values
-    behind = torch.arange(count, 0, -1, device=spare.device)
-    # the sum is concave in k: the smallest of its tangents, one for each number of full layers
-    tangents = (left - ranked.cumsum(-1) + ranked).div(behind, rounding_mode="floor")
+    num_open = torch.arange(num_layers, 0, -1, device=spare.device)
+    # sum(min(spare, k)) is concave in k, so it is the smallest of its tangents, one for each
+    # number of full layers. Solve each for k.
+    tangents = (missing - ranked.cumsum(-1) + ranked).div(num_open, rounding_mode="floor")
     rounds = tangents.amax(-1, keepdim=True)
-    left = left - spare.minimum(rounds).sum(-1, keepdim=True)
+    missing = missing - spare.minimum(rounds).sum(-1, keepdim=True)
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
     open_ = (spare > rounds).gather(-1, order)
-    last = open_ & (open_.cumsum(-1) <= left)
-    return whole + spare.minimum(rounds) + torch.empty_like(last).scatter_(-1, order, last)
+    partial = open_ & (open_.cumsum(-1) <= missing)
+    return rounded + spare.minimum(rounds) + torch.empty_like(partial).scatter_(-1, order, partial)
 
 
 def round_to_pages(
     tokens: torch.Tensor, plan: PagePlan, caps: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Pages per layer for token budgets, with sum `plan.pages` exactly.
+    """Return the pages per layer for token budgets, with sum exactly `plan.pages`.
 
-    Largest remainders of ``(n_l - tail) / block_size`` between the window's pages and all pages,
-    in integers; ties to the lower layer. A layer ends less than a page from its token budget,
-    unless layers that the window's pages lift above theirs take from the others.
+    Largest remainders of ``(n_l - tail) / block_size``, between the window's pages and all pages,
+    in integers; ties to the lower layer. A layer is less than a page from its token budget, unless
+    the minimum for the window's pages takes pages from other layers.
 
     Args:
         tokens: ``[L]`` int64, tokens per layer n_l, window included.
-        caps: ``[L]`` int64, pages that each layer has; None stands for all pages of the prompt.
+        caps: ``[L]`` int64, pages that each layer has; None means all pages of the prompt.
 
     Returns:
         ``[L]`` int64.
     """
-    size, low = plan.block_size, plan.floor_pages
-    room = torch.full_like(tokens, plan.full_blocks) if caps is None else caps
-    held = (tokens - plan.tail).clamp(low * size).minimum(room * size)
-    whole = held // size
-    lifted = apportion(held - low * size, plan.pages, room, low)
-    rounded = _hand_out(whole, held % size, room, plan.pages)
-    return lifted.where(whole.sum() > plan.pages, rounded)
+    block_size, min_pages = plan.block_size, plan.floor_pages
+    max_pages = torch.full_like(tokens, plan.full_blocks) if caps is None else caps
+    min_tokens = min_pages * block_size
+    paged_tokens = (tokens - plan.tail).clamp(min_tokens).minimum(max_pages * block_size)
+    full_pages = paged_tokens // block_size
+    scaled_down = apportion(paged_tokens - min_tokens, plan.pages, max_pages, min_pages)
+    rounded = _round_up(full_pages, paged_tokens % block_size, max_pages, plan.pages)
+    return scaled_down.where(full_pages.sum() > plan.pages, rounded)

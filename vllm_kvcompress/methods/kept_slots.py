@@ -1,16 +1,20 @@
-"""From the scores of rows and their pages to the slots that they keep."""
+"""Select the slots that each layer keeps from its scores and its page count."""
 
 import torch
 from torch.nn.functional import pad
 
 from vllm_kvcompress.methods.base import Selector
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.methods.protected import Guarded
+from vllm_kvcompress.methods.protected import ProtectedTokens
 
 
-def most_pages(plan: PagePlan, pages: torch.Tensor) -> int:
-    """A number of pages that no layer exceeds: the largest one where it costs nothing to ask."""
-    return int(pages.max()) if pages.device.type == "cpu" else plan.most_pages
+def max_layer_pages(plan: PagePlan, pages: torch.Tensor) -> int:
+    """Return a number of pages that no layer exceeds.
+
+    It is the largest count on the CPU, where reading it is free, and the plan's upper bound on a
+    device.
+    """
+    return int(pages.max()) if pages.device.type == "cpu" else plan.max_layer_pages
 
 
 def kept_slots(
@@ -21,54 +25,59 @@ def kept_slots(
     window: int,
     tail: int,
     block_size: int,
-    most_pages: int,
+    max_layer_pages: int,
     selector: Selector,
-    guarded: Guarded | None = None,
+    protected: ProtectedTokens | None = None,
 ) -> torch.Tensor:
-    """Slots that each row keeps in its pages: the window's, and the best before.
+    """Return the slots that each layer keeps in its pages: the window's and the best before it.
 
-    The engine leaves the tail where it is, so tokens that lie in it do not compete.
+    The engine leaves the tail where it is, so tail tokens do not compete.
 
     Args:
-        scores: ``[N, Hkv, W]`` float32, those before the window first.
-        lengths: tokens that every row holds, or ``[N]`` int32 of each.
+        scores: ``[N, Hkv, W]`` float32; the scores before the window come first.
+        lengths: tokens of every layer, or ``[N]`` int32 of each layer.
         counts: ``[N]`` int32 pages, on the device of the scores.
-        window: last tokens of each row that are kept in any case.
-        tail: last tokens of each row that are in no page of `counts`, the window's or not.
-        most_pages: pages that no row exceeds.
-        guarded: what is kept whatever its score, before the window and the tail.
+        window: last tokens of each layer, always kept.
+        tail: last tokens of each layer that lie in no page of `counts`. Window and tail may
+            overlap.
+        max_layer_pages: pages that no layer exceeds.
+        protected: slots before the window and the tail that are kept whatever their score.
 
     Returns:
-        ``[N, Hkv, most_pages * block_size]`` int32, ascending; -1 behind the
-        ``counts[r] * block_size`` kept ones.
+        ``[N, Hkv, max_layer_pages * block_size]`` int32, ascending, with -1 after the ``counts[l] *
+        block_size`` kept slots.
     """
-    after, own_window = max(window, tail), max(window - tail, 0)
-    past = lengths - after
-    keep = counts.to(torch.int32) * block_size - own_window
-    most = most_pages * block_size
-    if guarded is None:
-        best = selector.select(scores, past, keep, after, most)
+    kept_after, window_in_pages = max(window, tail), max(window - tail, 0)
+    past = lengths - kept_after
+    keep = counts.to(torch.int32) * block_size - window_in_pages
+    width = max_layer_pages * block_size
+    if protected is None:
+        best = selector.select(scores, past, keep, kept_after, width)
     else:
-        best = guarded.select(selector, scores, past, keep, after, most)
-    own = torch.arange(own_window, dtype=torch.int32, device=scores.device)
-    shape = *scores.shape[:2], own_window
-    at = (keep[:, None, None] + own).long().expand(shape)
-    first = past if isinstance(past, int) else past[:, None, None]
-    return best.scatter(2, at, (first + own).expand(shape))
+        best = protected.select(selector, scores, past, keep, kept_after, width)
+    offset = torch.arange(window_in_pages, dtype=torch.int32, device=scores.device)
+    shape = *scores.shape[:2], window_in_pages
+    index = (keep[:, None, None] + offset).long().expand(shape)
+    first_slot = past if isinstance(past, int) else past[:, None, None]
+    return best.scatter(2, index, (first_slot + offset).expand(shape))
 
 
-def with_tail(
-    kept: torch.Tensor, lengths: int | torch.Tensor, ends: torch.Tensor, tail: int
+def append_tail(
+    kept: torch.Tensor, lengths: int | torch.Tensor, num_kept: torch.Tensor, tail: int
 ) -> torch.Tensor:
-    """``[N, Hkv, n + tail]`` int32: slots that rows keep in pages, and behind them the tail's.
+    """Return the kept slots of each layer, followed by its tail slots.
 
     Args:
         kept: ``[N, Hkv, n]`` int32.
-        lengths: tokens that every row holds, or ``[N]`` int32 of each.
-        ends: ``[N]`` int32, kept slots of each row.
+        lengths: tokens of every layer, or ``[N]`` int32 of each layer.
+        num_kept: ``[N]`` int32, kept slots of each layer.
+
+    Returns:
+        ``[N, Hkv, n + tail]`` int32.
     """
-    column = torch.arange(tail, dtype=torch.int32, device=kept.device)
+    offset = torch.arange(tail, dtype=torch.int32, device=kept.device)
     shape = *kept.shape[:2], tail
-    first = lengths - tail if isinstance(lengths, int) else (lengths - tail)[:, None, None]
-    own, at = (first + column).expand(shape), (ends[:, None, None] + column).expand(shape)
-    return pad(kept, (0, tail), value=-1).scatter(2, at.long(), own)
+    first_slot = lengths - tail if isinstance(lengths, int) else (lengths - tail)[:, None, None]
+    tail_slots = (first_slot + offset).expand(shape)
+    index = (num_kept[:, None, None] + offset).expand(shape)
+    return pad(kept, (0, tail), value=-1).scatter(2, index.long(), tail_slots)

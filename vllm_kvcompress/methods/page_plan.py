@@ -1,4 +1,4 @@
-"""How many pages and blocks a compressed prompt keeps: lengths alone decide it."""
+"""How many pages and blocks a compressed prompt keeps, computed from lengths alone."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from vllm_kvcompress.methods.spans import Spans, count_before
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
-    """How many pages and blocks a compressed prompt keeps: lengths alone decide it.
+    """The number of pages and blocks that a compressed prompt keeps, computed from lengths alone.
 
     A page is one layer's share of a block. The tail, the tokens after the last full block, stays
     where it is.
@@ -21,16 +21,16 @@ class PagePlan:
         budget: mean tokens per layer B, window included.
         pages: pages kept over all layers, P.
         total: as in `BudgetSpec`.
-        allocator_window: last queries whose attention tells how much each layer keeps, where these
-            are not all that choose its tokens; None where they are.
-        scored_by_output: the answer's first tokens judge it, since its look-ahead is over.
-        probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
-            the prompt's first and last tokens. They are all of its window; 0 where its own tokens
-            judge it.
-        spans: what of the prompt is protected.
-        computed: tokens of the request that are computed when it is packed, where some of them were
-            dropped before; None where `tokens` are all.
-        raised: the budget was raised to what is protected.
+        allocator_window: number of last queries whose attention sets the layers' budgets, if that
+            is not the whole window; otherwise None.
+        scored_by_output: the look-ahead is complete, and output tokens score the prompt.
+        probe: for a piece, the number of probe rows at the end of `tokens`: copies of the prompt's
+            first and last tokens that score the piece and are dropped afterwards. They make up the
+            whole window. 0 if the piece's own tokens score it.
+        spans: protected spans of the prompt.
+        computed: tokens of the request computed so far, if some were dropped before; None if
+            `tokens` are all of them.
+        raised: the budget was raised so that the protected tokens fit.
     """
 
     num_layers: int
@@ -48,147 +48,175 @@ class PagePlan:
     raised: bool = False
 
     @property
-    def prompt(self) -> BudgetSpec:
+    def budget_spec(self) -> BudgetSpec:
+        """Return the budget that an allocator divides.
+
+        With pages of more than one token, it is what the kept pages and the tail hold, since blocks
+        are filled completely.
+        """
         protected = self._protected_before(self.window)
-        # what stands in the tail stays, whatever the budget
+        # The tail is kept whatever the budget.
         always_kept = self.window + protected
+        budget, total = self.budget, self.total
+        if self.block_size > 1:
+            budget, total = self.pages * self.block_size // self.num_layers + self.tail, None
         return BudgetSpec(
             num_layers=self.num_layers,
             tokens=self.tokens,
             window=self.window,
-            budget=max(self.budget, always_kept),
-            total=None if self.total is None else max(self.total, self.num_layers * always_kept),
+            budget=max(budget, always_kept),
+            total=None if total is None else max(total, self.num_layers * always_kept),
             protected=protected,
         )
 
     @property
-    def after(self) -> int:
-        """Last tokens among which nothing is chosen: those of the window, or of the tail."""
+    def kept_after(self) -> int:
+        """Return how many last tokens are all kept: the larger of window and tail."""
         return max(self.window, self.tail)
 
     @property
-    def guarded(self) -> int:
-        """Protected tokens before those: they lie in pages."""
-        return self._protected_before(self.after)
+    def protected_in_pages(self) -> int:
+        """Return the protected tokens before the last `kept_after` tokens. They lie in pages."""
+        return self._protected_before(self.kept_after)
 
     @property
-    def settled(self) -> int:
-        """Tokens of the request before those: of what lies behind them, nothing was dropped."""
-        computed = self.tokens - self.probe if self.computed is None else self.computed
-        return computed - (self.after - self.probe)
+    def intact_from(self) -> int:
+        """Return the index of the first token from which on nothing was dropped.
 
-    def _protected_before(self, last: int) -> int:
-        return count_before(self.spans, self.settled + self.after - last)
+        The last `kept_after` tokens of the request begin there.
+        """
+        computed = self.tokens - self.probe if self.computed is None else self.computed
+        return computed - (self.kept_after - self.probe)
+
+    def _protected_before(self, num_last: int) -> int:
+        return count_before(self.spans, self.intact_from + self.kept_after - num_last)
 
     @property
     def full_blocks(self) -> int:
-        """Full blocks of the prompt, F."""
+        """Return the number of full blocks of the prompt, F."""
         return (self.tokens - self.probe) // self.block_size
 
     @property
     def tail(self) -> int:
-        """Tokens after the last full block, those of the probe among them."""
+        """Return the number of tokens after the last full block, probe rows included."""
         return self.tokens - self.full_blocks * self.block_size
 
     @property
     def floor_pages(self) -> int:
-        """Pages that every layer needs, m: for what stands before the tail, or one token."""
+        """Return the minimum pages of a layer, m, for window and protected tokens; at least 1."""
         window, tail = self.window - self.probe, self.tail - self.probe
-        return _floor_pages(window, tail, self.block_size, self.guarded)
+        return _floor_pages(window, tail, self.block_size, self.protected_in_pages)
 
     @property
-    def most_pages(self) -> int:
-        """Pages that a layer has at most, however they are divided."""
+    def max_layer_pages(self) -> int:
+        """Return the maximum pages of one layer, however the allocator divides them."""
         return min(self.full_blocks, self.pages - (self.num_layers - 1) * self.floor_pages)
 
     @property
     def blocks(self) -> int:
-        """vLLM blocks that hold the pages, K."""
+        """Return the number of vLLM blocks that hold the pages, K."""
         return -(-self.pages // self.num_layers)
 
 
-def _floor_pages(window: int, tail: int, block_size: int, guarded: int = 0) -> int:
-    least = window if guarded else max(window, 1)
-    return -(-(max(least - tail, 0) + guarded) // block_size)
+def _floor_pages(window: int, tail: int, block_size: int, protected: int = 0) -> int:
+    # A layer that keeps only its tail may have a single token, which ruins the output.
+    return max(-(-(max(window - tail, 0) + protected) // block_size), 1)
 
 
-def pages_kept(prompt: BudgetSpec, tail: int, block_size: int) -> int:
-    """Pages over all layers that a budget pays for, P, where `tail` tokens lie behind them."""
-    layers = prompt.num_layers
-    kept = prompt.kept if block_size == 1 else layers * prompt.budget
-    floor = _floor_pages(prompt.window, tail, block_size)
-    return max((kept - layers * tail) // block_size, layers * floor)
+def pages_kept(budget: BudgetSpec, tail: int, block_size: int) -> int:
+    """Return the pages kept over all layers, P, for a prompt with `tail` tokens after them.
+
+    Pages of one token hold the budget exactly. With larger pages, every block is filled.
+    """
+    layers = budget.num_layers
+    kept = budget.kept if block_size == 1 else layers * budget.budget
+    floor = _floor_pages(budget.window, tail, block_size)
+    pages = max((kept - layers * tail) // block_size, layers * floor)
+    return pages if block_size == 1 else round_up_to_blocks(pages, layers)
+
+
+def round_up_to_blocks(pages: int, layers: int) -> int:
+    """Return `pages` rounded up to whole blocks: a block has one page per layer."""
+    return -(-pages // layers) * layers
 
 
 def page_plan(
-    prompt: BudgetSpec,
+    budget: BudgetSpec,
     block_size: int,
     spans: Spans = (),
     *,
     full_share: bool = False,
-    own_budget: int | None = None,
+    share_budget: int | None = None,
 ) -> PagePlan | None:
-    """The plan for a prompt, or None when nothing would be removed.
+    """Return the plan for a prompt, or None if nothing would be dropped.
 
-    ``P = floor(L * (B - t) / block_size)``; at least the window's pages, or one where nothing
-    else would be left, and at most all pages. Pages of one token hold `prompt.kept` exactly.
+    ``P = L * ceil(floor(L * (B - t) / block_size) / L)``: the blocks that the budget needs are
+    filled. Every layer keeps at least the pages of its window, or one page. With pages of one token
+    the plan holds `budget.kept` tokens exactly.
 
     Args:
-        spans: what of the prompt is protected. A budget that cannot hold it beside others is
-            raised to that; a prompt of which more than half is protected is left whole.
-        full_share, own_budget: as in `with_room_for_protected`.
+        budget: the prompt's budget.
+        block_size: tokens in a block.
+        spans: protected spans of the prompt. A budget that is too small for them and other tokens
+            is raised. If more than half of the prompt is protected, it stays uncompressed (None).
+        full_share, share_budget: as in `raise_for_protected`.
     """
-    layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
-    if prompt.tokens <= prompt.budget or full == 0:
+    layers, tokens = budget.num_layers, budget.tokens
+    full_blocks, tail = divmod(tokens, block_size)
+    if tokens <= budget.budget or full_blocks == 0:
         return None
-    if mostly_protected(spans, prompt.tokens):
+    if mostly_protected(spans, tokens):
         return None
     plan = PagePlan(
         num_layers=layers,
-        tokens=prompt.tokens,
+        tokens=tokens,
         block_size=block_size,
-        window=prompt.window,
-        budget=prompt.budget,
-        pages=pages_kept(prompt, tail, block_size),
-        total=prompt.total,
+        window=budget.window,
+        budget=budget.budget,
+        pages=pages_kept(budget, tail, block_size),
+        total=budget.total,
         spans=spans,
     )
-    plan = with_room_for_protected(plan, full_share=full_share, own_budget=own_budget)
-    return plan if plan.pages < layers * full else None
+    plan = raise_for_protected(plan, full_share=full_share, share_budget=share_budget)
+    return plan if plan.pages < layers * full_blocks else None
 
 
-def with_room_for_protected(
-    plan: PagePlan, most: int | None = None, *, full_share: bool, own_budget: int | None = None
+def raise_for_protected(
+    plan: PagePlan,
+    max_pages: int | None = None,
+    *,
+    full_share: bool,
+    share_budget: int | None = None,
 ) -> PagePlan:
-    """The plan, or where its budget cannot hold what is protected beside others, one that does.
+    """Return the plan, with its budget raised if protected tokens leave other tokens too little.
 
-    Others are at least the window and a page. With no more, tools that were kept whole took the
-    place of everything else, and the right one was named less often than without protection
-    (docs/measurements.md).
+    Other tokens get at least the window and one page. With only that, protected tool definitions
+    crowded out everything else, and the model chose the right tool less often than without
+    protection (docs/measurements.md).
 
     Args:
-        most: pages that there are over all layers; None where these are more.
-        full_share: others are as many as the budget would keep of them; else half the budget.
-        own_budget: the budget that others have a share of; None for the plan's.
+        max_pages: upper limit on the pages over all layers; None for no limit.
+        full_share: other tokens keep their full share of the budget; otherwise half the budget.
+        share_budget: the budget of which other tokens get a share; None for the plan's budget.
     """
-    if not plan.guarded:
+    if not plan.protected_in_pages:
         return plan
     length = plan.tokens if plan.computed is None else plan.computed
-    own = plan.budget if own_budget is None else own_budget
-    others = -(-own // 2)
+    budget = plan.budget if share_budget is None else share_budget
+    unprotected = -(-budget // 2)
     if full_share:
-        others = -(-own * (length - plan.guarded) // length)
-    with_others = plan.guarded + others
-    least = max(plan.floor_pages + 1, -(-(with_others - plan.tail) // plan.block_size))
-    if plan.pages >= plan.num_layers * least:
+        unprotected = -(-budget * (length - plan.protected_in_pages) // length)
+    min_tokens = plan.protected_in_pages + unprotected
+    min_pages = max(plan.floor_pages + 1, -(-(min_tokens - plan.tail) // plan.block_size))
+    if plan.pages >= plan.num_layers * min_pages:
         return plan
-    pages = plan.num_layers * least
-    if most is not None and (pages := min(pages, most)) <= plan.pages:
+    pages = plan.num_layers * min_pages
+    if max_pages is not None and (pages := min(pages, max_pages)) <= plan.pages:
         return plan
     budget = pages // plan.num_layers * plan.block_size + plan.tail
     return replace(plan, pages=pages, budget=budget, total=None, raised=True)
 
 
 def mostly_protected(spans: Spans, tokens: int) -> bool:
-    """Whether more than half of a prompt is protected, so that it is left whole."""
+    """Return whether more than half of a prompt is protected. Then it stays uncompressed."""
     return 2 * count_before(spans, tokens) > tokens

@@ -1,12 +1,12 @@
-"""What layers hold, as rows that are scored together.
+"""Cached layers of one or several requests, to be scored together.
 
-Once tokens were dropped, a layer is no longer a run of positions but of slots: its kept tokens in
-the order of their positions, then those that came since. Layers hold different numbers of them,
-which only the device knows. So they come as rows, each with a length, of one request or of several.
-A prompt of which nothing was dropped is rows of one length, and a slot there is a position.
+Once tokens are dropped, a layer holds slots instead of consecutive positions: its kept tokens in
+order of their positions, then the tokens added since. Layers hold different numbers of slots, which
+only the device knows, so each layer has its own length. In a prompt that has lost no tokens, all
+layers have the same length, and a slot is a position.
 
-Scores are pooled and cut into chunks by slot, sinks are the first slots, ties go to the lower one.
-Attention is over the tokens that are held, not over those that were dropped.
+Scores are pooled and cut into chunks by slot. Sinks are the first slots. Ties go to the lower slot.
+Attention covers only the tokens still held.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ import torch
 
 from kvcompress_kernels.window_scores import window_scores_of_rows
 
-LATEST = 128
-"""Queries whose attention is added up together: as many as the largest window has."""
+QUERIES_PER_SUM = 128
+"""Queries whose attention is summed together: as many as the largest window has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayers:
-    """What N layers hold, of one request or of several.
+    """The cached tokens of N layers, of one request or of several.
 
     Args:
         key_pages: ``[pages, Hkv, D, block_size]``, any float dtype and strides.
         value_pages: ``[pages, Hkv, block_size, D]``, likewise.
-        pages: ``[N, W]`` int64, each row's pages in order; those behind its length are not read.
-        lengths: ``[N]`` int32, tokens of each row: more than the window. None: all have `most`, and
-            nothing of them was dropped.
-        most: tokens that no row exceeds, at most ``W * block_size``.
-        scale: factor on the attention logits, that of a quantised key included, or ``[N]`` float32,
-            each row's own.
-        layers: index of each row's layer; needed where there are no `lengths`.
-        value_scales: of each row, the factor on its cached values; likewise.
-        sinks: ``[N, Hq]`` float32, the logits of each row's sinks; None without.
+        pages: ``[N, W]`` int64, each layer's pages in order. Pages after its length are not read.
+        lengths: ``[N]`` int32, tokens of each layer, more than the window. None if all have
+            `max_tokens` and no token was dropped.
+        max_tokens: tokens that no layer exceeds, at most ``W * block_size``.
+        scale: factor on the attention logits, including that of a quantised key; or ``[N]``
+            float32, one per layer.
+        layers: index of each layer; needed if `lengths` is None.
+        value_scales: factor on the cached values of each layer; needed if `lengths` is None.
+        sinks: ``[N, Hq]`` float32, logits of each layer's attention sinks; None without sinks.
     """
 
     key_pages: torch.Tensor
     value_pages: torch.Tensor
     pages: torch.Tensor
     lengths: torch.Tensor | None
-    most: int
+    max_tokens: int
     scale: float | torch.Tensor
     layers: Sequence[int] = ()
     value_scales: Sequence[float] = ()
@@ -51,8 +51,8 @@ class PagedLayers:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def some(self, part: slice) -> "PagedLayers":
-        """Some of these rows."""
+    def subset(self, part: slice) -> "PagedLayers":
+        """Return the layers in `part`."""
         return replace(
             self,
             pages=self.pages[part],
@@ -64,48 +64,53 @@ class PagedLayers:
         )
 
 
-def attention_paid(rows: PagedLayers, query: torch.Tensor, at_once: int) -> torch.Tensor:
-    """Attention that the last r queries paid to every slot, the mean over a KV head's query heads.
+def attention_to_slots(
+    layers: PagedLayers, query: torch.Tensor, layers_per_batch: int
+) -> torch.Tensor:
+    """Return the attention that the last r queries paid to every slot, averaged over query heads.
 
-    Nothing was dropped since the first of them: each saw the slots up to its own.
+    The mean is over the query heads of each KV head. No token may have been dropped since the first
+    of these queries, so that each query saw all slots up to its own.
 
     Args:
-        query: ``[N, r, Hq, D]``, the last r of each row in the order of positions; a row holds
-            more than r tokens.
-        at_once: rows that are read together.
+        query: ``[N, r, Hq, D]``, the last r queries of each layer in order of position. A layer
+            holds more than r tokens.
+        layers_per_batch: layers that are computed together.
 
     Returns:
-        ``[N, Hkv, most]`` float32; 0 behind a row's length.
+        ``[N, Hkv, max_tokens]`` float32; 0 after a layer's length.
     """
-    parts = [slice(start, start + at_once) for start in range(0, len(rows), at_once)]
-    return torch.cat([_paid(rows.some(part), query[part]) for part in parts])
+    parts = [
+        slice(start, start + layers_per_batch) for start in range(0, len(layers), layers_per_batch)
+    ]
+    return torch.cat([_attention(layers.subset(part), query[part]) for part in parts])
 
 
-def _paid(rows: PagedLayers, query: torch.Tensor) -> torch.Tensor:
-    kv_heads, latest = rows.key_pages.shape[1], query.shape[1]
-    assert rows.lengths is not None
-    paid = query.new_zeros(len(query), kv_heads, rows.most, dtype=torch.float32)
-    for start in range(0, latest, LATEST):
-        part = query[:, start : start + LATEST]
+def _attention(layers: PagedLayers, query: torch.Tensor) -> torch.Tensor:
+    kv_heads, num_queries = layers.key_pages.shape[1], query.shape[1]
+    assert layers.lengths is not None
+    attention = query.new_zeros(len(query), kv_heads, layers.max_tokens, dtype=torch.float32)
+    for start in range(0, num_queries, QUERIES_PER_SUM):
+        part = query[:, start : start + QUERIES_PER_SUM]
         count = part.shape[1]
-        # to these, slots behind the last of them are not there yet
-        lengths = rows.lengths - (latest - start - count)
+        # Slots after the part's last query did not exist when it was computed.
+        lengths = layers.lengths - (num_queries - start - count)
         scores = window_scores_of_rows(
             part,
-            rows.key_pages,
-            rows.pages,
-            rows.most,
-            rows.scale,
+            layers.key_pages,
+            layers.pages,
+            layers.max_tokens,
+            layers.scale,
             lengths=lengths,
             variance=False,
-            sinks=rows.sinks,
+            sinks=layers.sinks,
         )
         past, recent = (
-            # in float64 as `group_mean`, so that equal columns stay equal
-            of.view(len(of), kv_heads, -1, of.shape[2]).mean(2, dtype=torch.float64).float()
-            for of in (scores.total, scores.recent)
+            # float64 as in `group_mean`, so that equal columns stay equal
+            sums.view(len(sums), kv_heads, -1, sums.shape[2]).mean(2, dtype=torch.float64).float()
+            for sums in (scores.total, scores.recent)
         )
-        paid[..., : rows.most - count] += past
-        at = (lengths - count)[:, None] + torch.arange(count, device=lengths.device)
-        paid.scatter_add_(2, at.long()[:, None].expand(-1, kv_heads, -1), recent)
-    return paid
+        attention[..., : layers.max_tokens - count] += past
+        slots = (lengths - count)[:, None] + torch.arange(count, device=lengths.device)
+        attention.scatter_add_(2, slots.long()[:, None].expand(-1, kv_heads, -1), recent)
+    return attention

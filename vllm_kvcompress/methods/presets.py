@@ -1,35 +1,35 @@
-"""The presets that users type, the defaults of their parts, and combinations that are refused."""
+"""Method presets, default windows, and refusal of invalid combinations of parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, Use
+from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, ScoreUse, Selector
 
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
-"""Whether evicted tokens are folded into their nearest kept ones: keys and values, or values."""
+"""Whether evicted tokens are merged into their nearest kept tokens; "values" merges only values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What a method's name stands for.
+    """The parts and parameters that a method name stands for.
 
     Args:
         allocator: name in ALLOCATORS.
         scorer: name in SCORERS.
-        window: observation window in tokens; 0 where none is needed.
+        window: observation window in tokens; 0 if none is needed.
         selector: name in SELECTORS.
         scorer_params: parameters of the scorer that differ from its defaults.
-        selector_params: likewise of the selector.
-        merge: whether evicted tokens are folded into their nearest kept ones, or "values": their
-            values alone.
-        lookahead: tokens of an answer that its prompt stays whole for, and that judge it then.
-        prompt_window: the prompt's last queries that judge beside all of an answer's; 0 where the
-            answer's judge alone, and no more of them than `window`.
-        answer_scorer: name in SCORERS of what ranks tokens one by one once an answer judges; empty
-            where `scorer` and `selector` choose them then too.
+        selector_params: parameters of the selector that differ from its defaults.
+        merge: whether evicted tokens are merged into their nearest kept tokens; "values" merges
+            only their values.
+        lookahead: output tokens that compression waits for. Their queries then score the prompt.
+        prompt_window: the prompt's last queries that score it together with the output's queries,
+            at most `window`; 0 if only the output's queries score.
+        output_scorer: name in SCORERS of the scorer used when output tokens score the prompt, token
+            by token; empty to use `scorer` and `selector` then too.
     """
 
     allocator: str
@@ -41,16 +41,19 @@ class Preset:
     merge: Merge = False
     lookahead: int = 0
     prompt_window: int = 0
-    answer_scorer: str = ""
+    output_scorer: str = ""
 
-    def is_made_of(self, names: tuple[str, str, str], params: Params) -> bool:
-        """Whether an allocator, a scorer and a selector are its own, and so are these parameters.
+    def matches(self, names: tuple[str, str, str], params: Params) -> bool:
+        """Return whether the names and parameters are those of this preset.
 
         Args:
-            params: of the scorer and of the selector, as far as they were given.
+            names: allocator, scorer and selector.
+            params: parameters of the scorer and of the selector that the user set.
         """
-        own = {*self.scorer_params, *self.selector_params}
-        return names == (self.allocator, self.scorer, self.selector) and own.issuperset(params)
+        preset_params = {*self.scorer_params, *self.selector_params}
+        return names == (self.allocator, self.scorer, self.selector) and preset_params.issuperset(
+            params
+        )
 
 
 _DEFENSIVE: Params = (("aggregate", "defensive"), ("value_norm", True))
@@ -90,20 +93,23 @@ PRESETS: Mapping[str, Preset] = {
         selector_params=(("size", 20),),
         lookahead=32,
         prompt_window=16,
-        answer_scorer="runs",
+        output_scorer="runs",
     ),
     "random": Preset(allocator="uniform", scorer="random", window=32),
 }
 
 RECOMMENDED = "cake-chunk"
-"""What the manifests name and `kvcompress plan` takes by itself (docs/measurements.md)."""
+"""The method in the manifests and the default of `kvcompress plan` (docs/measurements.md)."""
 CUSTOM = "custom"
 METHODS = ("off", *PRESETS, CUSTOM)
 CAOTES = frozenset({"caote", "fastcaote"})
 
 
-def usual_window(allocator: str, scorer: str, base: str) -> int:
-    """The window of a scorer outside its preset; CAOTE takes that of its base, and CAKE its own."""
+def fallback_window(allocator: str, scorer: str, base: str) -> int:
+    """Return the window of a scorer outside its preset.
+
+    CAOTE takes the window of its base scorer, and allocator CAKE its own.
+    """
     if allocator == "cake":
         return PRESETS["cake"].window
     if (allocator, scorer) == ("dynamickv", "snapkv"):
@@ -112,14 +118,17 @@ def usual_window(allocator: str, scorer: str, base: str) -> int:
     return PRESETS[name].window if name in PRESETS else 32
 
 
-def least_window(reads: Reads) -> int:
-    """Queries that a method needs to judge, by what it reads: for CAKE's variance two."""
+def min_window(reads: Reads) -> int:
+    """Return the fewest window queries that a method can score with.
+
+    CAKE's variance needs two, other attention one, and a method that reads no window none.
+    """
     return 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
 
 
 def refuse_window(scorer: str, reads: Reads, window: int) -> None:
-    """Raise ConfigError where an observation window has too few queries for what is read."""
-    if window >= least_window(reads):
+    """Raise ConfigError if the observation window has too few queries for what the method reads."""
+    if window >= min_window(reads):
         return
     if Reads.VARIANCE in reads:
         raise ConfigError(f"CAKE needs a variance; set window to at least 2, got {window}")
@@ -130,7 +139,7 @@ def refuse_window(scorer: str, reads: Reads, window: int) -> None:
 
 
 def refuse_base(scorer: str, base: str | None, scorer_params: Mapping[str, object]) -> None:
-    """Raise ConfigError where `base` names a scorer's weights that it does not take, or twice."""
+    """Raise ConfigError if `base` is set for a scorer that takes none, or is set twice."""
     if base is None:
         return
     if scorer not in CAOTES:
@@ -144,23 +153,23 @@ def refuse_base(scorer: str, base: str | None, scorer_params: Mapping[str, objec
         )
 
 
-def refuse_nonsense(
+def refuse_meaningless_parts(
     names: Preset, allocator: Allocator, scorer: Scorer, selector: Selector
 ) -> None:
-    """Refuse parts that run together but mean nothing, by what they declare (`Use`).
+    """Refuse parts that run together but give meaningless results, as declared in `ScoreUse`.
 
     Args:
-        names: what the parts are called.
+        names: the names of the parts.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: the message gives the reason.
     """
-    unfit: Mapping[Use, str] = getattr(scorer, "unfit", {})
+    unfit: Mapping[ScoreUse, str] = getattr(scorer, "unfit", {})
     users = (("allocator", names.allocator, allocator), ("selector", names.selector, selector))
     for role, name, part in users:
         for use in getattr(part, "uses", ()):
             if use in unfit:
                 raise ConfigError(
-                    f"{role} {name!r} {use.verb}, but scorer {names.scorer!r} {unfit[use]};"
-                    f" {use.cure}"
+                    f"{role} {name!r} {use.action}, but scorer {names.scorer!r} {unfit[use]};"
+                    f" {use.fix}"
                 )

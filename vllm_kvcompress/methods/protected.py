@@ -1,8 +1,8 @@
-"""Spans of a prompt that are kept in any case, in every layer and head.
+"""Selection with protected spans, which every layer and head keeps.
 
-They count in the budget, as the observation window does. What they and the window leave is shared
-out and chosen by the method, as if the protected tokens were not there: scores are of the whole
-prompt, and allocator and selector see those of the other tokens side by side.
+Protected tokens count towards the budget, as the observation window does. The method divides and
+fills the rest of the budget as if the protected tokens did not exist: scores cover the whole
+prompt, but allocator and selector see only the unprotected tokens' scores, side by side.
 """
 
 from dataclasses import dataclass
@@ -15,41 +15,44 @@ from vllm_kvcompress.methods.base import Selector
 from vllm_kvcompress.methods.spans import Spans, count_before
 
 _LAST = torch.iinfo(torch.int32).max
-_TURNS = 8
-"""Parts that rows are chosen from in turns: each takes a few figures of every token beside its
-score, which together take no more than one score does."""
+_MAX_PARTS = 8
+"""Number of parts that layers are selected in, one after another.
+
+Selecting a part needs several temporary numbers per token. Split this way, they take no more memory
+than one score per token of all layers.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guarded:
-    """The protected tokens of some rows, before the last ones that all are kept.
+class ProtectedTokens:
+    """The protected tokens of N layers, before the last tokens that are all kept.
 
     Args:
-        own: ``[N, Hkv, G]`` int32 slots, ascending; ``[1, 1, G]`` where they are the same in all
-            rows and heads, as in a prompt of which nothing was dropped.
+        slots: ``[N, Hkv, G]`` int32 slots, ascending; ``[1, 1, G]`` if they are the same in all
+            layers and heads, as in a prompt that has lost no tokens.
     """
 
-    own: torch.Tensor
+    slots: torch.Tensor
 
     @classmethod
-    def of(cls, spans: Spans, end: int, device: torch.device) -> "Guarded | None":
-        """Of the first `end` tokens of a whole prompt; None where none of them is protected."""
+    def of(cls, spans: Spans, end: int, device: torch.device) -> "ProtectedTokens | None":
+        """Return the protected tokens among the first `end` of an uncompressed prompt, or None."""
         if not count_before(spans, end):
             return None
         parts = [torch.arange(start, min(stop, end)) for start, stop in spans if start < end]
-        return cls(own=to_device(torch.cat(parts), torch.int32, device)[None, None])
+        return cls(slots=to_device(torch.cat(parts), torch.int32, device)[None, None])
 
-    def others(self, width: int) -> torch.Tensor:
-        """``[N, Hkv, width - G]`` int64, or ``[1, 1, ...]``: the other slots, ascending."""
-        own = self.own
-        is_own = torch.zeros(*own.shape[:2], width, dtype=torch.bool, device=own.device)
-        is_own.scatter_(2, own.long(), True)
-        return is_own.sort(dim=2, stable=True).indices[..., : width - own.shape[2]]
+    def unprotected_slots(self, width: int) -> torch.Tensor:
+        """Return the other slots, ascending: ``[N, Hkv, width - G]`` int64, or ``[1, 1, ...]``."""
+        slots = self.slots
+        is_protected = torch.zeros(*slots.shape[:2], width, dtype=torch.bool, device=slots.device)
+        is_protected.scatter_(2, slots.long(), True)
+        return is_protected.sort(dim=2, stable=True).indices[..., : width - slots.shape[2]]
 
-    def without(self, scores: torch.Tensor) -> torch.Tensor:
-        """``[..., W - G]`` of scores ``[..., W]``: those of the other tokens side by side."""
-        others = self.others(scores.shape[2])
-        return scores.gather(2, others.expand(*scores.shape[:2], -1))
+    def unprotected_scores(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., W - G]`` scores of the unprotected tokens, of scores ``[..., W]``."""
+        unprotected = self.unprotected_slots(scores.shape[2])
+        return scores.gather(2, unprotected.expand(*scores.shape[:2], -1))
 
     def select(
         self,
@@ -57,57 +60,70 @@ class Guarded:
         scores: torch.Tensor,
         past: int | torch.Tensor,
         keep: torch.Tensor,
-        after: int,
-        most: int,
+        kept_after: int,
+        width: int,
     ) -> torch.Tensor:
-        """``[L, Hkv, most]`` int32 as `Selector.select` gives it: these, and its choice of others.
+        """Return the protected slots and the slots that the selector chooses from the others.
 
         Args:
-            scores: ``[L, Hkv, W]`` float32, of all tokens before the last `after`.
-            past: how many these are, in every row or ``[L]``.
-            keep: ``[L]`` of these tokens, at least as many as are protected.
-        """
-        (rows, heads, width), count = scores.shape, self.own.shape[2]
-        found = scores.new_empty(rows, heads, most, dtype=torch.int32)
-        step = -(-rows // _TURNS)
-        for start in range(0, rows, step):
-            some = slice(start, start + step)
-            part = self if len(self.own) == 1 else Guarded(own=self.own[some])
-            others = part.others(width).expand(*scores[some].shape[:2], -1)
-            free = _aligned(scores[some].gather(2, others))
-            held = past if isinstance(past, int) else past[some]
-            room = held - count, keep[some] - count, after, max(most - count, 0)
-            found[some] = part._beside(selector.select(free, *room), others)[..., :most]
-        return found
+            scores: ``[L, Hkv, W]`` float32, of all tokens before the last `kept_after`.
+            past: number of these tokens, for every layer or ``[L]``.
+            keep: ``[L]``, how many of these tokens to keep, at least as many as are protected.
+            width: size of the result's last dimension.
 
-    def _beside(self, chosen: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """``[N, Hkv, G + n]`` int32 slots, ascending, -1 behind the last: these and some others.
+        Returns:
+            ``[L, Hkv, width]`` int32 as from `Selector.select`.
+        """
+        (num_layers, heads, num_scores), num_protected = scores.shape, self.slots.shape[2]
+        selected = scores.new_empty(num_layers, heads, width, dtype=torch.int32)
+        step = -(-num_layers // _MAX_PARTS)
+        for start in range(0, num_layers, step):
+            part = slice(start, start + step)
+            protected = self if len(self.slots) == 1 else ProtectedTokens(slots=self.slots[part])
+            unprotected = protected.unprotected_slots(num_scores)
+            unprotected = unprotected.expand(*scores[part].shape[:2], -1)
+            chosen = selector.select(
+                _aligned(scores[part].gather(2, unprotected)),
+                (past if isinstance(past, int) else past[part]) - num_protected,
+                keep[part] - num_protected,
+                kept_after,
+                max(width - num_protected, 0),
+            )
+            selected[part] = protected._merge(chosen, unprotected)[..., :width]
+        return selected
+
+    def _merge(self, chosen: torch.Tensor, unprotected: torch.Tensor) -> torch.Tensor:
+        """Return ``[N, Hkv, G + n]`` int32: protected and chosen slots, ascending, then -1.
 
         Args:
-            chosen: ``[N, Hkv, n]`` int32 places among `others`, -1 behind the last.
+            chosen: ``[N, Hkv, n]`` int32 indices into `unprotected`, with -1 after the last.
         """
-        if others.shape[2]:
-            at = others.gather(2, chosen.clamp(min=0).long()).int().where(chosen >= 0, _LAST)
+        if unprotected.shape[2]:
+            slots = unprotected.gather(2, chosen.clamp(min=0).long()).int()
+            slots = slots.where(chosen >= 0, _LAST)
         else:
-            at = torch.full_like(chosen, _LAST)
-        own = self.own.expand(*chosen.shape[:2], -1)
-        both = torch.cat([at, own], dim=2).sort(dim=2).values
+            slots = torch.full_like(chosen, _LAST)
+        protected = self.slots.expand(*chosen.shape[:2], -1)
+        both = torch.cat([slots, protected], dim=2).sort(dim=2).values
         return both.where(both < _LAST, -1)
 
 
 def _aligned(scores: torch.Tensor) -> torch.Tensor:
-    """The scores in rows of a multiple of 16, of which a GPU loads four at once."""
-    missing = -scores.shape[2] % 16
-    return pad(scores, (0, missing)) if missing else scores
+    """Return the scores padded to a multiple of 16 columns, which a GPU loads four at a time."""
+    padding = -scores.shape[2] % 16
+    return pad(scores, (0, padding)) if padding else scores
 
 
-def places_among(kept: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """``[N, Hkv, G]`` int32: at which place of `kept` each of `own` is, all of which it has.
+def indices_in_kept(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the indices of `slots` in `kept`, which must contain all of them.
 
     Args:
-        kept: ``[N, Hkv, n]`` int32 slots, ascending; -1 behind the last.
-        own: ``[N, Hkv, G]`` int32, or what is broadcast to that.
+        kept: ``[N, Hkv, n]`` int32 slots, ascending, with -1 after the last.
+        slots: ``[N, Hkv, G]`` int32, or broadcastable to it.
+
+    Returns:
+        ``[N, Hkv, G]`` int32.
     """
     ascending = kept.where(kept >= 0, _LAST).contiguous()
-    wanted = own.expand(*kept.shape[:2], own.shape[2]).contiguous()
+    wanted = slots.expand(*kept.shape[:2], slots.shape[2]).contiguous()
     return torch.searchsorted(ascending, wanted, out_int32=True)

@@ -1,8 +1,9 @@
-"""Parameters that papers publish per model, in one table; used by model name, overridable.
+"""Parameters that papers publish per model, selected by model name. Users can override them.
 
-CAKE's temperatures stand in ``model2tau.json`` of the authors' repository (antgroup/cakekv), for
-budgets of exactly 128 and 1024 tokens per layer; for any other model or budget it takes 1, 1, and
-so do we. DynamicKV states r_max = 10 for all models (its scripts leave Qwen2 at 5).
+CAKE's temperatures are in ``model2tau.json`` of the authors' repository (antgroup/cakekv), for
+budgets of exactly 128 and 1024 tokens per layer. For any other model or budget the authors' code
+uses 1 and 1, and so do we. DynamicKV states r_max = 10 for all models (its scripts use 5 for
+Qwen2).
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What papers give for one model.
+    """Published parameters of one model.
 
     Args:
-        names: parts that a model's name must have, lower case.
+        names: lower-case substrings that must all occur in the model's name.
         cake: budget in tokens per layer -> (tau1, tau2).
-        r_max: DynamicKV's.
+        r_max: DynamicKV's r_max.
     """
 
     names: tuple[str, ...]
@@ -25,7 +26,7 @@ class Published:
     r_max: float | None = None
 
 
-# the first entry whose parts are all in the name
+# The first entry whose `names` all occur in the model's name applies.
 MODELS = (
     Published(names=("llama-3.1-8b",), cake={128: (1.6, 0.6), 1024: (1.6, 0.4)}),
     Published(names=("llama-3-8b",), cake={}, r_max=10.0),
@@ -40,7 +41,7 @@ MODELS = (
 
 
 def published(allocator: str, model: str | None, budget: float | int) -> dict[str, Any]:
-    """Parameters of `allocator` for a model and a budget; empty where nothing is published.
+    """Return published parameters of `allocator` for a model and budget; empty if there are none.
 
     Args:
         model: name or path, such as ``meta-llama/Llama-3.1-8B-Instruct``.

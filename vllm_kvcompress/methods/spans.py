@@ -1,34 +1,36 @@
-"""Spans of a prompt that are protected, as they are asked for and counted."""
+"""Protected spans of a prompt: parsing, merging and counting."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_kvcompress.errors import ConfigError
 
-MOST_SPANS = 32
-"""Spans that a request may have protected: each is counted again in every plan."""
+MAX_SPANS = 32
+"""Most spans that a request may protect. Every plan counts the tokens of each span again."""
 
 Spans = tuple[tuple[int, int], ...]
-"""First token of each span and the one behind its last, in ascending order; none touch."""
+"""``(first token, token after the last)`` of each span, in ascending order. Spans do not touch."""
 
 Roles = Mapping[str, Spans]
-"""The tokens of each role of a chat; none is in two of them."""
+"""The token spans of each chat role. No token belongs to two roles."""
 
 
 def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:
-    """Spans as they are asked for, in ascending order; those that touch become one.
+    """Return a request's spans in ascending order, with touching spans merged.
 
     Raises:
-        ConfigError: one is no pair of whole numbers, is empty or lies outside the prompt's
-            `tokens`, or two overlap.
+        ConfigError: a span is not a pair of whole numbers, is empty or lies outside the prompt's
+            `tokens`, or two spans overlap.
     """
     spans: list[tuple[int, int]] = []
     for span in raw:
         if not (
-            isinstance(span, Sequence) and len(span) == 2 and all(type(at) is int for at in span)
+            isinstance(span, Sequence)
+            and len(span) == 2
+            and all(type(edge) is int for edge in span)
         ):
             raise ConfigError(
-                "a protected span must be a pair of whole numbers, its first token and the one"
-                f" behind its last, got {span!r}"
+                "a protected span must be a pair of whole numbers, its first token and the token"
+                f" after its last, got {span!r}"
             )
         start, stop = span
         if not 0 <= start < stop <= tokens:
@@ -37,48 +39,48 @@ def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:
                 f" got [{start}, {stop}]"
             )
         spans.append((start, stop))
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if joined and start < joined[-1][1]:
+        if merged and start < merged[-1][1]:
             raise ConfigError(
-                f"protected spans must not overlap, got {list(joined[-1])} and [{start}, {stop}]"
+                f"protected spans must not overlap, got {list(merged[-1])} and [{start}, {stop}]"
             )
-        if joined and start == joined[-1][1]:
-            joined[-1] = joined[-1][0], stop
+        if merged and start == merged[-1][1]:
+            merged[-1] = merged[-1][0], stop
         else:
-            joined.append((start, stop))
-    return tuple(joined)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
-def clipped(spans: Spans, first: int, end: int) -> Spans:
-    """What of some spans lies from token `first` on and before `end`."""
+def clip_spans(spans: Spans, first: int, end: int) -> Spans:
+    """Return the parts of the spans from token `first` up to, but not including, token `end`."""
     inside = ((max(start, first), min(stop, end)) for start, stop in spans)
     return tuple((start, stop) for start, stop in inside if start < stop)
 
 
 def count_before(spans: Spans, end: int) -> int:
-    """Protected tokens among the first `end`."""
+    """Return the number of protected tokens among the first `end` tokens."""
     return sum(max(min(stop, end) - start, 0) for start, stop in spans)
 
 
 def token_count(spans: Spans) -> int:
-    """Tokens of some spans."""
+    """Return the total number of tokens in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
-def joined(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Spans in ascending order; those that overlap or touch become one."""
-    found: list[tuple[int, int]] = []
+def merge_spans(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Return the spans in ascending order, with overlapping or touching spans merged."""
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
-def others(spans: Spans, tokens: int) -> Spans:
-    """What of a prompt's `tokens` is in none of some spans."""
-    edges = [0, *(at for span in spans for at in span), tokens]
+def complement(spans: Spans, tokens: int) -> Spans:
+    """Return the spans of a prompt's `tokens` that lie in none of the given spans."""
+    edges = [0, *(edge for span in spans for edge in span), tokens]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return tuple((start, stop) for start, stop in gaps if start < stop)

@@ -1,1 +1,1 @@
-"""From lengths alone: what is kept, when, in how many blocks and in how much memory."""
+"""Planning from lengths alone: which steps pack, how many blocks, and how much memory."""

@@ -1,4 +1,4 @@
-"""What a KV cache stores: known dtypes, and those that a checkpoint's quantisation declares."""
+"""Known KV cache dtypes, and the KV cache dtype that a quantised checkpoint declares."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,30 +6,36 @@ from typing import Any
 _MODELOPT_CACHES = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 PLAIN_CACHES = frozenset({"auto", "float16", "bfloat16", "float32"})
 FLOAT8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""Caches of one scale per layer, and what they hold, by vLLM's name."""
+"""FP8 caches with one scale per layer: vLLM's name -> torch dtype."""
 _PER_HEAD = "attn_head"
 
 
 def declared_cache(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
-    """The quantised KV cache that a checkpoint declares, as vLLM's --kv-cache-dtype names it.
+    """Return the quantised KV cache that a checkpoint declares, or None.
 
-    ModelOpt declares one, in words of its own or in a scheme; so does compressed-tensors, whose
-    scheme is always fp8. The others (Quark, fp8) bring scales alone.
+    ModelOpt declares it in its own fields or in a scheme. compressed-tensors declares a scheme,
+    which is always fp8. Other formats (Quark, fp8) contain only scales.
+
+    Args:
+        config: the checkpoint's config.json.
+        text: the part of it that describes the language model.
+
+    Returns:
+        A value of vLLM's --kv-cache-dtype, or "fp8 per head".
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
         quantization = config.get("compression_config")
     if not isinstance(quantization, Mapping):
-        part = text
-        quantization = part.get("quantization_config") or part.get("compression_config")
+        quantization = text.get("quantization_config") or text.get("compression_config")
     if not isinstance(quantization, Mapping):
         return None
     inner = quantization.get("quantization")
     inner = inner if isinstance(inner, Mapping) else quantization
     method = str(quantization.get("quant_method") or "").lower().replace("_", "-")
     producer = quantization.get("producer")
-    named = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
-    if (named or "modelopt_quant_config" in inner) and inner.get("quant_algo"):
+    by_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    if (by_modelopt or "modelopt_quant_config" in inner) and inner.get("quant_algo"):
         method = "modelopt"
     if method == "compressed-tensors":
         scheme = quantization.get("kv_cache_scheme")
@@ -44,8 +50,8 @@ def declared_cache(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | 
         or quantization.get("kv_cache_quant_algo")
     )
     if isinstance(scheme, Mapping):
-        floats = scheme.get("type") == "float"
-        if floats and scheme.get("num_bits") == 8 and scheme.get("dynamic") is False:
+        is_float = scheme.get("type") == "float"
+        if is_float and scheme.get("num_bits") == 8 and scheme.get("dynamic") is False:
             return "fp8_e4m3"
-        return "nvfp4" if floats and scheme.get("num_bits") == 4 else None
+        return "nvfp4" if is_float and scheme.get("num_bits") == 4 else None
     return _MODELOPT_CACHES.get(str(scheme).lower())

@@ -1,4 +1,4 @@
-"""What one request holds in the pool, as the schedules of its packing count it."""
+"""The pages and blocks that one request holds, as its packing schedules count them."""
 
 from dataclasses import dataclass
 
@@ -7,37 +7,37 @@ from vllm_kvcompress.methods.page_plan import PagePlan
 
 @dataclass(slots=True, kw_only=True)
 class KVFootprint:
-    """What one request holds: pages that its layers divide, then ordinary blocks.
+    """What one request holds: packed pages that its layers divide, followed by ordinary blocks.
 
     Args:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
-        pages: packed over all layers; 0 while nothing is.
+        pages: packed pages over all layers; 0 before the first packing.
         first_block: index of the first ordinary block.
-        most_pages: packed pages that no layer exceeds.
-        frozen: layers keep their counts from now on.
-        settled: tokens of the request before this; of the later ones nothing was dropped.
+        max_layer_pages: packed pages that no layer exceeds.
+        frozen: layers keep their page counts from now on.
+        intact_from: index of the request's token from which on nothing was dropped.
     """
 
     num_layers: int
     block_size: int
     pages: int = 0
     first_block: int = 0
-    most_pages: int = 0
+    max_layer_pages: int = 0
     frozen: bool = False
-    settled: int = 0
+    intact_from: int = 0
 
     def pages_at(self, blocks: int) -> int:
-        """Pages over all layers once the request has so many blocks in vLLM's count."""
+        """Return the pages over all layers once the request has `blocks` blocks in vLLM's count."""
         return self.pages + self.num_layers * (blocks - self.first_block)
 
-    def most_tokens(self, tokens: int) -> int:
-        """Tokens that no layer exceeds once `tokens` of the request are computed."""
-        return tokens + (self.most_pages - self.first_block) * self.block_size
+    def max_layer_tokens(self, tokens: int) -> int:
+        """Return the tokens that no layer exceeds once `tokens` of the request are computed."""
+        return tokens + (self.max_layer_pages - self.first_block) * self.block_size
 
     def pack(self, plan: PagePlan, blocks: int, *, freeze: bool = False) -> None:
-        """Take in that the first `blocks` in vLLM's count were packed by `plan`."""
+        """Record that the first `blocks` blocks in vLLM's count were packed as in `plan`."""
         if not self.frozen:
-            self.most_pages = plan.most_pages
-        self.pages, self.first_block, self.settled = plan.pages, blocks, plan.settled
+            self.max_layer_pages = plan.max_layer_pages
+        self.pages, self.first_block, self.intact_from = plan.pages, blocks, plan.intact_from
         self.frozen = self.frozen or freeze

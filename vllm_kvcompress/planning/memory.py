@@ -1,53 +1,54 @@
-"""Device memory that compression takes beside the KV cache: arithmetic on plain figures."""
+"""Device memory that compression needs in addition to the KV cache, computed from plain numbers."""
 
 from dataclasses import dataclass
 
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
-from vllm_kvcompress.methods.spans import MOST_SPANS
+from vllm_kvcompress.methods.spans import MAX_SPANS
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
-    adds_up,
-    keeps_sums,
+    compresses_repeatedly,
     lookahead_window,
     merges,
     method_of,
-    packs_again,
     probe_tokens,
     ring_window,
+    sums_attention,
+    sums_output_attention,
 )
 from vllm_kvcompress.settings.overrides import largest_budgets
 
 _INT = _FLOAT = 4
-_ALIGNED = 16
-"""Rows of int32 are padded to a multiple of this: each layer's starts at 64 bytes."""
-_PREFILLS = 16
-"""Prompts that keep window queries at once; those beyond live off the activations."""
-_ADDED = 4
-"""Answers whose queries since the last time are gathered at once."""
+_ALIGNMENT = 16
+"""Rows of int32 are padded to a multiple of this, so that each layer's row starts at 64 bytes."""
+_MAX_PREFILLS = 16
+"""Prompts that keep window queries at the same time. More take memory set aside for activations."""
+_MAX_SUMMED_REQUESTS = 4
+"""Requests whose new queries are gathered together to sum their attention."""
 _LOOKAHEAD_BYTES = 2**30
-"""What the last queries of requests that look ahead take, unless `lookahead_slots` is set."""
-_STAGED_SHARE = 8
-"""Answers that are packed together wait in a buffer of one longest prompt's pages over this."""
+"""Bytes for the last queries of requests in a look-ahead, unless `lookahead_slots` is set."""
+_STAGING_DIVISOR = 8
+"""Requests packed again share a staging buffer of one longest prompt's pages divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the memory of one rank depends on.
+    """The sizes that determine one rank's memory.
 
     Args:
-        layers: L, those that are compressed.
-        heads, kv_heads: query and KV heads on this rank. `head_dim`: of each.
-        itemsize: bytes of an element of what the model computes, its queries for one.
-        stored: bytes of an element of a cached key; None for `itemsize`.
+        layers: compressed layers, L.
+        heads, kv_heads: query and KV heads on this rank.
+        head_dim: dimension of each head.
+        itemsize: bytes per element of the model's dtype, which queries have too.
         longest: tokens of the longest sequence.
         block_size: tokens in a block.
-        max_requests: requests that may be compressed at once.
-        captured: rows of the largest CUDA graph, 0 without graphs.
-        groups: all layers of the model; None where L are all.
-        in_flight: tokens of all requests that are computed at once.
-        drafts: tokens that a decode step computes at most beside one, and may take back.
+        max_requests: requests that may be compressed at the same time.
+        max_graph_rows: rows of the largest CUDA graph; 0 without graphs.
+        cache_itemsize: bytes per element of a cached key; None for `itemsize`.
+        groups: all layers of the model; None if all are compressed.
+        in_flight: tokens of all requests that one step computes.
+        max_drafts: draft tokens that a decode step computes at most, which may be rejected.
     """
 
     layers: int
@@ -58,275 +59,300 @@ class Sizes:
     longest: int
     block_size: int
     max_requests: int
-    captured: int = 0
-    stored: int | None = None
+    max_graph_rows: int = 0
+    cache_itemsize: int | None = None
     groups: LayerGroups | None = None
     in_flight: int = 1
-    drafts: int = 0
+    max_drafts: int = 0
 
     @property
-    def cached(self) -> int:
-        """Bytes of an element of a cached key."""
-        return self.itemsize if self.stored is None else self.stored
+    def key_itemsize(self) -> int:
+        """Return the bytes per element of a cached key."""
+        return self.itemsize if self.cache_itemsize is None else self.cache_itemsize
 
     @property
     def rows(self) -> int:
-        """Rows of the largest batch, those that pad a CUDA graph included."""
-        return _aligned(max(self.max_requests, self.captured))
+        """Return the rows of the largest batch, including the padding of a CUDA graph."""
+        return _aligned(max(self.max_requests, self.max_graph_rows))
 
     @property
     def blocks(self) -> int:
-        """AttentionStats of a block table of the longest sequence."""
+        """Return the columns of the block table of the longest sequence."""
         return _aligned(-(-self.longest // self.block_size))
 
     def other_blocks(self, tokens: int, in_flight: int = 1) -> int:
-        """Blocks that the layers which are not compressed take of so long a request at most."""
+        """Return the maximum blocks of a request of `tokens` in layers that are not compressed."""
         if self.groups is None:
             return 0
         return self.groups.other_blocks(tokens, in_flight, self.block_size)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of its tokens in all layers of a group."""
-        page = 2 * self.kv_heads * self.head_dim * self.cached * self.block_size
+        """Return the bytes of one block: keys and values of its tokens in all layers of a group."""
+        page = 2 * self.kv_heads * self.head_dim * self.key_itemsize * self.block_size
         return (self.layers if self.groups is None else self.groups.size) * page
 
 
 def _aligned(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def layers_at_once(longest: int, tokens: int) -> int:
-    """Layers of a prompt of `tokens` that are scored together.
+def layers_per_batch(longest: int, tokens: int) -> int:
+    """Return the number of layers of a prompt of `tokens` that are scored together.
 
-    Their maps ``[Hq, S]`` take no more than those of one layer of the longest prompt, which is what
-    `extra_bytes` sets aside. Short prompts, whose kernels are done before the next one could be
-    launched, share their launches.
+    Their ``[Hq, S]`` statistics take no more memory than those of one layer of the longest prompt,
+    which `extra_bytes` reserves. Layers of short prompts share kernel launches, since their kernels
+    finish before the next one could be launched.
     """
     return max(longest // tokens, 1)
 
 
-def answers_at_once(plan: PagePlan, longest: int) -> int:
-    """Requests of one `plan` that are packed together where they hold packed pages already.
+def requests_per_pack(plan: PagePlan, longest: int) -> int:
+    """Return the number of requests with plan `plan` that are packed again together.
 
-    Their scores take no more than those of one longest prompt, and what they keep waits in a buffer
-    of an eighth of its pages, or of one request's.
+    Their scores take no more memory than those of one longest prompt. Their kept pages wait in a
+    staging buffer of an eighth of its pages, or of one request's.
     """
-    room = plan.num_layers * longest // (_STAGED_SHARE * plan.block_size)
-    return max(min(longest // plan.tokens, room // max(plan.pages, 1)), 1)
+    staging_pages = plan.num_layers * longest // (_STAGING_DIVISOR * plan.block_size)
+    return max(min(longest // plan.tokens, staging_pages // max(plan.pages, 1)), 1)
 
 
-def additions_at_once(most: int, longest: int) -> int:
-    """Answers whose latest attention is added up together, the longest of `most` tokens.
+def requests_per_sum(max_tokens: int, longest: int) -> int:
+    """Return the number of requests whose new attention is summed together.
 
-    Their queries are gathered, so they are few; what else they take is as in `answers_at_once`.
+    Their queries are gathered, so the number is limited. Other memory is limited as in
+    `requests_per_pack`.
+
+    Args:
+        max_tokens: tokens that the longest request holds.
+        longest: tokens of the longest sequence.
     """
-    return max(min(longest // most, _ADDED), 1)
+    return max(min(longest // max_tokens, _MAX_SUMMED_REQUESTS), 1)
 
 
 def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None) -> int:
-    """AttentionStats of every layer's table: the blocks of the longest sequence, or fewer.
+    """Return the columns of every layer's page table: the blocks of the longest sequence, or fewer.
 
-    With `max_whole` a sequence may be longer than the pool, of which no request holds more than
-    all `blocks`. A layer sees its own packed pages there, in place of the blocks that hold those
-    of all layers: as many where layers share evenly. Elsewhere one layer may have what the others
-    can spare, so that a budget in tokens bounds it, and one in shares rarely does.
+    With `max_whole` a sequence may be longer than the pool, and no request holds more than all
+    `blocks`. A layer's table has the layer's own packed pages instead of the blocks that hold all
+    layers' pages. These numbers are equal if layers get equal shares. Otherwise one layer may have
+    more pages than its share, which a budget in tokens limits, and a budget as a ratio rarely does.
 
     Args:
-        blocks: in the pool, at most; None where that is not known.
+        blocks: maximum blocks of the pool; None if it is not known.
     """
     if blocks is None or settings.max_whole is None:
         return sizes.blocks
-    uneven = max(_uneven(sizes, settings, variant) for variant in settings.variants)
-    return min(sizes.blocks, _aligned(blocks + uneven))
+    uneven_pages = max(_uneven_pages(sizes, settings, variant) for variant in settings.variants)
+    return min(sizes.blocks, _aligned(blocks + uneven_pages))
 
 
-def _uneven(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
-    """Packed pages that one layer may have beyond the blocks that hold all layers'."""
-    if method_of(variant).allocator.even:
+def _uneven_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
+    """Return the packed pages that one layer may have in addition to the blocks of all layers."""
+    if method_of(variant).allocator.equal_shares:
         return 0
-    # a shorter prompt's tail may leave each layer one more
-    pages = _most_pages(sizes, settings, variant) + sizes.layers
+    # A shorter prompt has a shorter tail, which may leave each layer one more page.
+    pages = _max_pages(sizes, settings, variant) + sizes.layers
     if settings.decode_budget is not None:
-        answer = max(settings.decode_budget, variant.resolved_decode_window)
-        pages = max(pages, sizes.layers * -(-answer // sizes.block_size))
+        output_tokens = max(settings.decode_budget, variant.resolved_decode_window)
+        pages = max(pages, sizes.layers * -(-output_tokens // sizes.block_size))
     return pages - -(-pages // sizes.layers)
 
 
 def table_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
-    """Packed pages per request slot and tables per row, ``[L, columns]`` int32 each."""
+    """Return the bytes of the ``[L, columns]`` int32 tables, per request slot and per batch row."""
     rows = sizes.max_requests + 1 + sizes.rows
     return rows * sizes.layers * table_columns(sizes, settings, blocks) * _INT
 
 
 def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
-    """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
+    """Return the maximum bytes on one rank for page tables and for compressing one longest prompt.
 
-    One prompt of the longest length, since prompts are packed one after the other: float32
-    scores ``[L, Hkv, S]``, once per layer and once stacked, int32 positions of the same size, what
-    one layer's attention is reduced to (four maps ``[Hq, S]``, a fifth where the method reads a
-    maximum, and two more where it reads that apart), column sums ``[L, Hq, S]`` where
-    the method reads them, and the staging buffer of a prompt that is packed in place (one KV
-    head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
-    ``[L, w, Hq, D]`` of several prompts, and once more as the layers that are scored together
-    stack them. Where answers are bounded, the ring of their last queries. Where requests may
-    choose their method, the most that any of these methods takes at the largest budget that they
-    may ask for.
+    Prompts are packed one after another, so one prompt of the longest length counts:
+
+    * float32 scores ``[L, Hkv, S]``, once per layer and once stacked, and int32 positions of the
+      same size
+    * the statistics of one layer's attention: four ``[Hq, S]`` tensors, a fifth if the method reads
+      a maximum, and two more if it reads a separate prompt maximum
+    * column sums ``[L, Hq, S]`` if the method reads them
+    * the staging buffer of a prompt that is packed in place: one KV head's kept pages; with merging
+      all heads' pages and one layer's merged tokens
+    * window queries ``[L, w, Hq, D]`` of several prompts, and one more copy for the layers that are
+      stacked to be scored together
+    * if outputs are bounded, the ring of their last queries
+
+    If requests may choose their method, it is the maximum over the methods at the largest budget
+    that they may ask for.
 
     Args:
-        blocks: in the pool, at most; None where that is not known.
+        blocks: maximum blocks of the pool; None if it is not known.
     """
     layers, dim = sizes.layers, sizes.head_dim
-    # no layer holds more at once
+    # No layer holds more tokens than its table has columns for.
     columns = table_columns(sizes, settings, blocks)
     longest = min(sizes.longest, columns * sizes.block_size)
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
     variants = settings.variants
-    every_read = [
+    variant_reads = [
         method_of(variant).reads | method_of(variant, scored_by_output=True).reads
         for variant in variants
     ]
-    maximum = any(Reads.MAXIMUM in reads for reads in every_read)
-    # what reaches into the window is cut off in two further maps
-    apart = 2 * any(Reads.APART in reads for reads in every_read)
-    maps = (4 + maximum + apart) * sizes.heads * longest * _FLOAT
+    maximum = any(Reads.MAXIMUM in reads for reads in variant_reads)
+    # Copies of two statistics without the columns of the window.
+    prompt_maximum = 2 * any(Reads.PROMPT_MAXIMUM in reads for reads in variant_reads)
+    maps = (4 + maximum + prompt_maximum) * sizes.heads * longest * _FLOAT
     window = max(lookahead_window(variant) + probe_tokens(variant) for variant in variants)
-    queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
+    queries = (_MAX_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
-    if not any(Reads.COLUMN_SUMS in reads for reads in every_read):
+    if not any(Reads.COLUMN_SUMS in reads for reads in variant_reads):
         sums = 0
-    own = scores + maps + queries + sums + _staged(sizes, settings, longest, blocks)
-    if packs_again(settings):
-        # where protected spans lie in what was packed
-        own += sizes.max_requests * layers * sizes.kv_heads * MOST_SPANS * _INT
-    return table_bytes(sizes, settings, blocks) + own + ring_bytes(sizes, settings)
+    prompt_bytes = scores + maps + queries + sums + _staging_bytes(sizes, settings, longest, blocks)
+    if compresses_repeatedly(settings):
+        # the slots of protected spans in packed pages
+        prompt_bytes += sizes.max_requests * layers * sizes.kv_heads * MAX_SPANS * _INT
+    return table_bytes(sizes, settings, blocks) + prompt_bytes + ring_bytes(sizes, settings)
 
 
 def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Bytes of the last queries ``[L, w, Hq, D]`` of as many requests as have a slot for them.
+    """Return the bytes of the last queries ``[L, w, Hq, D]`` of all requests that have a slot.
 
-    And of those that are gathered at once, where an interval's attention is added up.
-    What packing answers takes is within what one longest prompt's takes, but for the buffer that
-    `extra_bytes` counts: as many are packed together as fit there (`answers_at_once`).
+    It includes the queries gathered together to sum an interval's attention. Packing outputs needs
+    no more memory than one longest prompt, except for the buffer in `extra_bytes`: only as many are
+    packed together as fit (`requests_per_pack`).
     """
-    gathered = _ADDED if any(adds_up(variant) for variant in settings.variants) else 0
+    gathered = (
+        _MAX_SUMMED_REQUESTS
+        if any(sums_output_attention(variant) for variant in settings.variants)
+        else 0
+    )
     slots = ring_slots(sizes, settings)
     return (slots + 1 + gathered) * _slot_bytes(sizes, settings) if slots else 0
 
 
 def ring_slots(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Requests whose last queries are kept at once; 0 where none are.
+    """Return the number of requests whose last queries are kept at the same time; 0 if none are.
 
-    Where answers are bounded, all that run. A look-ahead is a short part of an answer, so that
-    fewer are in it: as many as `lookahead_slots` says, or as 1 GiB holds.
+    If outputs are bounded, it is all running requests. A look-ahead is a short part of an output,
+    so fewer requests are in it at the same time: `lookahead_slots`, or what 1 GiB holds.
     """
-    each = _slot_bytes(sizes, settings)
-    if not each:
+    slot_bytes = _slot_bytes(sizes, settings)
+    if not slot_bytes:
         return 0
     if settings.decode_budget is not None:
         return sizes.max_requests
-    slots = settings.lookahead_slots or max(_LOOKAHEAD_BYTES // each, 1)
+    slots = settings.lookahead_slots or max(_LOOKAHEAD_BYTES // slot_bytes, 1)
     return min(slots, sizes.max_requests)
 
 
 def _slot_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Bytes of one request's last queries."""
-    row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
-    return ring_places(sizes, settings) * row
+    """Return the bytes of one request's last queries."""
+    query_bytes = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
+    return ring_places(sizes, settings) * query_bytes
 
 
 def ring_places(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Queries that are kept of each layer of a request: drafts must not write over the last w."""
+    """Return the queries kept per layer of a request: drafts must not overwrite the last w."""
     window = ring_window(settings)
-    return window and window + sizes.drafts
+    return window and window + sizes.max_drafts
 
 
-def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Bytes beside every block: a float32 per KV head and token, and where it is (`AttentionSums`).
+def sum_bytes_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Return the bytes per block for attention sums (`AttentionSums`).
 
-    0 unless a method that ranks by the attention of all rows packs something more than once.
+    A block has a float32 per KV head and token, and a location. 0 unless a method that ranks by the
+    attention of all queries packs more than once.
     """
-    if not any(keeps_sums(variant) for variant in settings.variants):
+    if not any(sums_attention(variant) for variant in settings.variants):
         return 0
     return sizes.layers * sizes.kv_heads * (sizes.block_size * _FLOAT + _INT)
 
 
-def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
-    """How many of the `available` bytes the KV cache does not get: `extra_bytes`, and its share."""
+def reserved_bytes(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
+    """Return how many of the `available` bytes the KV cache does not get.
+
+    These are `extra_bytes` and the attention sums' share.
+    """
     blocks = available // sizes.block_bytes or None
-    extra, each = extra_bytes(sizes, settings, blocks), sums_per_block(sizes, settings)
+    extra, sum_bytes = extra_bytes(sizes, settings, blocks), sum_bytes_per_block(sizes, settings)
     left = max(available - extra, 0)
-    return extra + -(-left * each // (sizes.block_bytes + each))
+    return extra + -(-left * sum_bytes // (sizes.block_bytes + sum_bytes))
 
 
-def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None) -> int:
-    """Bytes of the buffer for pages that wait to be moved.
+def _staging_bytes(
+    sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None
+) -> int:
+    """Return the bytes of the staging buffer for pages to be moved.
 
-    A prompt needs no more of it than the whole pool, where the pool's size is known.
+    A prompt needs no more of it than the entire pool, if the pool's size is known.
     """
     block = sizes.block_size
-    head_page = block * 2 * sizes.head_dim * sizes.cached
-    # float32 keys and values of one layer, as they are and as pages
+    head_page = block * 2 * sizes.head_dim * sizes.key_itemsize
+    # float32 keys and values of one layer, once plain and once as pages
     merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
     largest = 0
     for variant in settings.variants:
-        pages = _most_pages(sizes, settings, variant)
-        staged = min(pages, sizes.layers * (blocks or pages)) * head_page
-        largest = max(largest, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
+        pages = _max_pages(sizes, settings, variant)
+        staging = min(pages, sizes.layers * (blocks or pages)) * head_page
+        largest = max(
+            largest, staging * sizes.kv_heads + merged if variant.parts.merge else staging
+        )
     if settings.decode_budget is not None:
-        one = sizes.layers * max(-(-settings.decode_budget // block), 1)
+        request_pages = sizes.layers * max(-(-settings.decode_budget // block), 1)
         if settings.protect:
-            # of a prompt that is left whole, since most of it is protected, all of that stays
-            one = max(one, sizes.layers * (longest // block))
-        together = sizes.layers * longest // (_STAGED_SHARE * block)
-        staged = max(one, together) * head_page
+            # A prompt that stays uncompressed because most of it is protected keeps all of it.
+            request_pages = max(request_pages, sizes.layers * (longest // block))
+        batch_pages = sizes.layers * longest // (_STAGING_DIVISOR * block)
+        staging = max(request_pages, batch_pages) * head_page
         if any(merges(variant) for variant in settings.variants):
-            staged = staged * sizes.kv_heads + merged
-        largest = max(largest, staged)
+            staging = staging * sizes.kv_heads + merged
+        largest = max(largest, staging)
     return largest
 
 
-def _protecting(sizes: Sizes, window: int, budget: int) -> int:
-    """Pages that a budget is raised to at most: half of a prompt, and its share of the other."""
-    beside = max(window + sizes.block_size, -(-min(budget, sizes.longest) // 2))
-    return sizes.layers * ((sizes.longest // 2 + beside) // sizes.block_size + 2)
+def _max_protected_pages(sizes: Sizes, window: int, budget: int) -> int:
+    """Return the largest number of pages that protected spans raise a budget to.
+
+    That is half of a prompt plus the other half's share of the budget.
+    """
+    other_tokens = max(window + sizes.block_size, -(-min(budget, sizes.longest) // 2))
+    return sizes.layers * ((sizes.longest // 2 + other_tokens) // sizes.block_size + 2)
 
 
-def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
-    """Pages that the longest prompt keeps at most, at the largest budget a request may ask for.
+def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
+    """Return the most pages that the longest prompt keeps, at any budget that requests may ask for.
 
-    Or holds between its pieces, whatever its budget.
+    For a prompt in pieces, the pages held at a boundary count if they are more.
     """
 
-    def pages(budget: float | int, otherwise: int) -> int:
+    def pages(budget: float | int, uncompressed_pages: int) -> int:
         if isinstance(budget, int) and budget <= variant.resolved_window:
-            # The method refuses a budget that its window fills.
+            # The method refuses a budget that is not larger than its window.
             return 0
-        prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
-        plan = page_plan(prompt, sizes.block_size)
+        spec = variant.variant(budget=budget).budget_spec(sizes.layers, sizes.longest)
+        plan = page_plan(spec, sizes.block_size)
         if plan is None:
-            return otherwise
-        # at a boundary inside there is no tail, whose tokens the others' pages keep
-        kept = pages_kept(prompt, 0, sizes.block_size) if piecewise else plan.pages
+            return uncompressed_pages
+        # A boundary before the end has no tail, so all kept tokens are in pages.
+        kept = pages_kept(spec, 0, sizes.block_size) if piecewise else plan.pages
         if not piecewise:
             window = lookahead_window(variant)
-            # Spans that a request protects without raising its budget may lie in its window, and
-            # stand in pages of their own once its answer is the window.
+            # Protected spans in the prompt's window raise no budget, but lie in pages of their own
+            # once output tokens are the window.
             kept += sizes.layers * (-(-window // sizes.block_size) + 1)
             if settings.protect:
-                kept = max(kept, _protecting(sizes, window, prompt.budget))
-        return min(kept + ahead, every)
+                kept = max(kept, _max_protected_pages(sizes, window, spec.budget))
+        return min(kept + lookahead_pages, all_pages)
 
     piecewise = settings.max_whole is not None and sizes.longest > settings.max_whole
-    # what an answer wrote while its prompt stood whole is packed with it
-    ahead = sizes.layers * -(-variant.resolved_lookahead // sizes.block_size)
+    # The output tokens of a look-ahead are packed with the prompt.
+    lookahead_pages = sizes.layers * -(-variant.resolved_lookahead // sizes.block_size)
     budgets = largest_budgets(settings, variant.compress)
-    every = sizes.layers * (sizes.longest // sizes.block_size)
+    all_pages = sizes.layers * (sizes.longest // sizes.block_size)
     page_counts = [pages(budget, 0) for budget in budgets.granted]
-    # where a budget keeps everything, one a little below it compresses
-    page_counts += [pages(budget, every) for budget in budgets.named]
+    # If a budget keeps everything, a slightly smaller budget compresses.
+    page_counts += [pages(budget, all_pages) for budget in budgets.named]
     if settings.max_whole is not None and piecewise:
-        # a prompt without tokens has no probe
+        # Assume no probe, which leaves the most pages.
         held = (settings.max_whole - settings.piece) // sizes.block_size
         page_counts.append(sizes.layers * held)
     return max(page_counts, default=0)

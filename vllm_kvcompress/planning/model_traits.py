@@ -1,7 +1,7 @@
-"""Which models can be compressed: one rule, for the engine and for ``kvcompress plan``.
+"""Which models can be compressed: one rule for the engine and for ``kvcompress plan``.
 
-`traits_of` reads a config.json and knows no vLLM; the engine reads the same and lays over it what
-vLLM decided itself (`engine.refusals`). The sentences are here alone.
+`traits_of` reads a config.json and needs no vLLM. The engine reads the same file and then applies
+what vLLM decided (`engine.refusals`). All refusal messages are in this module.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ from vllm_kvcompress.planning.layer_groups import (
 )
 
 _WITHOUT = "serve this model without --kv-compress"
-_EVERY_LAYER = "every layer must be full attention, or some a sliding window, this model"
+_EVERY_LAYER = "every layer must have full attention or a sliding window, and this model"
 
 _PARTS = ("text_config", "llm_config", "language_config", "generator", "decoder")
 
-# model types that keep one latent per token (vLLM looks at the type, then at these keys)
+# config keys of models that cache one latent per token (vLLM checks the type, then these keys)
 _LATENT_KEYS = ("kv_lora_rank", "compress_ratios")
 
-# Architectures whose attention adds ALiBi, or may by their config.
+# model types whose attention adds ALiBi, or may do so by their config
 _ALIBI_MODEL_TYPES = frozenset({"bloom", "mpt", "jais"})
 _BAICHUAN = "BaichuanForCausalLM"
-# Baichuan's 7B, which this width tells, has rotary positions; its other sizes have ALiBi.
+# Baichuan 7B, recognised by this width, has rotary embeddings; its other sizes have ALiBi.
 _BAICHUAN_7B_WIDTH = 4096
 
 # keys that only models with state-space or linear layers have
@@ -43,7 +43,7 @@ _STATE_SPACE_KEYS = (
     "time_mix",
 )
 _STATE_SPACE_TYPES = ("mamba", "rwkv", "jamba", "zamba", "falcon_h1", "nemotron_h", "bamba")
-# those whose config has none of the above
+# state-space architectures whose configs have none of the above
 STATE_SPACE_ARCHITECTURES = frozenset(
     {
         "AliceAIForCausalLM",
@@ -91,7 +91,7 @@ STATE_SPACE_ARCHITECTURES = frozenset(
     }
 )
 
-# Those of them that are tested: their full layers are compressed, and the others keep their states.
+# State-space architectures that are tested. Only their full-attention layers are compressed.
 WITH_STATES = frozenset(
     {
         "GraniteMoeHybridForCausalLM",
@@ -100,12 +100,12 @@ WITH_STATES = frozenset(
         "Qwen3_5ForCausalLM",
     }
 )
-# Those whose states are tested in the prefix cache, which vLLM has on unless it is switched off.
+# Architectures tested with states in the prefix cache, which vLLM enables by default.
 WITH_CACHED_STATES = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
 
-# what stands for any architecture in a folder of sentence-transformers, which embeds
+# stands for any architecture in a sentence-transformers folder, which is an embedding model
 SENTENCE_EMBEDDER = "SentenceTransformerModel"
-# what vLLM makes of an architecture's name when nobody says ``--runner``; the first that fits
+# suffixes by which vLLM chooses the runner without ``--runner``; the first match applies
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _POOLING = ("ForTextEncoding", "Classification", "Modeling", "MaskedLM", "Model")
 _POOLING_NAMES = (
@@ -121,7 +121,7 @@ _POOLING_NAMES = (
     "ColQwen",
     "Terratorch",
 )
-# what vLLM takes for a generator all the same
+# architectures that vLLM treats as generative despite their suffix
 _GENERATING_MODELS = frozenset(
     {
         "ChatGLMModel",
@@ -137,32 +137,32 @@ _GENERATING_MODELS = frozenset(
     }
 )
 
-# images in these prompts attend to what comes after them
-_LOOKS_AHEAD_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
+# model types in which a prompt's images attend to later tokens
+_BIDIRECTIONAL_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What decides whether a model can be compressed.
+    """The properties that decide whether a model can be compressed.
 
     Args:
-        latent: MLA, one latent per token in place of keys and values.
-        alibi: biases by true position.
-        runner: "generate", or what else vLLM takes the model for.
-        diffusion, encoder_decoder: as vLLM means them.
-        state_space: some layers are no attention, whatever their names.
-        with_states: it is one of `WITH_STATES`.
-        cached_states: blocks that a group of layers with states takes of a request at most.
-        layer_types: names of the layers' attention; empty where the config has none.
+        latent: MLA, which caches one latent per token instead of keys and values.
+        alibi: attention biases by true position.
+        runner: "generate", or another vLLM runner type.
+        diffusion, encoder_decoder: in vLLM's sense.
+        state_space: some layers are not attention, whatever their names.
+        with_states: the model is one of `WITH_STATES`.
+        cached_states: maximum blocks of a request in a group of stateful layers.
+        layer_types: names of the layers' attention types; empty if the config has none.
         uneven: layers have attention of different shapes, or none.
-        window: sliding window in tokens; None without one.
-        chunk: tokens of local attention; None without it.
-        looks_ahead: parts of a prompt attend to what comes after them.
-        soft_cap: of the attention logits; None without one.
-        shared: layers that read another layer's cache.
-        dtype: what the model computes in: "bfloat16", "float16" or "float32".
+        window: sliding window in tokens; None without a window.
+        chunk: tokens of chunked local attention; None without it.
+        bidirectional: parts of a prompt attend to later tokens.
+        soft_cap: soft cap of the attention logits; None without one.
+        shared: number of layers that read another layer's KV cache.
+        dtype: the model's dtype: "bfloat16", "float16" or "float32".
         declared_cache: the quantised KV cache that the checkpoint declares; None without one.
-        cache: what the KV cache is stored in, "auto" for `dtype`.
+        cache: dtype of the KV cache, "auto" for `dtype`.
     """
 
     latent: bool = False
@@ -177,7 +177,7 @@ class Traits:
     uneven: bool = False
     window: int | None = None
     chunk: int | None = None
-    looks_ahead: bool = False
+    bidirectional: bool = False
     soft_cap: float | None = None
     shared: int = 0
     dtype: str = "bfloat16"
@@ -186,7 +186,10 @@ class Traits:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part about the language model, where the config has parts."""
+    """Return the part of the config that describes the language model.
+
+    Without parts, it is the config itself.
+    """
     thinker = config.get("thinker_config")
     if isinstance(thinker, Mapping):
         return text_config(thinker)
@@ -198,10 +201,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) -> Traits:
-    """The traits that a config.json tells; `dtype` and `cache` are the caller's to set.
+    """Return the traits given in a config.json. The caller sets `dtype` and `cache`.
 
     Args:
-        text: the part about the language model, where the caller knows it better.
+        text: the part that describes the language model, if the caller knows it better.
     """
     text = text_config(config) if text is None else text
     names = {str(name) for name in config.get("architectures") or text.get("architectures") or ()}
@@ -220,7 +223,7 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
         uneven=_uneven(text),
         window=_window(text, kind),
         chunk=None if kind.startswith("mimo_v2") else text.get("attention_chunk_size"),
-        looks_ahead=_looks_ahead(config, text),
+        bidirectional=_bidirectional(config, text),
         soft_cap=text.get("attn_logit_softcapping"),
         shared=int(text.get("num_kv_shared_layers") or 0),
         declared_cache=declared_cache(config, text_config(config)),
@@ -228,97 +231,98 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
 
 
 def unsupported(traits: Traits) -> str | None:
-    """Why a model cannot be compressed and what to do, one sentence; None when it can."""
+    """Return why a model cannot be compressed and what to do, as one sentence; None if it can."""
     if traits.latent:
         return f"MLA models keep one latent per token instead of keys and values; {_WITHOUT}"
     if traits.alibi:
         return (
-            f"ALiBi needs every token at its true position, which a packed page has not; {_WITHOUT}"
+            f"ALiBi needs every token at its true position, which compression changes; {_WITHOUT}"
         )
     if traits.runner != "generate":
-        return f"only generating models decode, this one is for {traits.runner}; {_WITHOUT}"
+        return f"only generative models are supported, this one is for {traits.runner}; {_WITHOUT}"
     if traits.diffusion:
-        return f"diffusion models take tokens back after they were counted; {_WITHOUT}"
+        return f"diffusion models replace tokens that they already generated; {_WITHOUT}"
     if traits.encoder_decoder:
         return f"encoder-decoder models are not supported; {_WITHOUT}"
     kinds = set(traits.layer_types)
     if traits.state_space:
-        if reason := _states(traits, kinds):
+        if reason := _state_refusal(traits, kinds):
             return reason
     elif kinds - FULL - {WINDOWED}:
         return f"{_EVERY_LAYER} has {sorted(kinds)}; {_WITHOUT}"
     if traits.uneven:
         return f"every layer must have the same KV heads, and this model's differ; {_WITHOUT}"
     if WINDOWED in kinds and kinds & FULL:
-        if reason := _grouped(traits):
+        if reason := _group_refusal(traits):
             return reason
     elif traits.window is not None:
         return (
-            f"some layer must be full attention, all of this model have a sliding window of"
+            "some layer must have full attention, and all of this model have a sliding window of"
             f" {traits.window}; {_WITHOUT}, or pass --disable-sliding-window for prompts shorter"
-            " than it"
+            " than the window"
         )
     if traits.chunk:
         return f"{_EVERY_LAYER} attends in chunks of {traits.chunk}; {_WITHOUT}"
-    if traits.looks_ahead:
+    if traits.bidirectional:
         return (
-            "every token must attend to those before it alone, and images or prompts of this model"
-            f" are attended to as a whole; {_WITHOUT}"
+            "every token must attend only to earlier tokens, and this model has bidirectional"
+            f" attention in images or prompts; {_WITHOUT}"
         )
     if traits.soft_cap:
         return (
-            f"scores are taken before the soft cap of {traits.soft_cap} on this model's logits;"
+            f"scores are computed before the soft cap of {traits.soft_cap} on this model's logits;"
             f" {_WITHOUT}"
         )
     if traits.shared:
         return f"layers must not share KV caches, and {traits.shared} of this model do; {_WITHOUT}"
-    return _quantised(traits)
+    return _dtype_refusal(traits)
 
 
 def groups(traits: Traits, layers: int) -> LayerGroups:
-    """How vLLM groups the layers of a model that has so many."""
+    """Return how vLLM groups the layers of a model with `layers` layers."""
     return layer_groups(traits.layer_types, layers, traits.window, states=traits.cached_states)
 
 
-def _states(traits: Traits, kinds: set[str]) -> str | None:
-    """Why a model whose layers keep states cannot be compressed; None if its full ones can."""
+def _state_refusal(traits: Traits, kinds: set[str]) -> str | None:
+    """Return why a model with stateful layers cannot be compressed; None if it can."""
     if not traits.with_states:
         return (
-            f"of models with state-space layers {sorted(WITH_STATES)} alone are tested, and this"
-            f" is another one; {_WITHOUT}"
+            f"of the models with state-space layers only {sorted(WITH_STATES)} are tested;"
+            f" {_WITHOUT}"
         )
     if not (kinds & FULL and kinds & STATEFUL):
         return (
-            "some layers must be full attention and others keep a state, and this model has no"
-            f" layer of one of the two kinds; {_WITHOUT}"
+            "the model must have both full-attention and stateful layers, and this model lacks one"
+            f" of the two kinds; {_WITHOUT}"
         )
     if others := kinds - FULL - STATEFUL - WITHOUT_CACHE:
         return (
-            "beside full attention and layers that keep a state there must be no others, this model"
+            "only full-attention and stateful layers are supported together, and this model also"
             f" has {sorted(others)}; {_WITHOUT}"
         )
-    return _grouped(traits)
+    return _group_refusal(traits)
 
 
-def _grouped(traits: Traits) -> str | None:
-    """Why a model that has layers of both kinds cannot be; they must be one group of full ones."""
-    own = groups(traits, len(traits.layer_types))
-    if own.full_groups > 1:
-        whose = f"{own.windowed} have a window" if own.windowed else f"{own.stateful} keep a state"
+def _group_refusal(traits: Traits) -> str | None:
+    """Return why vLLM's layer groups prevent compression; None if full layers form one group."""
+    layers = groups(traits, len(traits.layer_types))
+    if layers.full_groups > 1:
+        kind = "windowed" if layers.windowed else "stateful"
         return (
-            "the layers with full attention must be one group for vLLM, which makes"
-            f" {own.full_groups} of this model's {len(own.full)}, since {whose}; {_WITHOUT}"
+            "vLLM must put all full-attention layers in one group, and makes"
+            f" {layers.full_groups} groups of this model's {len(layers.full)}, because it has"
+            f" {layers.num_uncompressed} {kind} layers; {_WITHOUT}"
         )
     return None
 
 
 def stored_in(traits: Traits) -> str:
-    """What keys and values are stored in, by vLLM's name; "auto" for the model's own dtype."""
+    """Return vLLM's name of the KV cache dtype; "auto" for the model's own dtype."""
     return traits.cache if traits.cache != "auto" else traits.declared_cache or "auto"
 
 
 def plain_cache(traits: Traits) -> str:
-    """The flags that store keys and values in the model's own dtype."""
+    """Return the flags that store keys and values in the model's own dtype."""
     if traits.declared_cache is None:
         return "--kv-cache-dtype auto"
     if traits.dtype == "float32":
@@ -327,21 +331,21 @@ def plain_cache(traits: Traits) -> str:
     return f"--kv-cache-dtype {traits.dtype}"
 
 
-def _quantised(traits: Traits) -> str | None:
-    """Why the KV cache's dtype cannot be, and the flags that mend it."""
-    stored, cure = stored_in(traits), plain_cache(traits)
+def _dtype_refusal(traits: Traits) -> str | None:
+    """Return why the KV cache's dtype is not supported and the flags that fix it; None if it is."""
+    stored, fix = stored_in(traits), plain_cache(traits)
     if stored in FLOAT8_CACHES and traits.state_space:
-        return f"an fp8 KV cache beside layers that keep a state is not tested; set {cure}"
+        return f"an fp8 KV cache is not tested with stateful layers; set {fix}"
     if stored in ("auto", traits.dtype) or stored in FLOAT8_CACHES:
         return None
-    whose = f"got {stored}"
+    reason = f"got {stored}"
     if stored == traits.declared_cache:
-        whose = f"this checkpoint declares {stored}"
+        reason = f"this checkpoint declares {stored}"
     if stored in PLAIN_CACHES:
-        return f"keys and values must be stored in the model's {traits.dtype}; set {cure}, {whose}"
+        return f"keys and values must be stored in the model's {traits.dtype}; set {fix}, {reason}"
     return (
-        f"of quantised KV caches fp8 with one scale per layer is supported alone; set {cure},"
-        f" {whose}"
+        f"the only supported quantised KV cache is fp8 with one scale per layer; set {fix},"
+        f" {reason}"
     )
 
 
@@ -355,11 +359,11 @@ def _generates(name: str) -> bool:
 
 def _alibi(text: Mapping[str, Any], kind: str, names: set[str]) -> bool:
     attention = text.get("attn_config")
-    inside = attention.get("alibi") if isinstance(attention, Mapping) else None
-    named = kind in _ALIBI_MODEL_TYPES and inside is not False
+    nested = attention.get("alibi") if isinstance(attention, Mapping) else None
+    by_type = kind in _ALIBI_MODEL_TYPES and nested is not False
     baichuan = _BAICHUAN in names and text.get("hidden_size") != _BAICHUAN_7B_WIDTH
     position = "alibi" in (text.get("position_embedding_type"), text.get("position_encoding_type"))
-    return bool(text.get("alibi") or inside or named or baichuan or position)
+    return bool(text.get("alibi") or nested or by_type or baichuan or position)
 
 
 def _state_space(
@@ -370,15 +374,15 @@ def _state_space(
     types: tuple[str, ...],
 ) -> bool:
     if types and set(types) <= FULL:
-        # Some hybrids' configs name no other layer, such as Granite 4.0 Micro's.
+        # Some hybrid models' configs list only full attention, such as Granite 4.0 Micro's.
         return False
-    listed = config.get("attn_type_list") or text.get("attn_type_list") or ()
+    type_list = config.get("attn_type_list") or text.get("attn_type_list") or ()
     blocks = text.get("layers_block_type") or ()
     return bool(
         names & STATE_SPACE_ARCHITECTURES
         or any(part in kind for part in _STATE_SPACE_TYPES)
         or any(text.get(key) for key in _STATE_SPACE_KEYS)
-        or any(kind_of_layer != 1 for kind_of_layer in listed)
+        or any(kind_of_layer != 1 for kind_of_layer in type_list)
         or set(blocks) - FULL
     )
 
@@ -397,17 +401,17 @@ def _uneven(text: Mapping[str, Any]) -> bool:
 
 def _window(text: Mapping[str, Any], kind: str) -> int | None:
     window = text.get("sliding_window")
-    # Qwen's configs have a window and a switch for it, which is off unless they say otherwise
+    # Qwen's configs have a window and a switch for it, which is off by default.
     if kind.startswith("qwen") and not text.get("use_sliding_window"):
         return None
-    # some checkpoints write 0 for no window, and vLLM reads it so
+    # Some checkpoints write 0 for no window, and vLLM accepts that.
     return window if isinstance(window, int) and window != 0 else None
 
 
-def _looks_ahead(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+def _bidirectional(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     prefix_lm = config.get("is_mm_prefix_lm")
     if prefix_lm is None:
-        prefix_lm = config.get("model_type") in _LOOKS_AHEAD_TYPES
+        prefix_lm = config.get("model_type") in _BIDIRECTIONAL_TYPES
     return bool(
         prefix_lm
         or config.get("rswa_window") is not None

@@ -1,4 +1,4 @@
-"""Why an engine cannot pack anything more than once, in sentences."""
+"""Why a configuration cannot compress repeatedly, merge, probe or cache states, as sentences."""
 
 from collections.abc import Iterable
 
@@ -9,111 +9,141 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, probe_tokens
 
 
-def why_not_again(settings: CompressionConfig, block_size: int | None) -> str | None:
-    """Why answers cannot be bounded, or prompts packed piece by piece; None if they can.
+def repacking_refusal(settings: CompressionConfig, block_size: int | None) -> str | None:
+    """Return why outputs cannot be bounded or prompts packed in pieces, or None if they can.
 
     Args:
-        block_size: tokens in a KV block; None where that is not known yet.
+        block_size: tokens in a KV block; None if it is not known yet.
     """
-    asked = {
-        "--kv-decode-budget": (settings.decode_budget, "bound answers"),
+    flags = {
+        "--kv-decode-budget": (settings.decode_budget, "bound outputs"),
         "--kv-max-whole": (settings.max_whole, "pack prompts"),
     }
-    for flag, (given, purpose) in asked.items():
-        for variant in settings.variants if given is not None else ():
-            if reason := method_of(variant).why_whole:
+    for flag, (value, purpose) in flags.items():
+        for variant in settings.variants if value is not None else ():
+            if reason := method_of(variant).needs_whole_prompt:
                 return (
                     f"{flag} cannot {purpose} by {variant.compress!r}: {reason}; choose from"
-                    f" {_possible()}, or remove {flag}"
+                    f" {_repackable_presets()}, or remove {flag}"
                 )
-    return why_not_in_blocks(settings, block_size) if block_size else None
+    return block_multiple_refusal(settings, block_size) if block_size else None
 
 
-def why_not_in_blocks(settings: CompressionConfig, block_size: int) -> str | None:
-    """Why an interval or a piece does not end with a block, in a sentence; None if both do."""
-    asked = {
+def block_multiple_refusal(settings: CompressionConfig, block_size: int) -> str | None:
+    """Return which interval or piece is not a multiple of the KV block, or None if both are."""
+    flags = {
         "--kv-decode-interval": (settings.decode_budget, settings.decode_interval),
         "--kv-piece": (settings.max_whole, settings.piece),
     }
-    for flag, (given, tokens) in asked.items():
-        if given is not None and tokens % block_size:
+    for flag, (value, tokens) in flags.items():
+        if value is not None and tokens % block_size:
             return (
-                f"{flag} must be a multiple of the KV block, which has {block_size} tokens here,"
-                f" got {tokens}; set it to {max(tokens // block_size, 1) * block_size}"
+                f"{flag} must be a multiple of the KV block's {block_size} tokens, got {tokens};"
+                f" set it to {max(tokens // block_size, 1) * block_size}"
             )
     return None
 
 
-def why_not_merged(settings: CompressionConfig, stored: str | None, cure: str) -> str | None:
-    """Why what merges tokens cannot be asked for, in a sentence; None if nothing forbids it.
+def merging_refusal(settings: CompressionConfig, cache_dtype: str | None, fix: str) -> str | None:
+    """Return why a method that merges tokens cannot be used with this KV cache, or None if it can.
 
     Args:
-        stored: what the KV cache holds, by vLLM's name; None for the model's own dtype.
-        cure: the flags that set that.
+        cache_dtype: vLLM's name of the KV cache's dtype; None for the model's own dtype.
+        fix: the flags that set the model's own dtype.
     """
-    if stored not in FLOAT8_CACHES:
+    if cache_dtype not in FLOAT8_CACHES:
         return None
     for variant in settings.variants:
         if method_of(variant).merge:
             return (
-                f"{variant.compress!r} merges tokens, which a KV cache in {stored} would have to"
-                f" quantise anew; choose a method that does not merge, or set {cure}"
+                f"{variant.compress!r} merges tokens, which would have to be quantised again in a"
+                f" {cache_dtype} KV cache; choose a method that does not merge, or set {fix}"
             )
     return None
 
 
-def why_not_probed(settings: CompressionConfig) -> str | None:
-    """Why prompts in pieces cannot be probed where layers keep a state; None if none would be."""
+def probe_refusal(settings: CompressionConfig) -> str | None:
+    """Return why prompts in pieces cannot use a probe with stateful layers, or None without one."""
     if settings.max_whole is None or not any(map(probe_tokens, settings.variants)):
         return None
     return (
-        "a probe's rows would advance the states, which cannot be taken back; set --kv-probe 0,"
+        "a probe's rows would advance the states, which cannot be rolled back; set --kv-probe 0,"
         f" got {settings.probe}"
         + (f" with --kv-probe-first {settings.probe_first}" if settings.probe_first else "")
     )
 
 
-def why_states_not_cached(architectures: Iterable[str] | None) -> str | None:
-    """Why the prefix cache must be off for a model whose layers keep a state; None if it may be on.
+def state_caching_refusal(architectures: Iterable[str] | None) -> str | None:
+    """Return why a model with stateful layers needs the prefix cache off, or None if it does not.
 
     Args:
-        architectures: the model's names in its configuration.
+        architectures: the model's architecture names in its configuration.
     """
     if WITH_CACHED_STATES & set(architectures or ()):
         return None
     return (
-        "states that are kept inside a step are not tested, since vLLM's own CPU build ends"
-        " there (IndexError in mamba_mixer2.py); add --no-enable-prefix-caching"
+        "saving states inside a step is not tested, because vLLM's CPU build crashes there"
+        " (IndexError in mamba_mixer2.py); add --no-enable-prefix-caching"
     )
 
 
-def why_no_room_for_probe(
+def probe_space_refusal(
     settings: CompressionConfig,
     requests: int,
-    *rooms: tuple[str, int | None],
+    *limits: tuple[str, int | None],
 ) -> str | None:
-    """Why a chunk that ends a piece may never find room for its probe; None if it will.
+    """Return why a step may never have space for a piece and its probe, or None if it always has.
 
     Args:
-        requests: that one step may have a token of.
-        rooms: flags, each with the tokens that it leaves a step, or a chunk of a step where it is
-            about long prefills; None or 0 where it leaves all.
+        requests: requests that one step may compute a token of.
+        limits: flags with the tokens that each leaves to a step, or to a chunk of a step for flags
+            about long prefills; None or 0 if a flag sets no limit.
     """
     probe = max(probe_tokens(variant) for variant in settings.variants)
-    for flag, room in rooms if probe else ():
-        alone = "prefill" in flag
-        least = probe + (1 if alone else requests)
-        if room and room < least:
-            whose = "one token" if alone else "a token of each request"
+    for flag, max_tokens in limits if probe else ():
+        per_chunk = "prefill" in flag
+        min_tokens = probe + (1 if per_chunk else requests)
+        if max_tokens and max_tokens < min_tokens:
+            other_tokens = "one token" if per_chunk else "one token per request"
             return (
-                f"a step must have room for {whose} and for a probe of {probe} tokens behind it;"
-                f" set {flag} to at least {least}, got {room}, or lower"
-                + ("" if alone else " --max-num-seqs,")
+                f"a step must have space for {other_tokens} and then a probe of {probe} tokens;"
+                f" set {flag} to at least {min_tokens}, got {max_tokens}, or lower"
+                + ("" if per_chunk else " --max-num-seqs,")
                 + " --kv-probe or --kv-probe-first"
             )
     return None
 
 
-def _possible() -> list[str]:
+def _repackable_presets() -> list[str]:
+    """Return the names of the presets that can compress a prompt that has lost tokens."""
     presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
-    return sorted(name for name, own in presets.items() if not method_of(own).why_whole)
+    return sorted(
+        name for name, preset in presets.items() if not method_of(preset).needs_whole_prompt
+    )
+
+
+def unreachable_length_refusal(settings: CompressionConfig, max_tokens: int) -> str | None:
+    """Return which number of tokens no prompt can reach, or None if prompts can reach all of them.
+
+    Args:
+        max_tokens: maximum tokens of a prompt and its output together.
+    """
+    lows = [low for low, _ in settings.budget_bounds]
+    largest_low = max((low for low in lows if isinstance(low, int)), default=None)
+    min_prompt = settings.min_prompt if "min_prompt" in settings.model_fields_set else None
+    lengths = {
+        "--kv-budget": settings.budget if isinstance(settings.budget, int) else None,
+        "the smallest of --kv-budget-bounds": largest_low,
+        "--kv-decode-budget": settings.decode_budget,
+        "--kv-min-prompt": min_prompt,
+    }
+    for alias in settings.alias:
+        budget = alias.budget if isinstance(alias.budget, int) else None
+        lengths[f"the budget of --kv-alias {alias.name}"] = budget
+    for name, tokens in lengths.items():
+        if tokens is not None and tokens > max_tokens:
+            return (
+                f"{name} must be at most --max-model-len {max_tokens}: no prompt is longer and"
+                f" nothing would be compressed; got {tokens}; lower it, or raise --max-model-len"
+            )
+    return None

@@ -1,38 +1,41 @@
-"""When a prompt that never stands whole is packed, and to how many pages: from lengths alone."""
+"""When a prompt in pieces is packed, and to how many pages, computed from lengths alone."""
 
 from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
-from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, with_room_for_protected
-from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, raise_for_protected
+from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.methods.spans import Spans, count_before
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import allocator_rows, method_of, probe_tokens
+from vllm_kvcompress.settings.method_of import method_of, num_allocator_queries, probe_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EveryPiece:
-    """A prompt that never stands whole: it is packed while it is computed.
+class PieceSchedule:
+    """The schedule of a prompt that is compressed piece by piece during its prefill.
 
     Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
-    makes. At each, a prompt that holds more pages than it may is packed (CAOTE section 2 evicts so,
-    in blocks of 128). At its end it is packed to its budget; before that it may hold what leaves
-    room for a piece and its probe within `max_whole`, which is more where the budget is small:
-    what is dropped inside can never be asked for, and what is held until the end can.
+    makes. At each boundary, a prompt that holds more pages than its limit is packed (CAOTE section
+    2 evicts in the same way, in blocks of 128). At its end it is packed to its budget. At earlier
+    boundaries its limit is what leaves space for a piece and its probe within `max_whole`, which is
+    more than a small budget: tokens dropped mid-prompt cannot be recovered, and tokens held until
+    the end can still be kept.
 
-    What a piece says of the question is little, and the question is known: so the chunk that ends
-    at a boundary has the prompt's first and last tokens behind it, as its probe, whose queries
-    judge (FINCH, Corallo and Papotti 2024, arXiv:2408.00167, puts the question behind every
-    chunk). They attend to what is held, and are computed again in their own place.
+    A piece's own queries say little about the question, but the question is already known. So the
+    chunk that ends at a boundary is followed by copies of the prompt's first and last tokens, the
+    probe, and their queries score the tokens held (FINCH, Corallo and Papotti 2024,
+    arXiv:2408.00167, puts the question after every chunk). The probe attends to the tokens held,
+    and its tokens are computed again at their own positions.
 
     Args:
-        settings: what packs it, with `max_whole`.
+        settings: settings of the method, with `max_whole`.
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
-        tokens: of the whole prefill, S.
-        packs_end: whether the prompt's end is a boundary; a look-ahead packs it later.
-        spans: what of the prompt is protected. From the first boundary on it has room for all.
+        tokens: tokens of the entire prefill, S.
+        packs_end: whether the prompt's end is a boundary; with a look-ahead, it is packed later.
+        spans: protected spans of the prompt. From the first boundary on, the limit has space for
+            all of them.
     """
 
     settings: CompressionConfig
@@ -44,171 +47,177 @@ class EveryPiece:
 
     @property
     def first_end(self) -> int:
-        """Tokens that are computed when it is packed for the first time: the end, if not before."""
+        """Return the computed tokens at the first packing, at latest all tokens of the prompt."""
         piece = self.settings.piece
-        held_whole = self.held_pages * self.block_size // self.num_layers
-        return min((held_whole // piece + 1) * piece, self.tokens)
+        max_held_tokens = self.held_pages * self.block_size // self.num_layers
+        return min((max_held_tokens // piece + 1) * piece, self.tokens)
 
     def next_end(self, computed: int) -> int:
-        """Where a chunk must end at the latest that starts behind `computed` tokens."""
+        """Return where a chunk that starts after `computed` tokens must end at the latest."""
         piece = self.settings.piece
         return min((computed // piece + 1) * piece, self.tokens)
 
     def probe(self, end: int) -> int:
-        """Rows behind a chunk that ends at a boundary and is packed; 0 where its own tokens judge.
+        """Return the probe rows after a chunk that ends at boundary `end`.
 
-        Those are so few tokens of the prompt's end, or fewer where only fewer are left: what a step
-        computes must end before the prompt does, or a token would be sampled. Where fewer are left
-        than an observation window has, they may be a chat template's alone, and the question lies
-        in the piece: so its own last tokens judge.
+        The rows are at most the tokens left of the prompt minus one: the step must end before the
+        prompt does, or vLLM would sample a token. If fewer tokens are left than an observation
+        window has, they may contain only the chat template, and the question is in the piece. Then
+        the result is 0, and the piece's own last tokens score.
 
-        Where something is protected, a probe of fewer tokens than that window judges nothing: at
-        the prompt's end the window must lie behind all that was packed before.
+        With protected spans, a probe smaller than that window is not used: at the prompt's end, the
+        window must lie after everything that was packed before.
         """
-        probe, window = probe_tokens(self.settings), self._budget.window
+        probe, window = probe_tokens(self.settings), self._end_budget.window
         rows = min(probe, self.tokens - end - 1)
-        least = max(window if self.spans else min(probe, window), self._least_window)
-        return rows if rows >= least else 0
+        min_rows = max(window if self.spans else min(probe, window), self._min_window)
+        return rows if rows >= min_rows else 0
 
     @property
-    def _least_window(self) -> int:
-        return least_window(method_of(self.settings).reads)
+    def _min_window(self) -> int:
+        return min_window(method_of(self.settings).reads)
 
-    def chunk(self, footprint: KVFootprint, computed: int, room: int) -> tuple[int, int]:
-        """Tokens of the chunk that starts behind `computed`, and rows of the probe behind them.
+    def chunk(self, footprint: KVFootprint, computed: int, max_rows: int) -> tuple[int, int]:
+        """Return the tokens of the chunk that starts after `computed` tokens, and its probe rows.
 
-        Where a step has no room for the probe too, it ends before the boundary. So what judges does
-        not depend on what else is computed.
+        If a step has no space for the probe too, the chunk ends before the boundary. So the queries
+        that score do not depend on which other requests the step computes.
 
         Args:
-            room: rows that the step has.
+            max_rows: rows that the step has left.
         """
         end = self.next_end(computed)
         probe = 0 if self.plan(footprint, end) is None else self.probe(end)
-        if room >= end - computed + probe:
+        if max_rows >= end - computed + probe:
             return end - computed, probe
-        return min(room, end - computed - int(probe > 0)), 0
+        return min(max_rows, end - computed - int(probe > 0)), 0
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+        """Return the page plan to apply after the step that computes token `tokens`, or None.
 
-        It must end at a boundary and leave more than may be held; the prompt's end, where it is
-        one, always packs, to what the budget and the tail leave.
+        A plan needs a boundary and more pages than the limit. The prompt's end, if it is a
+        boundary, is always packed, to the budget.
         """
-        ends = tokens == self.tokens and self.packs_end
-        if not ends and (tokens == self.tokens or tokens % self.settings.piece):
+        is_end = tokens == self.tokens and self.packs_end
+        if not is_end and (tokens == self.tokens or tokens % self.settings.piece):
             return None
-        blocks, rest = divmod(tokens, self.block_size)
-        tail = rest if ends else 0
-        prompt, probe = self._budget if ends else self._inside, self.probe(tokens)
-        pages = pages_kept(prompt, tail, self.block_size) if ends else self.held_pages
-        if footprint.pages_at(blocks) <= pages and not ends:
+        blocks, partial = divmod(tokens, self.block_size)
+        tail = partial if is_end else 0
+        budget, probe = self._end_budget if is_end else self._boundary_budget, self.probe(tokens)
+        pages = pages_kept(budget, tail, self.block_size) if is_end else self.held_pages
+        if footprint.pages_at(blocks) <= pages and not is_end:
             return None
-        total = prompt.total
+        total = budget.total
         if probe and total is not None:
             total += self.num_layers * probe
         plan = PagePlan(
             num_layers=self.num_layers,
-            tokens=footprint.most_tokens(blocks * self.block_size) + tail + probe,
+            tokens=footprint.max_layer_tokens(blocks * self.block_size) + tail + probe,
             block_size=self.block_size,
-            window=probe or prompt.window,
-            budget=prompt.budget + probe,
+            window=probe or budget.window,
+            budget=budget.budget + probe,
             pages=pages,
             total=total,
             probe=probe,
-            allocator_window=allocator_rows(self.settings, probe),
+            allocator_window=num_allocator_queries(self.settings, probe),
             spans=self.spans,
             computed=tokens,
         )
-        if not ends:
+        if not is_end:
             return plan
-        # no more than between its pieces, which room is set aside for
-        most = min(footprint.pages_at(blocks), self.held_pages)
-        return with_room_for_protected(plan, most, full_share=self.settings.full_share)
+        # Memory is reserved only for the limit between pieces.
+        max_pages = min(footprint.pages_at(blocks), self.held_pages)
+        return raise_for_protected(plan, max_pages, full_share=self.settings.full_share)
 
     @property
-    def most_blocks(self) -> int:
-        """Blocks that the prompt holds at most until its end is packed, in its own blocks."""
-        first, size, piece = self.first_end, self.block_size, self.settings.piece
-        if first == self.tokens:
-            return -(-first // size)
-        kept, behind = -(-self.held_pages // self.num_layers), self.tokens - first
-        always_kept = first // size - (-self.probe(first) // size)
-        if behind <= piece:
-            return max(always_kept, kept - (-behind // size))
-        return max(always_kept, kept + piece // size - (-self.probe(first + piece) // size))
+    def max_blocks(self) -> int:
+        """Return the maximum blocks of the prompt, in its own blocks, until its end is packed."""
+        first_end, size, piece = self.first_end, self.block_size, self.settings.piece
+        if first_end == self.tokens:
+            return -(-first_end // size)
+        held, tokens_left = -(-self.held_pages // self.num_layers), self.tokens - first_end
+        first_blocks = first_end // size - (-self.probe(first_end) // size)
+        if tokens_left <= piece:
+            return max(first_blocks, held - (-tokens_left // size))
+        return max(first_blocks, held + piece // size - (-self.probe(first_end + piece) // size))
 
     @property
-    def ending(self) -> int:
-        """Blocks that the prompt holds when its prefill ends, in its own blocks."""
-        last = (self.tokens - 1) // self.settings.piece * self.settings.piece
-        if last < self.first_end:
+    def blocks_at_end(self) -> int:
+        """Return the blocks that the prompt holds, in its own blocks, when its prefill ends."""
+        last_boundary = (self.tokens - 1) // self.settings.piece * self.settings.piece
+        if last_boundary < self.first_end:
             return -(-self.tokens // self.block_size)
-        kept = -(-self.held_pages // self.num_layers)
-        return kept - (-(self.tokens - last) // self.block_size)
+        held = -(-self.held_pages // self.num_layers)
+        return held - (-(self.tokens - last_boundary) // self.block_size)
 
     @property
     def held_pages(self) -> int:
-        """Pages over all layers that it may hold at a boundary inside."""
-        return pages_kept(self._inside, 0, self.block_size)
+        """Return the page limit over all layers at a boundary before the end."""
+        return pages_kept(self._boundary_budget, 0, self.block_size)
 
     @property
-    def protects_too_much(self) -> bool:
-        """Whether what is protected, its window and a page more is above `held_pages`."""
-        return self._protecting(self._unprotected).budget > self._unprotected.budget
+    def protection_too_large(self) -> bool:
+        """Return whether the protected tokens, the window and one more page exceed `held_pages`."""
+        return self._boundary_budget.budget > self._unprotected_budget.budget
 
     @property
-    def without_protected(self) -> int:
-        """`held_pages` if nothing were protected."""
-        return pages_kept(self._unprotected, 0, self.block_size)
+    def unprotected_held_pages(self) -> int:
+        """Return `held_pages` as it would be without protected tokens."""
+        return pages_kept(self._unprotected_budget, 0, self.block_size)
 
     @property
-    def roomy(self) -> int:
-        """The least `max_whole` with which it may hold twice its budget at a boundary inside."""
-        return -(-2 * self._budget.budget // self.block_size) * self.block_size + self._beside
+    def recommended_max_whole(self) -> int:
+        """Return the smallest `max_whole` with which a boundary can hold twice the budget."""
+        return (
+            -(-2 * self._end_budget.budget // self.block_size) * self.block_size
+            + self._piece_tokens
+        )
 
     @property
-    def _beside(self) -> int:
-        """Tokens of the blocks that a piece and its probe take beside what is held."""
+    def _piece_tokens(self) -> int:
+        """Return the tokens of the blocks that a piece and its probe take."""
         probe = -(-probe_tokens(self.settings) // self.block_size)
         return self.settings.piece + probe * self.block_size
 
     @property
-    def _budget(self) -> BudgetSpec:
-        """What it may keep once it has ended."""
-        return self.settings.prompt(self.num_layers, self.tokens)
+    def _end_budget(self) -> BudgetSpec:
+        """Return the budget at the prompt's end."""
+        return self.settings.budget_spec(self.num_layers, self.tokens)
 
     @property
-    def _inside(self) -> BudgetSpec:
-        """What it may hold at a boundary inside: at least its budget."""
-        return self._protecting(self._unprotected)
+    def _boundary_budget(self) -> BudgetSpec:
+        """Return the budget at a boundary before the end, at least the end's budget."""
+        return self._raise_for_protected(self._unprotected_budget)
 
     @property
-    def _unprotected(self) -> BudgetSpec:
-        budget, settings, size = self._budget, self.settings, self.block_size
+    def _unprotected_budget(self) -> BudgetSpec:
+        """Return the budget at a boundary before the end, without protected tokens."""
+        budget, settings, size = self._end_budget, self.settings, self.block_size
         assert settings.max_whole is not None
-        held = (settings.max_whole - self._beside) // size * size
-        return replace(budget, budget=held, total=None) if held > budget.budget else budget
+        held_tokens = (settings.max_whole - self._piece_tokens) // size * size
+        if held_tokens <= budget.budget:
+            return budget
+        return replace(budget, budget=held_tokens, total=None)
 
-    def _protecting(self, prompt: BudgetSpec) -> BudgetSpec:
-        """What may be held, raised to what is protected, the window and a page more."""
+    def _raise_for_protected(self, budget: BudgetSpec) -> BudgetSpec:
+        """Return the budget raised to hold the protected tokens, the window and one more page."""
         protected, size = count_before(self.spans, self.tokens), self.block_size
-        least = (-(-(prompt.window + protected) // size) + 1) * size
-        if not protected or pages_kept(prompt, 0, size) * size >= self.num_layers * least:
-            return prompt
-        return replace(prompt, budget=least, total=None)
+        min_tokens = (-(-(budget.window + protected) // size) + 1) * size
+        if not protected or pages_kept(budget, 0, size) * size >= self.num_layers * min_tokens:
+            return budget
+        return replace(budget, budget=min_tokens, total=None)
 
 
-def pieces_of(
+def piece_schedule(
     settings: CompressionConfig, num_layers: int, block_size: int, tokens: int, spans: Spans = ()
-) -> EveryPiece | None:
-    """How a prefill of `tokens` goes piecewise; None where it stands whole.
+) -> PieceSchedule | None:
+    """Return the schedule of a prefill in pieces, or None if it is not compressed before its end.
 
-    It is no longer than `max_whole`, or comes to its end before it holds more than it may keep.
+    That is the case if it is at most `max_whole` tokens long, or ends before it exceeds its limit.
     """
     if settings.max_whole is None or tokens <= settings.max_whole:
         return None
-    pieces = EveryPiece(
+    pieces = PieceSchedule(
         settings=settings,
         num_layers=num_layers,
         block_size=block_size,

@@ -1,9 +1,9 @@
-"""When a request is packed, and to how many pages: from lengths alone.
+"""When a request is packed, and to how many pages, computed from lengths alone.
 
-A request has one holding, and up to three schedules one after the other: of its prefill, `AtEnd` or
-`EveryPiece`, of a prompt that its answer's first tokens judge, `LookAhead`, and of its answer,
-`EveryInterval`. Each is asked the same: is the request packed after the step that ends with so many
-tokens computed, and how?
+A request has one footprint and up to three schedules in sequence: `PromptSchedule` or
+`PieceSchedule` for its prefill, `LookaheadSchedule` for a prompt that its first output tokens
+score, and `OutputSchedule` for its output. Each schedule returns the plan, if any, to apply after a
+step.
 """
 
 from dataclasses import dataclass, replace
@@ -12,105 +12,110 @@ from vllm_kvcompress.methods.page_plan import (
     PagePlan,
     page_plan,
     pages_kept,
-    with_room_for_protected,
+    raise_for_protected,
+    round_up_to_blocks,
 )
-from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.methods.spans import Spans, count_before
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.pieces import PieceSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import lookahead_window, method_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtEnd:
-    """A prompt that stands whole until its prefill ends.
+class PromptSchedule:
+    """The schedule of a prompt that stays uncompressed until its prefill ends.
 
     Args:
-        settings: what packs it.
-        whole: how much of it is kept.
+        settings: settings of the method.
+        page_plan: the plan to apply at the end.
     """
 
     settings: CompressionConfig
-    whole: PagePlan
+    page_plan: PagePlan
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
-        return self.whole if tokens >= self.whole.tokens else None
+        """Return the page plan to apply after the step that computes token `tokens`, or None."""
+        return self.page_plan if tokens >= self.page_plan.tokens else None
 
     @property
-    def most_blocks(self) -> int:
-        """Blocks that the prompt holds at most until its end is packed, in its own blocks."""
-        return -(-self.whole.tokens // self.whole.block_size)
+    def max_blocks(self) -> int:
+        """Return the maximum blocks of the prompt, in its own blocks, until its end is packed."""
+        return -(-self.page_plan.tokens // self.page_plan.block_size)
 
     @property
-    def ending(self) -> int:
-        """Blocks that the prompt holds when its prefill ends, in its own blocks."""
-        return self.most_blocks
+    def blocks_at_end(self) -> int:
+        """Return the blocks that the prompt holds, in its own blocks, when its prefill ends."""
+        return self.max_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookAhead:
-    """A prompt that stands as its prefill left it until the first tokens of its answer judge it.
+class LookaheadSchedule:
+    """The schedule of a prompt that stays uncompressed until its first output tokens score it.
 
-    The answer's tokens so far are kept beside what the budget keeps of the prompt: from then on as
-    much is held as if the prompt had been packed when its prefill ended.
+    A prompt in pieces stays as its prefill left it. The output tokens so far are kept in addition
+    to the prompt's budget. From then on, the request holds as much as if the prompt had been packed
+    when its prefill ended.
 
     Args:
-        settings: what packs it.
+        settings: settings of the method.
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         prompt: tokens of the prompt, S.
-        last: tokens of its longest answer and its prompt.
-        prefilled: tokens when its prefill ends, those of an answer that was preempted included.
-        cached: tokens that its prefill found in the prefix cache: of these nobody has the queries.
-        spans: what of the prompt is protected.
+        max_tokens: maximum tokens of the prompt and its output.
+        prefilled: tokens when the prefill ends, including the output tokens of a preempted request.
+        cached: tokens found in the prefix cache. Their queries are not available.
+        spans: protected spans of the prompt.
     """
 
     settings: CompressionConfig
     num_layers: int
     block_size: int
     prompt: int
-    last: int
+    max_tokens: int
     prefilled: int
     cached: int = 0
     spans: Spans = ()
 
     @property
     def due(self) -> int:
-        """Tokens that are computed when it is packed."""
+        """Return the number of computed tokens at which the request is packed."""
         return self.prompt + self.settings.resolved_lookahead
 
-    def answered(self, tokens: int) -> int:
-        """Tokens of the answer that are computed once `tokens` of the request are."""
+    def output_tokens(self, tokens: int) -> int:
+        """Return the computed output tokens once `tokens` of the request are computed."""
         return tokens - self.prompt
 
     @property
     def longest_hit(self) -> int:
-        """Tokens that may come from the prefix cache.
+        """Return the maximum tokens that may come from the prefix cache.
 
-        At its prefill's end as many queries are there as the method needs, and when it is due all.
+        Enough tokens remain to compute: the queries that the method needs at the end of the
+        prefill, and all window queries when the request is due.
         """
-        least = max(least_window(method_of(self.settings).reads), 1)
-        return min(self.prefilled - least, self.due - lookahead_window(self.settings))
+        min_queries = max(min_window(method_of(self.settings).reads), 1)
+        return min(self.prefilled - min_queries, self.due - lookahead_window(self.settings))
 
     def next_end(self, computed: int) -> int | None:
-        """Where a step must end at the latest that starts behind `computed` tokens; None: anywhere.
+        """Return the latest end of a step that starts after `computed` tokens, or None for any end.
 
-        What is computed after it is due reads what was packed, so no draft may be. How many drafts
-        are taken is not known before a step ends: so the last one before has none.
+        Tokens computed after the request is due read the packed cache, so no draft token may be
+        among them. The number of accepted drafts is not known before a step ends, so the last step
+        before it is due has no drafts.
         """
         return max(self.due - 1, computed + 1) if computed < self.due else None
 
-    def begins(self, tokens: int) -> bool:
-        """Whether a chunk that ends with `tokens` computed leaves queries that may judge."""
+    def keeps_queries(self, tokens: int) -> bool:
+        """Return whether a chunk that ends with `tokens` computed leaves queries that may score."""
         return tokens > self.prefilled - lookahead_window(self.settings)
 
     def window(self, tokens: int) -> int:
-        """Queries that judge once `tokens` are computed: the last w, or all where there are fewer.
+        """Return the number of queries that score once `tokens` are computed.
 
-        When it is due, there are w. Before, a method that has so many of the prompt beside the
-        answer's has no more of them.
+        It is w when the request is due. Before, it is limited to the queries that exist, and a
+        method that adds prompt queries to the output's uses no more prompt queries than when it is
+        due.
         """
         window = lookahead_window(self.settings)
         if self.settings.parts.prompt_window:
@@ -118,137 +123,151 @@ class LookAhead:
         return min(window, tokens - self.cached)
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+        """Return the page plan to apply after the step that computes token `tokens`, or None.
 
-        The step's own token is the next after `tokens`: another step must read what is packed.
+        The step samples the next token. Another step must follow, or nothing reads the packed
+        cache.
         """
-        if tokens < self.due or tokens + 1 >= self.last:
+        if tokens < self.due or tokens + 1 >= self.max_tokens:
             return None
-        return self.kept(footprint, tokens)
+        return self.plan_at(footprint, tokens)
 
-    def kept(self, footprint: KVFootprint, tokens: int, *, least: int = 0) -> PagePlan | None:
-        """What is kept if it is packed once `tokens` are computed, at any time after the prefill.
+    def plan_at(self, footprint: KVFootprint, tokens: int, *, min_kept: int = 0) -> PagePlan | None:
+        """Return the page plan if the request is packed once `tokens` are computed.
 
-        None if that is everything, or if the method cannot judge by so few queries (`window`).
+        None if everything would be kept, or if the method cannot score with so few queries
+        (`window`). `tokens` may be any number after the prefill.
 
         Args:
-            least: tokens of the prompt that a layer keeps on average where its budget is smaller.
+            min_kept: mean prompt tokens that a layer keeps at least.
         """
         window = self.window(tokens)
         if self.spans:
-            # what was packed before and is protected must lie before it
-            window = min(window, tokens - footprint.settled)
-        if window < least_window(method_of(self.settings).reads):
+            # Protected tokens that were packed before must lie before the window.
+            window = min(window, tokens - footprint.intact_from)
+        if window < min_window(method_of(self.settings).reads):
             return None
-        layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)
+        layers, size, output_tokens = self.num_layers, self.block_size, self.output_tokens(tokens)
         full_share = self.settings.full_share
-        own = self.settings.prompt(layers, self.prompt)
-        total = None if own.total is None else max(own.total, layers * least)
-        prompt = replace(
-            own,
+        prompt_budget = self.settings.budget_spec(layers, self.prompt)
+        total = None if prompt_budget.total is None else max(prompt_budget.total, layers * min_kept)
+        budget = replace(
+            prompt_budget,
             tokens=tokens,
             window=window,
-            budget=max(own.budget, least) + answered,
-            total=None if total is None else total + layers * answered,
+            budget=max(prompt_budget.budget, min_kept) + output_tokens,
+            total=None if total is None else total + layers * output_tokens,
         )
+        share_budget = prompt_budget.budget + output_tokens
         if not footprint.pages:
             plan = page_plan(
-                prompt, size, self.spans, full_share=full_share, own_budget=own.budget + answered
+                budget,
+                size,
+                self.spans,
+                full_share=full_share,
+                share_budget=share_budget,
             )
         else:
             blocks, tail = divmod(tokens, size)
             plan = PagePlan(
                 num_layers=layers,
-                tokens=footprint.most_tokens(blocks * size) + tail,
+                tokens=footprint.max_layer_tokens(blocks * size) + tail,
                 block_size=size,
-                window=prompt.window,
-                budget=prompt.budget,
-                pages=min(pages_kept(prompt, tail, size), footprint.pages_at(blocks)),
-                total=prompt.total,
+                window=budget.window,
+                budget=budget.budget,
+                pages=min(pages_kept(budget, tail, size), footprint.pages_at(blocks)),
+                total=budget.total,
                 spans=self.spans,
                 computed=tokens,
             )
-            plan = with_room_for_protected(
+            plan = raise_for_protected(
                 plan,
                 footprint.pages_at(blocks),
                 full_share=full_share,
-                own_budget=own.budget + answered,
+                share_budget=share_budget,
             )
         if plan is None:
             return None
-        scored_by_output = answered > 0 and tokens >= self.due
-        # The prompt's last queries, mostly the template's, spoil how much each layer is given.
-        alone = scored_by_output and answered < window
+        scored_by_output = output_tokens > 0 and tokens >= self.due
+        # The prompt's last queries are mostly the chat template's, which makes layer budgets worse.
+        output_only = scored_by_output and output_tokens < window
         return replace(
-            plan, scored_by_output=scored_by_output, allocator_window=answered if alone else None
+            plan,
+            scored_by_output=scored_by_output,
+            allocator_window=output_tokens if output_only else None,
         )
 
-    def half(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """What is kept of a prompt that is packed early, and again later: half of it.
+    def early_plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
+        """Return the plan of a prompt that is packed early, to half of it, and again later.
 
-        None where it may keep as much anyway, or was packed before.
+        None if it may keep as much anyway, or was packed before.
         """
-        return None if footprint.pages else self.kept(footprint, tokens, least=self.prompt // 2)
+        return (
+            None if footprint.pages else self.plan_at(footprint, tokens, min_kept=self.prompt // 2)
+        )
 
-    def held_blocks(self, ending: int) -> int:
-        """Blocks that the prompt and its answer hold when they are packed, in their own blocks.
+    def blocks_when_due(self, blocks_at_end: int) -> int:
+        """Return the blocks that prompt and output hold, in their own blocks, when they are packed.
 
         Args:
-            ending: blocks that the prompt holds when its prefill ends.
+            blocks_at_end: blocks that the prompt holds when its prefill ends.
         """
-        return ending + -(-self.due // self.block_size) + self.prefilled // -self.block_size
+        return blocks_at_end + -(-self.due // self.block_size) + self.prefilled // -self.block_size
 
 
 @dataclass(slots=True, kw_only=True)
-class EveryInterval:
-    """An answer whose memory is bounded while it is written.
+class OutputSchedule:
+    """The schedule that bounds a request's KV cache while its output is generated.
 
     Args:
-        settings: what packs it, with `decode_budget`.
-        prefilled: tokens when its prefill ended; later ones leave their queries.
-        last: tokens of its longest answer and its prompt.
-        added_up: tokens whose attention the workers have added up, for a method that ranks by the
-            sum of all rows; None for one that does not.
-        spans: what of the prompt is protected.
+        settings: settings of the method, with `decode_budget`.
+        prefilled: tokens when the prefill ended. The queries of later tokens are kept.
+        max_tokens: maximum tokens of the prompt and its output.
+        summed_tokens: tokens whose attention the workers have summed, for a method that ranks by
+            the sum over all queries; None for other methods.
+        spans: protected spans of the prompt.
     """
 
     settings: CompressionConfig
     prefilled: int
-    last: int
-    added_up: int | None = None
+    max_tokens: int
+    summed_tokens: int | None = None
     spans: Spans = ()
 
     def cap(self, footprint: KVFootprint) -> int:
-        """Pages that are held over all layers once the answer was packed again, P."""
+        """Return the pages over all layers that are held after the output is packed again, P."""
         budget, size = self.settings.decode_budget, footprint.block_size
         assert budget is not None
         layers, protected = footprint.num_layers, count_before(self.spans, self.prefilled)
-        # every layer needs the pages of its window and of what is protected, or one
+        # Every layer needs the pages of its window and of the protected tokens, at least one.
         floor = max(-(-(self.settings.resolved_decode_window + protected) // size), 1)
-        own = layers * budget // size
-        more = int(protected > 0 and own < layers * floor)
-        return max(footprint.pages, own, layers * (floor + more))
+        budget_pages = layers * budget // size
+        extra_pages = int(protected > 0 and budget_pages < layers * floor)
+        if size > 1:
+            budget_pages = round_up_to_blocks(budget_pages, layers)
+        return max(footprint.pages, budget_pages, layers * (floor + extra_pages))
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+        """Return the page plan to apply after the step that computes token `tokens`, or None.
 
-        It must fill a block, be `decode_interval` tokens after the last time and a window after
-        the prefill, leave something to read it, and hold more than it may.
+        Four conditions must hold. The step fills a block. It ends at least `decode_interval` tokens
+        after the last packing and a window after the prefill. Another step follows and reads the
+        packed cache. The request holds more pages than its cap.
         """
         size, settings, layers = footprint.block_size, self.settings, footprint.num_layers
-        blocks, rest = divmod(tokens, size)
+        blocks, partial = divmod(tokens, size)
         window = settings.resolved_decode_window
-        if rest or (blocks - footprint.first_block) * size < settings.decode_interval:
+        if partial or (blocks - footprint.first_block) * size < settings.decode_interval:
             return None
-        # The step's own token is the next after `tokens`: another step must read what is packed.
-        if tokens - self.prefilled < window or tokens + 1 >= self.last:
+        # The step samples the next token. Another step must follow to read the packed cache.
+        if tokens - self.prefilled < window or tokens + 1 >= self.max_tokens:
             return None
         cap = self.cap(footprint)
         if footprint.pages_at(blocks) <= cap:
             return None
         return PagePlan(
             num_layers=layers,
-            tokens=footprint.most_tokens(tokens),
+            tokens=footprint.max_layer_tokens(tokens),
             block_size=size,
             window=window,
             budget=max(cap * size // layers, window + 1),
@@ -259,69 +278,70 @@ class EveryInterval:
         )
 
     def may_pack(self, footprint: KVFootprint) -> bool:
-        """Whether its longest answer holds more than it may, at a step that another one follows."""
+        """Return whether the longest output exceeds the cap at a step that another step follows."""
         size, settings = footprint.block_size, self.settings
-        end = (self.last - 2) // size
+        end = (self.max_tokens - 2) // size
         if (end - footprint.first_block) * size < settings.decode_interval:
             return False
         if end * size - self.prefilled < max(settings.resolved_decode_window, 1):
             return False
         return footprint.pages_at(end) > self.cap(footprint)
 
-    def add_up(self, tokens: int, block_size: int, *, packs: bool) -> int:
-        """Queries whose attention is added up after a step that ends with `tokens` computed.
+    def advance_sums(self, tokens: int, block_size: int, *, packs: bool) -> int:
+        """Return the number of queries to sum after a step that ends with `tokens` computed.
 
-        They count as added up from then on.
+        These queries count as summed from then on.
 
         Args:
-            packs: it is packed after that step: what is dropped must have been judged by all.
+            packs: whether the request is packed after that step. All queries must then score the
+                tokens before any is dropped.
         """
-        if self.added_up is None:
+        if self.summed_tokens is None:
             return 0
-        latest = tokens - self.added_up
-        # Queries are kept for an interval, and what blocks hold is added up when they are full.
-        full = tokens % block_size == 0
-        if packs or (full and latest + block_size > self.settings.decode_interval):
-            self.added_up = tokens
-            return latest
+        num_queries = tokens - self.summed_tokens
+        # Queries are kept for one interval, and sums are stored per block once it is full.
+        block_is_full = tokens % block_size == 0
+        if packs or (block_is_full and num_queries + block_size > self.settings.decode_interval):
+            self.summed_tokens = tokens
+            return num_queries
         return 0
 
-    def most_blocks(self, footprint: KVFootprint, *, packed: int, tokens: int) -> int:
-        """Blocks that the request holds at most until `tokens` of it are in the cache.
+    def max_blocks(self, footprint: KVFootprint, *, packed: int, tokens: int) -> int:
+        """Return the maximum blocks that the request holds until `tokens` of it are in the cache.
 
         Args:
-            holding: of the request when its prefill has ended; it stays as it is.
-            packed: blocks that its prompt was packed into, 0 without.
+            footprint: of the request when its prefill has ended; not modified.
+            packed: blocks that its prompt was packed into, 0 if it was not packed.
         """
-        size, most, footprint = footprint.block_size, 0, replace(footprint)
+        size, max_blocks, footprint = footprint.block_size, 0, replace(footprint)
         for blocks in range(self.prefilled // size, tokens // size + 1):
-            most = max(most, packed + blocks - footprint.first_block)
-            later = blocks * size > self.prefilled
-            plan = self.plan(footprint, blocks * size) if later else None
+            max_blocks = max(max_blocks, packed + blocks - footprint.first_block)
+            in_output = blocks * size > self.prefilled
+            plan = self.plan(footprint, blocks * size) if in_output else None
             if plan is not None:
                 packed = plan.blocks
                 footprint.pack(plan, blocks, freeze=True)
-        return max(most, packed + -(-tokens // size) - footprint.first_block)
+        return max(max_blocks, packed + -(-tokens // size) - footprint.first_block)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestSchedule:
-    """One request's holding, and what packs it.
+    """The footprint of one request and the schedules that pack it.
 
     Args:
-        prefill: until its prefill ends; None where nothing is packed by then.
-        lookahead: from then on until it has packed the prompt; None where nothing waits for it.
-        answer: from then on; None where the answer is not bounded.
+        prefill: used until the prefill ends; None if nothing is packed by then.
+        lookahead: used from then on until it has packed the prompt; None without a look-ahead.
+        output: used from then on; None if the output is not bounded.
         prefilled: whether the prefill has ended.
     """
 
     footprint: KVFootprint
-    prefill: AtEnd | EveryPiece | None
-    lookahead: LookAhead | None = None
-    answer: EveryInterval | None = None
+    prefill: PromptSchedule | PieceSchedule | None
+    lookahead: LookaheadSchedule | None = None
+    output: OutputSchedule | None = None
     prefilled: bool = False
 
     def plan(self, tokens: int) -> PagePlan | None:
-        """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
-        schedule = (self.lookahead or self.answer) if self.prefilled else self.prefill
+        """Return the page plan to apply after the step that computes token `tokens`, or None."""
+        schedule = (self.lookahead or self.output) if self.prefilled else self.prefill
         return None if schedule is None else schedule.plan(self.footprint, tokens)

@@ -1,37 +1,42 @@
-"""What one request takes at most while its prompt is computed, whatever requests may ask for."""
+"""The maximum blocks of one request during prefill."""
 
 from collections.abc import Iterator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.pieces import pieces_of
+from vllm_kvcompress.planning.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
 
 def uncompressed_prompt_blocks(
-    settings: CompressionConfig, num_layers: int, block_size: int, longest: int
+    settings: CompressionConfig, num_layers: int, block_size: int, max_tokens: int
 ) -> int:
-    """Blocks that one request takes at most while its prompt of up to `longest` is computed.
+    """Return the maximum blocks of one request while its prompt of up to `max_tokens` is computed.
 
-    This holds at the budgets that the operator gave. A request that names a larger one may be
+    This covers the budgets that the operator set. A request that asks for a larger budget may be
     refused.
+
+    Args:
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        max_tokens: tokens of the max_tokens prompt.
     """
-    whole = -(-longest // block_size)
+    uncompressed = -(-max_tokens // block_size)
     if settings.max_whole is None:
-        return whole
-    most = -(-min(settings.max_whole, longest) // block_size)
-    for variant in _granted(settings):
-        pieces = pieces_of(variant, num_layers, block_size, longest)
-        most = max(most, whole if pieces is None else pieces.most_blocks)
-    return min(most, whole)
+        return uncompressed
+    blocks = -(-min(settings.max_whole, max_tokens) // block_size)
+    for variant in _granted_variants(settings):
+        pieces = piece_schedule(variant, num_layers, block_size, max_tokens)
+        blocks = max(blocks, uncompressed if pieces is None else pieces.max_blocks)
+    return min(blocks, uncompressed)
 
 
-def _granted(settings: CompressionConfig) -> Iterator[CompressionConfig]:
-    """Every method that a request may come by, at each budget that nobody has to name."""
+def _granted_variants(settings: CompressionConfig) -> Iterator[CompressionConfig]:
+    """Yield every method that a request may use, at each budget that requires no override."""
     for variant in settings.variants:
         for budget in largest_budgets(settings, variant.compress).granted:
             try:
                 yield variant.variant(budget=budget)
             except ConfigError:
-                # such a request is refused: the budget does not hold the method's window
+                # The budget is smaller than the method's window, so such a request is refused.
                 continue

@@ -1,1 +1,1 @@
-"""A server started, asked and measured over HTTP, as a client would."""
+"""Start a server, send it requests over HTTP, and read its metrics, as a client would."""

@@ -1,5 +1,7 @@
-"""A server asked over HTTP, and its ``/metrics`` page read. The standard library alone: it is quick
-to start."""
+"""Send HTTP requests to a server and parse its ``/metrics`` page.
+
+Uses only the standard library, so that short commands start fast.
+"""
 
 import json
 import re
@@ -17,22 +19,22 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 PREFIX = "vllm:kv_compress_"
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
-# The server is asked directly, whatever http_proxy says.
+# Requests to the server ignore http_proxy.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
 class Unreachable(KVCompressError, OSError):
-    """The server does not answer at all."""
+    """The server sent no usable response."""
 
 
 class Refused(Unreachable):
-    """The server answered, and not with what was asked for.
+    """The server responded with an error status.
 
     Args:
-        path: what was asked.
-        status: of its answer.
-        reason: the sentence in it.
+        path: path of the request.
+        status: HTTP status of the response.
+        reason: error message of the response.
     """
 
     def __init__(self, path: str, status: int, reason: str) -> None:
@@ -42,7 +44,7 @@ class Refused(Unreachable):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One line of a metrics page."""
+    """One sample line of a metrics page."""
 
     name: str
     labels: dict[str, str]
@@ -50,7 +52,7 @@ class Sample:
 
 
 class Metrics:
-    """A metrics page as it was at one moment."""
+    """The samples of a metrics page at one moment."""
 
     def __init__(self, text: str) -> None:
         self._samples: dict[str, list[Sample]] = {}
@@ -62,15 +64,15 @@ class Metrics:
             self._samples.setdefault(sample.name, []).append(sample)
 
     def of(self, name: str) -> Sequence[Sample]:
-        """All samples of a metric; none when it is not exported."""
+        """All samples of a metric, empty if the server does not export it."""
         return self._samples.get(name, [])
 
     def total(self, name: str) -> float:
-        """The sum of a metric's samples, 0 when there are none."""
+        """The sum of a metric's samples, 0 if there are none."""
         return sum(sample.value for sample in self.of(name))
 
     def by_engine(self, name: str) -> dict[str, float]:
-        """The same for each engine by its own."""
+        """The sum of a metric's samples for each value of the ``engine`` label."""
         totals: dict[str, float] = {}
         for sample in self.of(name):
             engine = sample.labels.get("engine", "")
@@ -79,7 +81,7 @@ class Metrics:
 
     @property
     def info(self) -> dict[str, str] | None:
-        """What compression is set to; None when it is off."""
+        """The server's compression settings, or None if compression is off."""
         samples = self.of(f"{PREFIX}info")
         return samples[0].labels if samples else None
 
@@ -98,11 +100,14 @@ def _plain(label: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A running server.
+    """The address of a running server.
 
     Args:
-        url: without a path, such as ``http://127.0.0.1:8000``.
-        key: bearer token, where the server wants one.
+        url: address without a path, such as ``http://127.0.0.1:8000``.
+        key: bearer token, or None if the server needs none.
+
+    Raises:
+        ConfigError: `url` has a path or no host, or `key` cannot go into an HTTP header.
     """
 
     url: str
@@ -115,7 +120,7 @@ class Host:
                 f" http://127.0.0.1:8000; got {self.url!r}"
             )
         if self.key is not None and not re.fullmatch(r"[\x21-\x7e]*", self.key):
-            # The key itself must not be in it.
+            # The message must not reveal the key.
             raise ConfigError(
                 "--api-key must be ASCII without spaces, since it goes into an HTTP header; it has"
                 " a space, the end of a line or another sign, often the last one of its file:"
@@ -126,16 +131,16 @@ class Host:
         """Status and text of a page.
 
         Raises:
-            Unreachable: nothing answered.
+            Unreachable: the server did not respond.
         """
         with self._open(path, None, timeout_s) as answer:
             return answer.status, self._read(answer)
 
     def metrics(self, timeout_s: float) -> Metrics:
-        """The server's metrics now.
+        """The server's current metrics.
 
         Raises:
-            Unreachable: there is no such page.
+            Unreachable: the server has no ``/metrics`` page, or did not respond.
         """
         status, text = self.get("/metrics", timeout_s)
         if status != 200:
@@ -146,16 +151,20 @@ class Host:
         return Metrics(text)
 
     def post(self, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
-        """Status and text of the answer to a JSON body."""
+        """Status and text of the response to a JSON body.
+
+        Raises:
+            Unreachable: the server did not respond.
+        """
         with self._open(path, body, timeout_s) as answer:
             return answer.status, self._read(answer)
 
     def stream(self, path: str, body: Any, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Events of a streaming answer, each as it comes.
+        """Events of a streaming response, each as it arrives.
 
         Raises:
-            Refused: it answered with another status than 200.
-            Unreachable: an event says that it failed, with what it said; or it broke off.
+            Refused: the status is not 200.
+            Unreachable: an event reports an error, or the stream ended early.
         """
         with self._open(path, body, timeout_s) as answer:
             if answer.status != 200:
@@ -169,7 +178,7 @@ class Host:
                 if "error" in event:
                     raise Unreachable(f"{path} failed: {error_message(text)}")
                 yield event
-        # Where a server dies, or a proxy in between, the connection may end as if all were said.
+        # If the server or a proxy dies, the connection can still close cleanly, without [DONE].
         raise Unreachable(f"{self.url} broke off its answer")
 
     def _open(self, path: str, body: Any, timeout_s: float) -> Any:
@@ -183,7 +192,7 @@ class Host:
         try:
             return _DIRECT.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as e:
-            # The error is an answer too, with its status and text.
+            # An error response still has a status and a text.
             return e
         except (OSError, HTTPException, UnicodeError) as e:
             reason = getattr(e, "reason", e)
@@ -215,7 +224,7 @@ class Host:
 
 
 def error_message(text: str) -> str:
-    """The sentence in an error's JSON, or the start of any other text; one line of valid UTF-8."""
+    """The message of a JSON error, or the start of any other text, as one line of valid UTF-8."""
     try:
         message = str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

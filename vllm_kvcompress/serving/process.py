@@ -1,4 +1,4 @@
-"""A real ``vllm serve`` on loopback, started and stopped as an operator would."""
+"""Start a real ``vllm serve`` on loopback, and stop it, as an operator would."""
 
 import os
 import re
@@ -17,12 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # The log tells which prompts were compressed, at this level.
+    # vLLM logs one line per compressed prompt at this level.
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""The environment of a server of ours, over the one of this process."""
+"""Variables that every server gets on top of this process's environment."""
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """The variable that sets the size of the KV cache on a CPU, in GiB."""
 _LINE = re.compile(
@@ -35,15 +35,15 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """What the engine's log says of one compressed prompt.
+    """The engine's log line about one compressed prompt.
 
     Args:
         request: the request's id in the engine.
         prompt_tokens: length of the prompt.
-        kept_tokens: tokens that a layer keeps, mean over layers.
-        lookahead: tokens of its answer that judged it.
-        blocks_before, blocks_after: KV blocks that the request held before and after.
-        layer_tokens: tokens that each layer keeps.
+        kept_tokens: kept tokens per layer, mean over layers.
+        lookahead: output tokens whose attention chose the kept tokens.
+        blocks_before, blocks_after: KV blocks of the request before and after compression.
+        layer_tokens: kept tokens of each layer.
     """
 
     request: str
@@ -56,7 +56,7 @@ class Compressed:
 
 
 def compressed_requests(log: str) -> list[Compressed]:
-    """What `log` says of each compressed prompt, in its order."""
+    """Every compressed prompt in `log`, in the order of its lines."""
     return [
         Compressed(
             request=m["request"],
@@ -73,12 +73,12 @@ def compressed_requests(log: str) -> list[Compressed]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server.
+    """A server that was started.
 
     Args:
-        url: its address, without a path.
-        log: the file that it writes its output to.
-        process: the process that was started; it leads a process group of its own.
+        url: address without a path.
+        log: the file with the server's stdout and stderr.
+        process: the leader of the server's own process group.
     """
 
     url: str
@@ -86,7 +86,7 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def metric(self, name: str, label: str | None = None) -> float:
-        """The sum of a metric's samples, or the number in one of its labels.
+        """The sum of a metric's samples, or of the numbers in one of its labels.
 
         Raises:
             KeyError: the server does not export `name`.
@@ -100,12 +100,32 @@ class Server:
         return sum(float(sample.labels[label]) if label else sample.value for sample in samples)
 
     def compressed(self) -> list[Compressed]:
-        """What the log says of each prompt that was compressed up to now."""
+        """The prompts that this server has compressed so far, by its log."""
         return compressed_requests(self.log.read_text(errors="replace"))
+
+    def wait_healthy(self, deadline_s: float = 300) -> None:
+        """Return once ``/health`` answers 200.
+
+        Raises:
+            RuntimeError: the server ended, or was not healthy within `deadline_s` seconds. The
+                message has the end of its log.
+        """
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.3)
+        ended = self.process.poll() is not None
+        state = "ended" if ended else f"was not healthy within {deadline_s:.0f} s"
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+        raise RuntimeError(f"the server {state}; the end of its log:\n{tail}")
 
 
 def free_port() -> int:
-    """A TCP port of loopback on which nothing listens now."""
+    """A loopback TCP port on which nothing listens now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
@@ -113,9 +133,43 @@ def free_port() -> int:
 
 
 def command(model: str, port: int, arguments: Sequence[str]) -> list[str]:
-    """The command line of a server on loopback, with the ``vllm`` of this Python's environment."""
+    """The command line of a loopback server, with the ``vllm`` of this Python's environment."""
     vllm = str(Path(sys.executable).with_name("vllm"))
     return [vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
+
+
+@contextmanager
+def launch(
+    model: str,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """Start a server without waiting until it is healthy; end all its processes on exit.
+
+    Args:
+        model: a folder, or the name of a model in the hub's local cache.
+        arguments: further flags of ``vllm serve``.
+        log: the file that takes the server's stdout and stderr.
+        environment: variables that win over `ENVIRONMENT` and this process's environment.
+
+    Raises:
+        OSError: this Python's environment has no ``vllm`` command.
+    """
+    port = free_port()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command(model, port, arguments),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        yield Server(url=f"http://127.0.0.1:{port}", log=log, process=process)
+    finally:
+        _end(process)
 
 
 @contextmanager
@@ -127,53 +181,23 @@ def serve(
     deadline_s: float = 300,
     environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Start a server, wait until it is healthy, and end it with all its processes.
+    """Start a server and wait until it is healthy; end all its processes on exit.
+
+    Args and errors are those of `launch`, and:
 
     Args:
-        model: a folder, or a name on the hub that is in the hub's cache.
-        arguments: further flags of ``vllm serve``.
-        log: the file that takes what the server prints.
         deadline_s: seconds within which the server must be healthy.
-        environment: variables for the server; they win over `ENVIRONMENT` and this process's.
 
     Raises:
-        OSError: there is no ``vllm`` command in this Python's environment.
-        RuntimeError: the server ended, or was not healthy within `deadline_s`; the message has
-            the end of its log.
+        RuntimeError: the server ended, or was not healthy within `deadline_s` seconds.
     """
-    port = free_port()
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command(model, port, arguments),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            start_new_session=True,
-        )
-    server = Server(url=f"http://127.0.0.1:{port}", log=log, process=process)
-    try:
-        _wait_healthy(server, process, deadline_s)
+    with launch(model, arguments, log, environment=environment) as server:
+        server.wait_healthy(deadline_s)
         yield server
-    finally:
-        _end(process)
-
-
-def _wait_healthy(server: Server, process: subprocess.Popen[bytes], deadline_s: float) -> None:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.3)
-    state = "ended" if process.poll() is not None else f"was not healthy within {deadline_s:.0f} s"
-    tail = "\n".join(server.log.read_text(errors="replace").splitlines()[-25:])
-    raise RuntimeError(f"the server {state}; the end of its log:\n{tail}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt, then kill the whole process group."""
+    """Interrupt the process group, then kill it if it does not end."""
     for sign, patience_s in ((signal.SIGINT, 20), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, sign)

@@ -1,7 +1,7 @@
-"""Long real English that needs no download: the reference manual of CPython 3.11.7.
+"""Long English text that needs no download: the reference manual of CPython 3.11.7.
 
-It lies beside this file, since each release of Python has another one: the same prompts are the
-same text wherever they are made.
+The text is stored beside this file, because every Python release ships a different manual and the
+prompts must be the same on every machine.
 """
 
 import gzip
@@ -20,11 +20,11 @@ def english() -> str:
 
 
 def long_prompt(tokenizer: Any, num_tokens: int, question: str = QUESTION) -> str:
-    """The start of `english`, cut to about `num_tokens` tokens, and `question` after it.
+    """About the first `num_tokens` tokens of `english`, followed by `question`.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        num_tokens: tokens of the text without the question, at least 1.
+        num_tokens: number of text tokens before the question, at least 1.
     """
     ids = tokenizer.encode(english()[: num_tokens * 12], add_special_tokens=False)[:num_tokens]
     text: str = tokenizer.decode(ids)

@@ -1,5 +1,11 @@
-"""Settings that let an answer's first tokens judge its prompt; off unless a number is given."""
+"""Settings of the look-ahead: compression waits for output tokens, whose queries score the prompt.
 
+This is the look-ahead of 2505.20334, not vLLM's speculative `num_lookahead_tokens`.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -8,73 +14,111 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads, choose
 from vllm_kvcompress.settings.parsing import whole_tokens
 
+logger = logging.getLogger("vllm.kvcompress")
+
 MAX_LOOKAHEAD = 1024
-Yields = Literal["preemption", "waiting", "never"]
-YIELDS: tuple[Yields, ...] = ("preemption", "waiting", "never")
+OnPressure = Literal["preemption", "waiting", "never"]
+ON_PRESSURE: tuple[OnPressure, ...] = ("preemption", "waiting", "never")
+RENAMED_KEYS: Mapping[str, str] = {"lookahead_yields": "lookahead_on_pressure"}
+"""Old spelling of a key -> the key. Old spellings are accepted for one release."""
 
 
 class LookaheadSettings(BaseModel):
-    """The settings of `CompressionConfig` that concern the look-ahead."""
+    """Look-ahead fields of `CompressionConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lookahead: int | None = Field(default=None, ge=0, le=MAX_LOOKAHEAD)
-    """Tokens of the answer that a prompt stays whole for, and that judge it then. 0 packs it at the
-    end of its prefill; None takes the preset's."""
+    """Output tokens that compression waits for, whose queries then score the prompt. 0 compresses
+    at the end of the prefill. None uses the preset's."""
     lookahead_slots: int | None = Field(default=None, ge=1, strict=True)
-    """Requests that look ahead at once, whose last queries are kept; None takes as many as run, and
-    no more than 1 GiB of queries (`planning.memory`)."""
+    """Requests that may be in their look-ahead at once, and so hold their last queries. None is
+    the number of running requests, limited to 1 GiB of queries per GPU (`planning.memory`)."""
 
-    lookahead_yields: Yields = "preemption"
-    """When the pool is short, prompts are packed before their look-ahead is over: before a request
-    would be preempted, also so that the next waiting one fits, or never."""
+    lookahead_on_pressure: OnPressure = "preemption"
+    """When a short KV pool ends look-aheads early: before a preemption ("preemption"), also to
+    admit the next waiting request ("waiting"), or "never"."""
 
-    @field_validator("lookahead_yields", mode="before")
+    @field_validator("lookahead_on_pressure", mode="before")
     @classmethod
-    def _known_word(cls, value: Any) -> str:
-        return choose("lookahead_yields", {word: word for word in YIELDS}, str(value))
+    def _parse_on_pressure(cls, value: Any) -> str:
+        return choose("lookahead_on_pressure", {word: word for word in ON_PRESSURE}, str(value))
 
     @field_validator("lookahead", mode="before")
     @classmethod
-    def _tokens_of_an_answer(cls, value: Any) -> Any:
+    def _parse_lookahead(cls, value: Any) -> Any:
         return whole_tokens(value)
 
-    def refuse_lookahead_nonsense(
-        self, compress: str, reads: Reads, least: int, *, bounded: bool
+    def check_lookahead(
+        self, compress: str, reads: Reads, min_window: int, *, bounded: bool
     ) -> None:
-        """Check the look-ahead against the method.
+        """Check that the look-ahead works with the method.
 
         Args:
-            compress: the method's name.
-            reads: what it reads of a prompt.
-            least: smallest observation window that it can judge by.
-            bounded: answers have a budget.
+            compress: name of the method.
+            reads: statistics that the method reads.
+            min_window: smallest observation window of the method, in tokens.
+            bounded: whether a decode budget is set.
 
         Raises:
-            ConfigError: with what must hold, what was given, and what to do.
+            ConfigError: the message states the rule, the value and the fix.
         """
         if bounded and self.lookahead_slots is not None:
             raise ConfigError(
-                f"lookahead_slots={self.lookahead_slots} cannot be set with --kv-decode-budget, for"
-                " which the last queries of every request are kept; remove lookahead_slots"
+                f"lookahead_slots={self.lookahead_slots} cannot be combined with"
+                " --kv-decode-budget, which stores the last queries of every request; remove"
+                " lookahead_slots"
             )
         if not self.lookahead:
             return
         if not scores_by_window(reads):
             raise ConfigError(
-                f"lookahead={self.lookahead} needs a method that judges a prompt by its latest"
+                f"lookahead={self.lookahead} needs a method that scores a prompt with its latest"
                 f" queries, and {compress!r} does not; set lookahead to 0, or choose another method"
             )
-        if self.lookahead < least:
+        if self.lookahead < min_window:
             raise ConfigError(
-                f"lookahead must be at least {least} for {compress!r}, got {self.lookahead}; set"
-                f" lookahead to {least} or more, or to 0"
+                f"lookahead must be at least {min_window} for {compress!r}, got {self.lookahead};"
+                f" set lookahead to {min_window} or more, or to 0"
             )
 
 
 def scores_by_window(reads: Reads) -> bool:
-    """Whether a method that reads so much judges tokens by the latest queries alone.
+    """Return whether a method with these `reads` scores tokens with the latest queries alone.
 
-    One that adds up the attention of all rows has hundreds of them beside an answer's first ones.
+    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
     """
     return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
+
+
+def current_names(raw: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return settings with every old key replaced by its current name.
+
+    Raises:
+        ConfigError: an old key and its current name are both set.
+    """
+    for old, new in RENAMED_KEYS.items():
+        if old not in raw:
+            continue
+        if new in raw:
+            raise ConfigError(
+                f"{new} and its old name {old} are both set; remove {old} (or {_flag(old)})"
+            )
+        _warn_once(old, new)
+        raw = {new if key == old else key: value for key, value in raw.items()}
+    return raw
+
+
+@functools.cache
+def _warn_once(old: str, new: str) -> None:
+    logger.warning(
+        "%s (%s) is deprecated and will be removed in the next release; use %s (%s)",
+        _flag(old),
+        old,
+        _flag(new),
+        new,
+    )
+
+
+def _flag(key: str) -> str:
+    return f"--kv-{key.replace('_', '-')}"

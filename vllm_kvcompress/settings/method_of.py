@@ -1,10 +1,10 @@
-"""The method that some settings stand for, and what an engine remembers for it."""
+"""The method that settings describe, and the state that an engine keeps for it."""
 
 from functools import lru_cache
 
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method
-from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.selectors import TopK
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -13,40 +13,42 @@ from vllm_kvcompress.settings.lookahead import scores_by_window
 
 @lru_cache(maxsize=128)
 def method_of(settings: CompressionConfig, *, scored_by_output: bool = False) -> Method:
-    """The method that some settings stand for; built once.
+    """Return the method that these settings describe. Built once per settings.
 
     Args:
-        scored_by_output: the one that packs a prompt once its look-ahead is over; some presets have
-            another scorer then (`Preset.answer_scorer`).
+        settings: settings of the engine or of a request.
+        scored_by_output: return the method that compresses after the look-ahead. Some presets use
+            another scorer there (`Preset.output_scorer`).
     """
-    other = settings.parts.answer_scorer if scored_by_output else ""
+    scorer_name = settings.parts.output_scorer if scored_by_output else ""
     return Method(
         allocator=settings.build_allocator(),
-        scorer=SCORERS[other]() if other else settings.build_scorer(),
-        selector=TopK() if other else settings.build_selector(),
+        scorer=SCORERS[scorer_name]() if scorer_name else settings.build_scorer(),
+        selector=TopK() if scorer_name else settings.build_selector(),
         merge=settings.parts.merge,
     )
 
 
-def packs_again(settings: CompressionConfig) -> bool:
-    """Whether an answer, or a prompt, is packed more than once."""
+def compresses_repeatedly(settings: CompressionConfig) -> bool:
+    """Return whether a request can be compressed more than once: pieces or a decode budget."""
     return settings.decode_budget is not None or settings.max_whole is not None
 
 
-def adds_up(settings: CompressionConfig) -> bool:
-    """Whether a bounded answer is ranked by the attention of all its rows, which is added up."""
-    return settings.decode_budget is not None and keeps_sums(settings)
+def sums_output_attention(settings: CompressionConfig) -> bool:
+    """Return whether a decode budget is set and the scorer sums attention over all queries."""
+    return settings.decode_budget is not None and sums_attention(settings)
 
 
-def keeps_sums(settings: CompressionConfig) -> bool:
-    """Whether what is packed more than once, answer or prompt, needs its attention added up."""
-    return packs_again(settings) and Reads.COLUMN_SUMS in method_of(settings).reads
+def sums_attention(settings: CompressionConfig) -> bool:
+    """Return whether repeated compression needs the sum of attention over all queries."""
+    return compresses_repeatedly(settings) and Reads.COLUMN_SUMS in method_of(settings).reads
 
 
 def probe_tokens(settings: CompressionConfig) -> int:
-    """The prompt's tokens that judge a piece; 0 where its own do, or no latest queries.
+    """Return the length in tokens of the probe that scores each piece of a prompt.
 
-    What merges tokens would fold them into a probe's, which are dropped.
+    0 if each piece is scored with its own tokens: without pieces, for methods that do not score by
+    a window, and for merging methods, which would merge tokens into the probe's, which are dropped.
     """
     method = method_of(settings)
     if settings.max_whole is None or method.merge or not scores_by_window(method.reads):
@@ -55,43 +57,49 @@ def probe_tokens(settings: CompressionConfig) -> int:
 
 
 def scoring_query_counts(settings: CompressionConfig) -> tuple[int, int]:
-    """The prompt's first and last tokens that judge a piece, as a server tells of itself.
+    """Return the number of first and of last prompt tokens that score a piece, for reports.
 
-    They are its own method's, or the most that requests may ask for where that is off; 0 and 0
-    where a piece's own tokens judge, whatever the settings say.
+    Both are 0 if a piece is scored with its own tokens. If the engine's own method is off, they are
+    those of the longest probe that a request can choose.
     """
-    own = [settings] if settings.enabled else settings.variants
-    rows = max(map(probe_tokens, own), default=0)
-    first = settings.first_of_probe(rows)
-    return first, rows - first
+    variants = [settings] if settings.enabled else settings.variants
+    num_queries = max(map(probe_tokens, variants), default=0)
+    num_first = settings.num_first_probe_tokens(num_queries)
+    return num_first, num_queries - num_first
 
 
-def allocator_rows(settings: CompressionConfig, probe: int) -> int | None:
-    """Of a probe's rows the last ones, which alone say how much each layer keeps; None for all.
+def num_allocator_queries(settings: CompressionConfig, probe: int) -> int | None:
+    """Return how many of a probe's last tokens decide the tokens kept per layer; None for all.
 
-    First tokens that say so too cost what the last ones ask for.
+    If the first tokens decided too, layers would keep fewer tokens that the last ones attend to.
+
+    Args:
+        settings: settings of the request.
+        probe: length of the probe in tokens.
     """
-    last = probe - settings.first_of_probe(probe)
-    return last if least_window(method_of(settings).reads) <= last < probe else None
+    num_last = probe - settings.num_first_probe_tokens(probe)
+    return num_last if min_window(method_of(settings).reads) <= num_last < probe else None
 
 
 def merges(settings: CompressionConfig) -> bool:
-    """Whether tokens merge in what is packed more than once, so that it has a threshold."""
-    return packs_again(settings) and bool(method_of(settings).merge)
+    """Return whether a method that merges tokens can compress a request more than once."""
+    return compresses_repeatedly(settings) and bool(method_of(settings).merge)
 
 
 def lookahead_window(settings: CompressionConfig) -> int:
-    """Queries that judge once a look-ahead is over: of the answer, and perhaps of the prompt."""
-    beside = settings.parts.prompt_window
-    return settings.resolved_lookahead + beside if beside else settings.resolved_window
+    """Return the number of output and prompt queries that score the prompt after a look-ahead."""
+    prompt_window = settings.parts.prompt_window
+    return (
+        settings.resolved_lookahead + prompt_window if prompt_window else settings.resolved_window
+    )
 
 
 def ring_window(settings: CompressionConfig) -> int:
-    """The most last queries that an engine keeps of each answer; 0 where none is read."""
-    ahead = [each for each in settings.variants if each.resolved_lookahead]
-    windows = [0, *(lookahead_window(variant) for variant in ahead)]
+    """Return the number of last queries that the engine stores per request; 0 for none."""
+    with_lookahead = [variant for variant in settings.variants if variant.resolved_lookahead]
+    windows = [0, *(lookahead_window(variant) for variant in with_lookahead)]
     if settings.decode_budget is not None:
         windows += [variant.resolved_decode_window for variant in settings.variants]
-        if any(adds_up(variant) for variant in settings.variants):
+        if any(sums_output_attention(variant) for variant in settings.variants):
             windows.append(settings.decode_interval)
     return max(windows)

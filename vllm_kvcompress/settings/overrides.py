@@ -1,6 +1,5 @@
-"""What a request may ask for, in ``vllm_xargs`` or in ``SamplingParams.extra_args``."""
+"""Compression settings of a request: ``vllm_xargs``, or ``SamplingParams.extra_args``."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,48 +7,48 @@ from typing import Any, NamedTuple
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
-from vllm_kvcompress.settings.protection import PROTECT, Protection, protection_of, short
-
-COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
-DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
-BY_ROLE = "kv_by_role"
-_CHOICES = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
-_KEYS = (*_CHOICES, PROTECT, BY_ROLE)
-_OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
-_LONGEST = 24
-"""Letters of an unknown key that are compared with our keys, to find one that was misspelt."""
+from vllm_kvcompress.settings.protection import Protection, protection_of, shorten
+from vllm_kvcompress.settings.request_keys import (
+    ALIAS,
+    BUDGET,
+    BY_ROLE,
+    CHOICES,
+    COMPRESS,
+    DECODE_BUDGET,
+    LOOKAHEAD,
+    refuse_unknown,
+)
 
 
 def settings_for(
     settings: CompressionConfig | None, extra_args: Mapping[str, Any] | None
 ) -> CompressionConfig | None:
-    """The settings of one request; None when its prompt is left whole.
+    """Return the settings of one request; None if its prompt stays uncompressed.
 
-    The request's own keys win over what its alias stands for, and the alias over the engine's.
+    The request's own keys win over its alias, and the alias over the engine's settings.
 
     Args:
-        settings: the engine's; None when it runs without compression.
-        extra_args: the request's, with ``kv_compress``, ``kv_budget``, ``kv_decode_budget`` and
-            ``kv_lookahead`` if it asks for anything, and ``kv_alias`` if it came under one of the
-            model's other names.
+        settings: settings of the engine; None if it runs without compression.
+        extra_args: extra arguments of the request. Its choices are ``kv_compress``, ``kv_budget``,
+            ``kv_decode_budget`` and ``kv_lookahead``; ``kv_alias`` is the alias it was sent to.
 
     Raises:
-        OverrideError: the request asks for something that it may not have, or that does not exist.
+        OverrideError: a choice is wrong or not allowed.
     """
     if settings is not None and extra_args:
-        _refuse_others(extra_args)
+        refuse_unknown(extra_args)
     choice = _choice(extra_args) if extra_args else None
     named = (extra_args or {}).get(ALIAS)
     if settings is None:
         if (extra_args or {}).get(BY_ROLE):
-            asks = BY_ROLE
+            setting = BY_ROLE
         elif named is None and (choice is None or choice.compress == "off"):
             return None
         else:
-            asks = f"{COMPRESS} or {BUDGET}"
+            setting = f"{COMPRESS} or {BUDGET}"
         raise OverrideError(
             "not_allowed",
-            f"this server runs without KV-cache compression, but the request asks for {asks};"
+            f"this server runs without KV-cache compression, but the request sets {setting};"
             " remove them, or ask the operator for --kv-allow-override",
         )
     if named is not None and not isinstance(named, str):
@@ -60,60 +59,60 @@ def settings_for(
 
 
 def protection_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | None) -> Protection:
-    """What of one request's prompt is protected, or is to be found in it.
+    """Return what a request protects in its prompt.
 
     Args:
-        settings: the engine's.
-        extra_args: the request's, with ``kv_protect`` if it asks for anything.
+        settings: settings of the engine.
+        extra_args: extra arguments of the request, optionally with ``kv_protect``.
 
     Raises:
-        OverrideError: it asks for something that it may not have, or that does not exist.
+        OverrideError: ``kv_protect`` is wrong or not allowed.
     """
-    return protection_of(settings.protect, extra_args, free=bool(settings.allow_override))
+    return protection_of(settings.protect, extra_args, may_choose=bool(settings.allow_override))
 
 
 def by_role_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request asks which share of each role's tokens is kept.
+    """Return whether a request asks for the share of kept tokens per role.
 
     Args:
-        settings: the engine's.
-        extra_args: the request's, with ``kv_by_role`` if it asks for anything.
+        settings: settings of the engine.
+        extra_args: extra arguments of the request, optionally with ``kv_by_role``.
 
     Raises:
-        OverrideError: its value is no truth value, or it may not ask: the server says nothing of
-            what it keeps, or lets no request choose. What it asks for takes the server's time.
+        OverrideError: the value is not a bool, the server does not report usage, or requests may
+            not choose, because the report takes CPU time of the API server.
     """
-    asked = (extra_args or {}).get(BY_ROLE, False)
-    # `true` arrives as 1 from some clients.
-    if asked not in (True, False):
-        raise OverrideError("invalid", f"{BY_ROLE} must be true or false, got {short(asked)}")
-    if asked and not settings.usage:
+    by_role = (extra_args or {}).get(BY_ROLE, False)
+    # Some clients send `true` as 1.
+    if by_role not in (True, False):
+        raise OverrideError("invalid", f"{BY_ROLE} must be true or false, got {shorten(by_role)}")
+    if by_role and not settings.usage:
         raise OverrideError(
             "not_allowed",
-            f"{BY_ROLE} is answered in the usage, and this server says nothing there of what it"
-            f" keeps; remove {BY_ROLE}, or ask the operator for --kv-usage",
+            f"{BY_ROLE} adds to the usage report, which this server does not send; remove"
+            f" {BY_ROLE}, or ask the operator for --kv-usage",
         )
-    if asked and not settings.allow_override:
+    if by_role and not settings.allow_override:
         raise OverrideError(
             "not_allowed",
-            f"this server does not let requests ask for {BY_ROLE}; remove it, or ask the operator"
-            " for --kv-allow-override",
+            f"this server does not let requests set {BY_ROLE}; remove it, or ask the operator for"
+            " --kv-allow-override",
         )
-    return bool(asked)
+    return bool(by_role)
 
 
-def refuse_taken(
+def refuse_taken_names(
     settings: CompressionConfig, served: Iterable[str], adapters: Iterable[str]
 ) -> None:
-    """Refuse an alias whose name is taken.
+    """Refuse an alias that is already a name of the model or of a LoRA module.
 
     Args:
-        settings: the engine's, with its aliases.
-        served: names that the model is served under.
+        settings: settings of the engine, with its aliases.
+        served: names under which vLLM serves the model.
         adapters: names of LoRA modules.
 
     Raises:
-        ConfigError: an alias has the name of the model or of a LoRA module.
+        ConfigError: an alias is in `served` or `adapters`.
     """
     taken = dict.fromkeys(adapters, "a LoRA module") | dict.fromkeys(served, "the model")
     for alias in settings.alias:
@@ -125,36 +124,36 @@ def refuse_taken(
 
 
 class LargestBudgets(NamedTuple):
-    """The largest budgets with which requests can run one method."""
+    """Largest budgets with which requests can run one method."""
 
     granted: tuple[float | int, ...]
-    """Budgets that no request has to name: the engine's own, and those that aliases stand for."""
+    """Budgets that requests get without naming one: the engine's own and those of aliases."""
     named: tuple[float | int, ...]
-    """The largest budgets that a request may name itself; empty where it may name none."""
+    """Largest budgets that a request may name; empty if requests may not name one."""
 
 
 def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
-    """The budgets that decide how much one request by `method` can take at most.
+    """Return the budgets that limit the memory of one request with this method.
 
-    Where a request may name a method, it may do so under any alias and leave the budget to that.
-    A method that only an alias stands for keeps to this alias's own.
+    A method in `allow_override` can run with the budget of any alias. A method that only an alias
+    offers runs with that alias's budget.
     """
-    free = bool(settings.allow_override)
+    may_choose = bool(settings.allow_override)
     aliases = tuple(alias for alias in settings.alias if alias.budget is not None)
     granted = [alias.budget for alias in aliases if alias.method == method]
     if method == settings.compress:
         granted.append(settings.budget)
-    if free and method in {settings.compress, *settings.allow_override}:
+    if may_choose and method in {settings.compress, *settings.allow_override}:
         granted = [settings.budget, *(alias.budget for alias in aliases)]
     named = tuple(high for _, high in settings.budget_bounds) or (1.0,)
-    return LargestBudgets(tuple(x for x in granted if x is not None), named if free else ())
+    return LargestBudgets(tuple(x for x in granted if x is not None), named if may_choose else ())
 
 
-def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
-    """Extra arguments that get a request the first of `settings.variants`; perhaps none.
+def override_args(settings: CompressionConfig) -> dict[str, str]:
+    """Return extra arguments that select the first of `settings.variants`; {} if it is the default.
 
     Args:
-        settings: of an engine that compresses something.
+        settings: settings of an engine that can compress something.
     """
     if settings.enabled:
         return {}
@@ -165,17 +164,17 @@ def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
 
 
 class _Choice(NamedTuple):
-    """What a request names."""
+    """Choices of a request; None for a key that it does not set."""
 
     compress: str | None = None
     budget: float | int | None = None
-    growing: int | None = None
+    decode_budget: int | None = None
     lookahead: int | None = None
 
 
 def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
-    """What a request names; None when it names nothing."""
-    if not extra_args.keys() & set(_CHOICES):
+    """Return the choices of a request; None if it sets no key of CHOICES."""
+    if not extra_args.keys() & set(CHOICES):
         return None
     compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
     if compress is False:
@@ -189,41 +188,32 @@ def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
             budget = parse_budget(budget)
         except ConfigError as e:
             raise OverrideError("invalid", f"kv_{e}") from None
-        # `true` arrives as 1.
+        # Some clients send `true` as 1.
         if type(budget) is int and budget < 2:
             raise OverrideError(
                 "invalid",
                 f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
                 f" {budget!r}; write 1.0 to keep everything",
             )
-    growing = _whole(extra_args, DECODE_BUDGET, 2, "2 tokens per layer")
-    lookahead = _whole(extra_args, LOOKAHEAD, 0, "0 tokens of the answer")
-    return _Choice(compress, budget, growing, lookahead)
+    decode_budget = _whole_number(extra_args, DECODE_BUDGET, 2, "2 tokens per layer")
+    lookahead = _whole_number(extra_args, LOOKAHEAD, 0, "0 output tokens")
+    return _Choice(compress, budget, decode_budget, lookahead)
 
 
-def _whole(extra_args: Mapping[str, Any], key: str, least: int, described: str) -> int | None:
-    """The whole number that a request names under a key; None where it names none."""
+def _whole_number(
+    extra_args: Mapping[str, Any], key: str, minimum: int, described: str
+) -> int | None:
+    """Return the whole number under `key`; None if the key is not set."""
     value = extra_args.get(key)
-    # `1` may arrive as 1.0, and `true` as 1.
+    # Clients may send 1 as 1.0, and `true` as 1.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if key in extra_args and (type(value) is not int or value < least):
+    if key in extra_args and (type(value) is not int or value < minimum):
         raise OverrideError(
             "invalid",
             f"{key} must be a whole number of at least {described}, got {extra_args[key]!r}",
         )
     return value
-
-
-def _refuse_others(extra_args: Mapping[str, Any]) -> None:
-    """Refuse a key that begins as ours do and is neither ours nor vLLM's."""
-    for key in extra_args:
-        plain = key[:_LONGEST].lower().replace("-", "_")
-        if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OF_VLLM:
-            continue
-        near = difflib.get_close_matches(plain, _KEYS, 1, 0.8)
-        hint = f"did you mean {near[0]!r}?" if near else f"a request may set {list(_KEYS)}"
-        raise OverrideError("invalid", f"{plain!r} is unknown; {hint}")
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -232,27 +222,32 @@ def _override(
     named: str | None,
     choice: _Choice,
 ) -> CompressionConfig | None:
-    compress, budget, growing, lookahead = choice
+    """Return the settings of a request that sets a key or was sent to an alias.
+
+    Raises:
+        OverrideError: see `settings_for`.
+    """
+    compress, budget, decode_budget, lookahead = choice
     alias = None if named is None else _alias(settings, named)
     if alias is not None and choice == _Choice():
-        return settings.granted(alias)
-    allowed = settings.allow_override
-    if not allowed:
+        return settings.alias_settings(alias)
+    allowed_methods = settings.allow_override
+    if not allowed_methods:
         raise OverrideError(
             "not_allowed",
             f"this server does not let requests choose {COMPRESS} or {BUDGET}; remove them, or ask"
             " the operator for --kv-allow-override",
         )
-    own = settings.compress if alias is None else alias.method
-    permitted = {*allowed, settings.compress, own}
-    method = own if compress is None else compress
+    default_method = settings.compress if alias is None else alias.method
+    permitted = {*allowed_methods, settings.compress, default_method}
+    method = default_method if compress is None else compress
     if method not in permitted:
         raise OverrideError(
             "not_allowed",
             f"{COMPRESS} must be one of {sorted(permitted)} on this server, got {compress!r}",
         )
     if method == "off":
-        for key, value in ((DECODE_BUDGET, growing), (LOOKAHEAD, lookahead)):
+        for key, value in ((DECODE_BUDGET, decode_budget), (LOOKAHEAD, lookahead)):
             if value is not None:
                 raise OverrideError(
                     "invalid",
@@ -260,64 +255,73 @@ def _override(
                     f" of {sorted(permitted - {'off'})}",
                 )
         if compress is None:
-            why = "this server compresses only requests that ask for one"
+            why = "this server compresses only requests that name a method"
             if alias is not None:
-                why = f"{alias.name!r} stands for off"
+                why = f"{alias.name!r} means off"
             raise OverrideError(
                 "invalid",
-                f"{BUDGET}={budget!r} needs a method, since {why}; add {COMPRESS}, one of"
+                f"{BUDGET}={budget!r} needs a method, because {why}; add {COMPRESS}, one of"
                 f" {sorted(permitted - {'off'})}",
             )
         return None
     if budget is not None:
-        _within_bounds(settings, budget)
+        _check_budget(settings, budget)
     elif alias is not None:
         budget = alias.budget
-    if growing is not None:
-        _may_bound(settings, growing)
+    if decode_budget is not None:
+        _check_decode_budget(settings, decode_budget)
     try:
-        asked = settings.variant(method, budget)
-        more = {"decode_budget": growing, "lookahead": lookahead}
-        more = {key: value for key, value in more.items() if value is not None}
-        if lookahead is None or lookahead <= asked.resolved_lookahead:
-            return CompressionConfig.parse(asked.to_additional_config() | more) if more else asked
+        chosen = settings.variant(method, budget)
+        numbers = {"decode_budget": decode_budget, "lookahead": lookahead}
+        numbers = {key: value for key, value in numbers.items() if value is not None}
+        if lookahead is None or lookahead <= chosen.resolved_lookahead:
+            if not numbers:
+                return chosen
+            return CompressionConfig.parse(chosen.to_additional_config() | numbers)
     except ConfigError as e:
         raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
-    # the server keeps no more queries than that
+    # The engine stores only that many queries.
     raise OverrideError(
         "out_of_bounds",
-        f"{LOOKAHEAD} must be at most {asked.resolved_lookahead} for {method!r} on this server, got"
-        f" {lookahead}",
+        f"{LOOKAHEAD} must be at most {chosen.resolved_lookahead} for {method!r} on this server,"
+        f" got {lookahead}",
     )
 
 
-def _may_bound(settings: CompressionConfig, budget: int) -> None:
-    """Refuse a decode budget above the engine's, or where the engine has none."""
-    most = settings.decode_budget
-    if most is None:
+def _check_decode_budget(settings: CompressionConfig, budget: int) -> None:
+    """Refuse a decode budget above the engine's, or on an engine without one.
+
+    Raises:
+        OverrideError: the request may not have this budget.
+    """
+    max_budget = settings.decode_budget
+    if max_budget is None:
         raise OverrideError(
             "not_allowed",
-            f"this server does not bound answers, but the request asks for {DECODE_BUDGET};"
+            f"this server has no decode budget, but the request sets {DECODE_BUDGET};"
             " remove it, or ask the operator for --kv-decode-budget",
         )
-    if budget > most:
+    if budget > max_budget:
         raise OverrideError(
-            "out_of_bounds", f"{DECODE_BUDGET} must be at most {most} on this server, got {budget}"
+            "out_of_bounds",
+            f"{DECODE_BUDGET} must be at most {max_budget} on this server, got {budget}",
         )
 
 
-def _alias(settings: CompressionConfig, named: str) -> Alias:
+def _alias(settings: CompressionConfig, name: str) -> Alias:
+    """Return the alias called `name`; raise OverrideError if there is none."""
     for alias in settings.alias:
-        if alias.name == named:
+        if alias.name == name:
             return alias
     raise OverrideError(
         "invalid",
         f"{ALIAS} must be one of {sorted(alias.name for alias in settings.alias)} on this server,"
-        f" got {named!r}",
+        f" got {name!r}",
     )
 
 
-def _within_bounds(settings: CompressionConfig, budget: float | int) -> None:
+def _check_budget(settings: CompressionConfig, budget: float | int) -> None:
+    """Raise OverrideError if the operator's bounds do not allow `budget`."""
     bounds = settings.budget_bounds
     if not bounds:
         return

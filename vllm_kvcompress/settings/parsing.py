@@ -1,4 +1,4 @@
-"""Budgets, bounds and lists of methods, as users write them."""
+"""Parsers for budgets, bounds, method lists and aliases as users write them."""
 
 import numbers
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.presets import PRESETS, Merge
+from vllm_kvcompress.settings.text import has_plain_digits, refuse_other_digits
 
 Bounds = tuple[float, float] | tuple[int, int]
 _MERGES: Mapping[str, Merge] = {"true": True, "false": False, "values": "values"}
@@ -17,12 +18,12 @@ _MERGES: Mapping[str, Merge] = {"true": True, "false": False, "values": "values"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
-    """A name under which the model also answers, and what that stands for.
+    """Another name of the model, with its method and budget.
 
     Args:
-        name: what clients write as `model`.
+        name: value of `model` in a request.
         method: "off", or the name of a preset.
-        budget: ratio or tokens, see `parse_budget`; None for "off", which has none.
+        budget: ratio or tokens per layer, see `parse_budget`; None for "off".
     """
 
     name: str
@@ -34,12 +35,12 @@ class Alias:
 
     @property
     def meaning(self) -> str:
-        """Write ``METHOD:BUDGET``, or ``off``."""
+        """Return ``METHOD:BUDGET``, or ``off``."""
         return self.method if self.budget is None else f"{self.method}:{self.budget}"
 
 
 def plain(value: Any) -> Any:
-    """Turn numbers of other libraries into Python's, and lists into tuples."""
+    """Convert a number of another library to a Python number, and a list to a tuple."""
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
@@ -48,41 +49,43 @@ def plain(value: Any) -> Any:
 
 
 def parse_budget(value: Any) -> float | int:
-    """Read a ratio in (0, 1] or a whole number of tokens >= 1 from a number or its text.
+    """Parse a budget: a ratio in (0, 1], or a whole number of tokens per layer >= 1.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: `value` is neither.
     """
     rule = (
         "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
         f" as 1024; got {value!r}"
     )
-    number: Any = plain(value)
+    budget: Any = plain(value)
     if isinstance(value, str):
+        if not has_plain_digits(value):
+            raise ConfigError(rule)
         try:
-            number = int(value)
+            budget = int(value)
         except ValueError:
             try:
-                number = float(value)
+                budget = float(value)
             except ValueError:
                 raise ConfigError(rule) from None
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise ConfigError(rule)
-    if isinstance(number, int):
-        if number < 1:
+    if isinstance(budget, int):
+        if budget < 1:
             raise ConfigError(rule)
-        return number
-    # Written so that NaN fails too.
-    if not 0 < number <= 1:
+        return budget
+    # Written this way round because NaN must fail too.
+    if not 0 < budget <= 1:
         raise ConfigError(rule)
-    return number
+    return budget
 
 
 def parse_methods(value: Any) -> tuple[str, ...]:
-    """Read the methods that requests may ask for: "all", a list, or names separated by commas.
+    """Parse the methods that requests may choose: "all", a list, or comma-separated names.
 
     Raises:
-        ConfigError: a name is unknown, or no method at all is named.
+        ConfigError: a name is unknown, or no method is named.
     """
     if value == "all":
         return ("off", *PRESETS)
@@ -99,37 +102,52 @@ def parse_methods(value: Any) -> tuple[str, ...]:
 
 
 def whole_tokens(value: Any) -> Any:
-    """Let whole numbers and their texts pass, for pydantic to read.
+    """Return `value` unless it is a bool, a fraction or text with unusual digits.
+
+    pydantic does the conversion to int afterwards.
 
     Raises:
-        ConfigError: a bool, which pydantic would take for a number, or a fraction.
+        ConfigError: `value` is one of these; pydantic would convert a bool silently.
     """
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ConfigError(f"must be a whole number of tokens, got {value!r}")
-    return value
+    return refuse_other_digits(value)
+
+
+def number(value: Any) -> Any:
+    """Return `value` unless it is a bool or text with unusual digits.
+
+    pydantic does the conversion to float afterwards.
+
+    Raises:
+        ConfigError: `value` is one of these; pydantic would convert a bool silently.
+    """
+    if isinstance(value, bool):
+        raise ConfigError(f"must be a number, got {value!r}")
+    return refuse_other_digits(value)
 
 
 def parse_merge(value: Any) -> Merge | None:
-    """Read whether evicted tokens are folded: a bool or its text, "values", or None.
+    """Parse `merge`: a bool or its text, "values", or None.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: `value` is something else.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str) and value in _MERGES:
         return _MERGES[value]
     raise ConfigError(
-        'merge must be true, "values" to fold only values and leave keys as they are, or false;'
+        'merge must be true, "values" to merge only values and leave keys unchanged, or false;'
         f" got {value!r}"
     )
 
 
 def parse_bounds(value: Any) -> tuple[Bounds, ...]:
-    """Read bounds of ratios, of tokens or of both: ``0.05:0.5,256:4096``, or pairs in a list.
+    """Parse budget bounds: ``0.05:0.5,256:4096``, or a list of pairs.
 
     Raises:
-        ConfigError: a pair is not two budgets of one kind in order, or a kind is given twice.
+        ConfigError: a pair is not two ordered budgets of one kind, or a kind occurs twice.
     """
     rule = (
         "budget_bounds must be MIN:MAX, both ratios such as 0.05:0.5 or both whole numbers of"
@@ -146,31 +164,32 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
             low, high = parse_budget(pair[0]), parse_budget(pair[1])
         except ConfigError:
             raise ConfigError(rule) from None
-        alike = type(low) is type(high)
-        if not alike or low > high or type(low) in [type(low) for low, _ in bounds]:
+        same_kind = type(low) is type(high)
+        if not same_kind or low > high or type(low) in [type(low) for low, _ in bounds]:
             raise ConfigError(rule)
         bounds.append((low, high))
     return tuple(bounds)
 
 
 def parse_aliases(value: Any) -> tuple[Alias, ...]:
-    """Read further names of the model: ``NAME=METHOD:BUDGET``, a list of these, or an object.
+    """Parse aliases: ``NAME=METHOD:BUDGET``, a list of such texts, or an object.
 
     Raises:
-        ConfigError: an alias is written otherwise, means nothing, or is given twice.
+        ConfigError: an alias has another form, an unknown method or a wrong budget, or occurs
+            twice.
     """
     if isinstance(value, Mapping):
         pairs = [(name, meaning) for name, meaning in value.items()]
     else:
         texts = [value] if isinstance(value, str | Alias) else value
         if not isinstance(texts, list | tuple):
-            raise _no_alias(value)
+            raise _alias_error(value)
         pairs = []
-        # The last = divides, since a name may hold = and :, a method and a budget cannot.
+        # Split at the last "=": a name may contain "=" and ":", a method and a budget cannot.
         for text in texts:
             name, equals, meaning = str(text).rpartition("=")
             if not isinstance(text, str | Alias) or not equals:
-                raise _no_alias(text)
+                raise _alias_error(text)
             pairs.append((name, meaning))
     aliases: dict[str, Alias] = {}
     for name, meaning in pairs:
@@ -182,11 +201,16 @@ def parse_aliases(value: Any) -> tuple[Alias, ...]:
 
 
 def _alias(name: Any, meaning: Any) -> Alias:
+    """Return the alias `name` with the parsed `meaning`.
+
+    Raises:
+        ConfigError: see `parse_aliases`.
+    """
     # YAML reads a bare off as False.
     if meaning is False:
         meaning = "off"
     if not isinstance(name, str) or not name.strip() or not isinstance(meaning, str):
-        raise _no_alias(f"{name}={meaning}")
+        raise _alias_error(f"{name}={meaning}")
     name = name.strip()
     method, colon, budget = (part.strip() for part in meaning.partition(":"))
     choose(f"alias {name!r}: method", dict.fromkeys(("off", *PRESETS)), method)
@@ -195,22 +219,22 @@ def _alias(name: Any, meaning: Any) -> Alias:
             raise ConfigError(f"alias {name!r}: off takes no budget, got {meaning!r}; write off")
         return Alias(name=name, method=method)
     if not colon:
-        raise _no_alias(f"{name}={meaning}")
+        raise _alias_error(f"{name}={meaning}")
     try:
         return Alias(name=name, method=method, budget=parse_budget(budget))
     except ConfigError as e:
         raise ConfigError(f"alias {name!r}: {e}") from None
 
 
-def _no_alias(value: Any) -> ConfigError:
+def _alias_error(value: Any) -> ConfigError:
     return ConfigError(
-        "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, or NAME=off to compress"
-        f" nothing under that name; got {str(value)!r}"
+        "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, or NAME=off for a name"
+        f" whose requests stay uncompressed; got {str(value)!r}"
     )
 
 
 def one_sentence(error: ValidationError) -> str:
-    """The first thing that is wrong, with its key and what was given."""
+    """Return pydantic's first error as one sentence with the key and the value received."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"][:1])
     text = first["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Settings that bound the memory of a prompt while it is computed; off unless a length is given."""
+"""Settings that compress a long prompt piece by piece during its prefill."""
 
 from typing import Any
 
@@ -7,52 +7,58 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.parsing import whole_tokens
 
-USUAL_PIECE = 4096
-USUAL_PROBE = 32
+DEFAULT_PIECE = 4096
+DEFAULT_PROBE = 32
 MAX_PROBE = 1024
 
 
 class PieceSettings(BaseModel):
-    """The settings of `CompressionConfig` that concern prompts in pieces."""
+    """Piece-by-piece fields of `CompressionConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_whole: int | None = Field(default=None, ge=1)
-    """Prompts of more tokens are packed piece by piece; with None every prompt stands whole."""
-    piece: int = Field(default=USUAL_PIECE, ge=1)
-    """Tokens of a prompt after which it is packed; a multiple of the KV block."""
-    probe: int = Field(default=USUAL_PROBE, ge=0, le=MAX_PROBE)
-    """The prompt's last tokens that judge every piece; with 0 a piece's own last tokens do."""
+    """Prompts with more tokens are compressed piece by piece. None compresses every prompt after
+    its prefill."""
+    piece: int = Field(default=DEFAULT_PIECE, ge=1)
+    """Prompt tokens between two compressions during prefill: a multiple of the KV block."""
+    probe: int = Field(default=DEFAULT_PROBE, ge=0, le=MAX_PROBE)
+    """Last prompt tokens, whose queries score every piece. 0 scores each piece with its own last
+    tokens."""
     probe_first: int = Field(default=0, ge=0, le=MAX_PROBE)
-    """The prompt's first tokens that judge every piece beside its last ones."""
+    """First prompt tokens, whose queries also score every piece."""
 
     @field_validator("max_whole", mode="before")
     @classmethod
-    def _no_limit(cls, value: Any) -> Any:
-        # a manifest's arguments are always the same ones
+    def _parse_max_whole_none(cls, value: Any) -> Any:
+        # Manifests always pass the flag, so "none" must mean unset.
         return None if value == "none" else value
 
     @field_validator("max_whole", "piece", "probe", "probe_first", mode="before")
     @classmethod
-    def _tokens_of_a_prompt(cls, value: Any) -> Any:
+    def _parse_piece_tokens(cls, value: Any) -> Any:
         return whole_tokens(value)
 
-    def first_of_probe(self, rows: int) -> int:
-        """Of a probe of so many rows, those that are the prompt's first tokens, not its last.
+    def num_first_probe_tokens(self, probe_tokens: int) -> int:
+        """Return how many of a probe's tokens are the prompt's first ones; the rest are its last.
 
-        Where the prompt's end leaves fewer rows than the settings say, both parts shrink alike.
+        Near the prompt's end a probe can be shorter than the settings say. Both parts then shrink
+        in proportion.
+
+        Args:
+            probe_tokens: length of the probe in tokens.
         """
-        return rows * self.probe_first // max(self.probe_first + self.probe, 1)
+        return probe_tokens * self.probe_first // max(self.probe_first + self.probe, 1)
 
-    def refuse_piece_nonsense(self, window: int, min_prompt: int) -> None:
-        """Check the settings against each other.
+    def check_pieces(self, window: int, min_prompt: int) -> None:
+        """Check that the piece settings work together.
 
         Args:
             window: observation window in tokens.
-            min_prompt: prompts of fewer tokens are left whole.
+            min_prompt: prompts with fewer tokens stay uncompressed.
 
         Raises:
-            ConfigError: with what must hold, what was given, and what to do.
+            ConfigError: the message states the rule, the value and the fix.
         """
         if self.max_whole is None:
             for name in ("piece", "probe", "probe_first"):
@@ -62,7 +68,7 @@ class PieceSettings(BaseModel):
             return
         if self.probe_first and not self.probe:
             raise ConfigError(
-                f"with --kv-probe 0 each piece's own tokens judge it, got --kv-probe-first"
+                "--kv-probe-first needs --kv-probe above 0, got --kv-probe 0 and --kv-probe-first"
                 f" {self.probe_first}; set --kv-probe above 0, or remove --kv-probe-first"
             )
         if self.probe + self.probe_first > MAX_PROBE:
@@ -73,16 +79,16 @@ class PieceSettings(BaseModel):
         if self.piece <= window:
             raise ConfigError(
                 f"piece must be above the observation window of {window}, got {self.piece}; set"
-                f" piece to {USUAL_PIECE}"
+                f" piece to {DEFAULT_PIECE}"
             )
         if self.probe + self.probe_first > self.piece:
             raise ConfigError(
-                f"probe and probe_first are computed behind every piece and must be at most piece"
+                f"probe and probe_first are computed after every piece and must be at most piece"
                 f" together, got {self.probe} and {self.probe_first} with piece {self.piece}; raise"
                 " piece, or lower one of them"
             )
         if self.max_whole < min_prompt:
             raise ConfigError(
-                f"max_whole must be at least min_prompt={min_prompt}, under which prompts are left"
-                f" whole, got {self.max_whole}; raise max_whole, or lower min_prompt"
+                f"max_whole must be at least min_prompt={min_prompt}, because shorter prompts stay"
+                f" uncompressed, got {self.max_whole}; raise max_whole, or lower min_prompt"
             )

@@ -1,7 +1,7 @@
-"""What of a prompt is kept in any case: what an operator may set, and what a request may ask for.
+"""Protected prompt tokens: the operator's setting and the request's ``kv_protect``.
 
-By words for the parts of a chat, which the server finds in what its template makes of them, or by
-the numbers of tokens.
+Both can name parts of a chat, which the server locates in the rendered template. A request can also
+give token spans.
 """
 
 from collections.abc import Mapping
@@ -17,27 +17,28 @@ SYSTEM, TOOLS, QUESTION = "system", "tools", "question"
 WORDS = (SYSTEM, TOOLS, QUESTION)
 NONE = "none"
 _DIGITS = 12
-"""Of a token's number, at most."""
+"""Maximum digits of a token index."""
 _RULE = (
-    f"must be some of {', '.join(WORDS)} separated by commas, spans of tokens such as 0:200, or"
+    f"must be one or more of {', '.join(WORDS)} separated by commas, token spans such as 0:200, or"
     f" {NONE}"
 )
 
 
 class ProtectSettings(BaseModel):
-    """The settings of `CompressionConfig` that concern what is protected."""
+    """Protection fields of `CompressionConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     protect: tuple[str, ...] = ()
     """Parts of a chat that every layer keeps: `system` (and developer) messages, `tools`, and the
-    `question`, which is the last message of the user, or its first and last 256 tokens."""
+    `question`, which is the last user message, or its first and last 256 tokens."""
 
     @property
     def full_share(self) -> bool:
-        """Whether the other tokens keep all of their share of the budget: the operator protects.
+        """Return whether unprotected tokens keep their full share of the budget.
 
-        Where a request alone does, they keep at least half of the budget.
+        This holds if the operator protects parts. If only a request does, unprotected tokens get at
+        least half of the budget.
         """
         return bool(self.protect)
 
@@ -47,20 +48,20 @@ class ProtectSettings(BaseModel):
         words, spans = parse_protect("protect", value)
         if spans:
             raise ConfigError(
-                f"protect must be some of {', '.join(WORDS)}, or {NONE}, got {short(value)}; only"
-                f" a request knows its tokens, and names them in {PROTECT}"
+                f"protect must be one or more of {', '.join(WORDS)}, or {NONE}, got"
+                f" {shorten(value)}; only a request can give token spans, in {PROTECT}"
             )
         return words
 
 
 class Protection(NamedTuple):
-    """What of one request's prompt is protected.
+    """Protected parts and spans of one request's prompt.
 
     Args:
-        words: parts of its chat, in the order of WORDS.
-        spans: first token of each span and the one behind its last, as they were asked for.
-        granted: of `words`, those that the operator protects; the request asks for the others.
-        named: words that the request names itself, each of which must be found.
+        words: parts of the chat, in the order of WORDS.
+        spans: token spans as (start, end), end exclusive, as the request gave them.
+        granted: those of `words` that the operator protects; the request adds the others.
+        named: words in the request itself, each of which must be found in the prompt.
     """
 
     words: tuple[str, ...] = ()
@@ -73,14 +74,15 @@ class Protection(NamedTuple):
 
 
 def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """Words in the order of WORDS, and spans, from a text or a list of texts and pairs.
+    """Parse text, or a list of texts and pairs, into words in the order of WORDS and token spans.
 
     Raises:
-        ConfigError: a word is unknown, a span is no pair of whole numbers, or `none` has company.
+        ConfigError: a word is unknown, a span is not a pair of whole numbers, or `none` is combined
+            with something else.
     """
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
-        raise ConfigError(f"{key} {_RULE}, got {short(value)}")
+        raise ConfigError(f"{key} {_RULE}, got {shorten(value)}")
     words, spans = set[str](), list[tuple[int, int]]()
     for item in items:
         text = item.strip() if isinstance(item, str) else ""
@@ -89,53 +91,53 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
         elif (span := _span(item)) is not None:
             spans.append(span)
         elif text and ":" not in text:
-            near = closest(text, dict.fromkeys((*WORDS, NONE)))
-            raise ConfigError(f"{key} {_RULE}; {text[:40]!r} is unknown{near}")
+            hint = closest(text, dict.fromkeys((*WORDS, NONE)))
+            raise ConfigError(f"{key} {_RULE}; {text[:40]!r} is unknown{hint}")
         else:
-            raise ConfigError(f"{key} {_RULE}, got {short(item)}")
+            raise ConfigError(f"{key} {_RULE}, got {shorten(item)}")
     if NONE in words and (len(words) > 1 or spans):
-        raise ConfigError(f"{key} {_RULE}; {NONE} stands alone, got {short(value)}")
+        raise ConfigError(f"{key} {_RULE}; {NONE} cannot be combined, got {shorten(value)}")
     return tuple(word for word in WORDS if word in words), tuple(spans)
 
 
-def short(value: Any) -> str:
-    """What was given, as far as a sentence has room for it."""
+def shorten(value: Any) -> str:
+    """Return the `repr` of a value, shortened to 60 characters for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # of a number that Python writes no text of
+    except ValueError:  # an int with more digits than Python converts
         text = "a number with too many digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _span(item: Any) -> tuple[int, int] | None:
-    """Two whole numbers, as a pair or as a text with a colon between; None for anything else."""
+    """Return a pair, or text with a colon, as two whole numbers; None for anything else."""
     if isinstance(item, str):
         before, colon, behind = item.partition(":")
-        both = before.strip(), behind.strip()
-        if not colon or not all(part.isascii() and part.isdigit() for part in both):
+        bounds = before.strip(), behind.strip()
+        if not colon or not all(bound.isascii() and bound.isdigit() for bound in bounds):
             return None
-        if max(map(len, both)) > _DIGITS:
+        if max(map(len, bounds)) > _DIGITS:
             return None
-        return int(both[0]), int(both[1])
+        return int(bounds[0]), int(bounds[1])
     if isinstance(item, list | tuple) and len(item) == 2:
         first, last = item
-        if all(type(at) is int and abs(at) < 10**_DIGITS for at in (first, last)):
+        if all(type(index) is int and abs(index) < 10**_DIGITS for index in (first, last)):
             return first, last
     return None
 
 
 def protection_of(
-    protect: tuple[str, ...], extra_args: Mapping[str, Any] | None, *, free: bool
+    protect: tuple[str, ...], extra_args: Mapping[str, Any] | None, *, may_choose: bool
 ) -> Protection:
-    """What of one request's prompt is protected.
+    """Return what one request protects in its prompt.
 
     Args:
-        protect: the words of the engine.
-        extra_args: the request's, with ``kv_protect`` if it asks for anything.
-        free: whether requests may take off what the operator protects.
+        protect: words that the operator protects.
+        extra_args: extra arguments of the request, optionally with ``kv_protect``.
+        may_choose: whether requests may remove the operator's protection.
 
     Raises:
-        OverrideError: it asks for something that does not exist, or that it may not have.
+        OverrideError: ``kv_protect`` is wrong or not allowed.
     """
     if not extra_args or PROTECT not in extra_args:
         return Protection(words=protect, granted=protect)
@@ -143,14 +145,14 @@ def protection_of(
         words, spans = parse_protect(PROTECT, extra_args[PROTECT])
     except ConfigError as e:
         raise OverrideError("invalid", str(e)) from None
-    if free:
-        kept = tuple(word for word in protect if word in words)
-        return Protection(words=words, spans=spans, granted=kept, named=words)
+    if may_choose:
+        granted_words = tuple(word for word in protect if word in words)
+        return Protection(words=words, spans=spans, granted=granted_words, named=words)
     if not words and not spans and protect:
         raise OverrideError(
             "not_allowed",
-            f"this server protects {', '.join(protect)}, and does not let requests take that off;"
-            f" remove {PROTECT}, or ask the operator for --kv-allow-override",
+            f"this server protects {', '.join(protect)}, and requests cannot change that; remove"
+            f" {PROTECT}, or ask the operator for --kv-allow-override",
         )
-    both = tuple(word for word in WORDS if word in {*words, *protect})
-    return Protection(words=both, spans=spans, granted=protect, named=words)
+    all_words = tuple(word for word in WORDS if word in {*words, *protect})
+    return Protection(words=all_words, spans=spans, granted=protect, named=words)

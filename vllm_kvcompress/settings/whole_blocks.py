@@ -1,7 +1,7 @@
-"""The interval and the piece that nobody gave, once a KV block's length is known.
+"""Defaults of `decode_interval` and `piece`, rounded to whole KV blocks.
 
-Both must end with a block. In models whose layers keep a state a block is as long as that state is
-large, so it may have 528 tokens, of which no usual length is a multiple.
+Both must be multiples of the KV block. Hybrid models size a block to their recurrent state, for
+example 528 tokens, which no fixed default is a multiple of.
 """
 
 from functools import lru_cache
@@ -10,28 +10,33 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def in_whole_blocks(settings: CompressionConfig, block_size: int) -> CompressionConfig:
-    """These settings, with an interval and a piece that end with a block of so many tokens.
+    """Return `settings` with the default interval and piece rounded to whole KV blocks.
 
-    The largest that are within the usual ones and hold a window, or one block. What was given stays
-    as it is: `why_not_in_blocks` refuses what does not fit.
+    Each becomes the largest multiple of the block up to its default, and at least one block and
+    the decode window. Values that the user set stay as they are: `block_multiple_refusal`
+    refuses those that do not fit.
+
+    Args:
+        settings: settings of the engine or of a request.
+        block_size: tokens per KV block.
     """
-    return _fitting(settings, frozenset(settings.model_fields_set), block_size)
+    return _rounded(settings, frozenset(settings.model_fields_set), block_size)
 
 
 @lru_cache(maxsize=256)
-def _fitting(
-    settings: CompressionConfig, given: frozenset[str], block_size: int
+def _rounded(
+    settings: CompressionConfig, fields_set: frozenset[str], block_size: int
 ) -> CompressionConfig:
-    # settings that are equal may differ in what was given
+    # `fields_set` is part of the cache key: equal settings may differ in which fields were set.
     windows = (variant.resolved_decode_window for variant in settings.variants)
-    least = {"decode_interval": max(windows, default=1), "piece": 1}
-    asked = {"decode_interval": settings.decode_budget, "piece": settings.max_whole}
-    lengths = {key: getattr(settings, key) for key, limit in asked.items() if limit is not None}
-    fitting = {
-        key: max(tokens // block_size, -(-least[key] // block_size)) * block_size
-        for key, tokens in lengths.items()
-        if key not in given and tokens % block_size
+    min_tokens = {"decode_interval": max(windows, default=1), "piece": 1}
+    limits = {"decode_interval": settings.decode_budget, "piece": settings.max_whole}
+    defaults = {key: getattr(settings, key) for key, limit in limits.items() if limit is not None}
+    rounded = {
+        key: max(tokens // block_size, -(-min_tokens[key] // block_size)) * block_size
+        for key, tokens in defaults.items()
+        if key not in fields_set and tokens % block_size
     }
-    if not fitting:
+    if not rounded:
         return settings
-    return CompressionConfig.parse({**settings.to_additional_config(), **fitting})
+    return CompressionConfig.parse({**settings.to_additional_config(), **rounded})

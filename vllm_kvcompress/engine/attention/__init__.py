@@ -1,1 +1,1 @@
-"""vLLM's attention backends over the flat page pool: each layer reads its own table."""
+"""vLLM's attention backends over the flat page pool; each layer reads its own block table."""

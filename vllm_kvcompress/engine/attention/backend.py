@@ -1,6 +1,6 @@
-"""VllmHook `attention`: the platform's attention backends, which read the flat page pool.
+"""VllmHook `attention`: the platform's attention backends, reading from the flat page pool.
 
-Each backend's classes are vLLM's own with the mixins below before them. The builder adds each
+Each backend class inherits from a mixin below and then from vLLM's class. The builder adds each
 layer's table and lengths to the batch's metadata; the implementation runs vLLM's attention on them.
 """
 
@@ -26,32 +26,32 @@ Backends = Mapping[AttentionBackendEnum, str]
 
 
 class BatchOrder(Protocol):
-    """The model runner's function that says which request is in which row of the batch."""
+    """A function of the model runner that returns the batch's request ids in row order."""
 
     def __call__(self, metadata: CommonAttentionMetadata) -> Sequence[str]: ...
 
 
 class LayerMetadata(Protocol):
-    """The metadata of a batch for each layer, by the layer's index on this worker."""
+    """Attention metadata of a batch by layer, indexed by the layer's index on this worker."""
 
     def __getitem__(self, layer: int, /) -> Any: ...
 
 
 def attach_layers(batch_metadata: Any, layers: LayerMetadata) -> None:
-    """Attach each layer's own metadata to that of the batch, the only one that vLLM hands on."""
+    """Attach each layer's metadata to the batch's metadata, which vLLM passes to every layer."""
     batch_metadata.kvcompress = layers
 
 
 def layers_of(batch_metadata: Any) -> LayerMetadata | None:
-    """Read each layer's own metadata; None where the batch was built as vLLM builds it."""
+    """Return each layer's metadata, or None if all layers share the batch's metadata."""
     layers: LayerMetadata | None = getattr(batch_metadata, "kvcompress", None)
     return layers
 
 
 def keeps_queries(batch_metadata: Any) -> bool:
-    """Whether the page pool's ring knows where this batch's queries go."""
-    known = layers_of(batch_metadata) is not None
-    return known or bool(getattr(batch_metadata, "kvcompress_ring", False))
+    """Return whether the page pool's ring is laid out for this batch, so queries can be stored."""
+    has_layers = layers_of(batch_metadata) is not None
+    return has_layers or bool(getattr(batch_metadata, "kvcompress_ring", False))
 
 
 def _lay_out(ring: QueryRing, common: CommonAttentionMetadata) -> None:
@@ -59,18 +59,18 @@ def _lay_out(ring: QueryRing, common: CommonAttentionMetadata) -> None:
 
 
 class CompressedBuilder:
-    """Mixin before a metadata builder, which hands the batch to the compressor."""
+    """Mixin for a metadata builder that passes each batch to the compressor."""
 
     _compressor: PromptCompressor | None = None
     _batch_order: BatchOrder
 
     def bind(self, compressor: PromptCompressor, batch_order: BatchOrder) -> None:
-        """Connect the builder to its worker; until then it builds as vLLM does."""
+        """Connect the builder to its worker's compressor; an unbound builder acts as vLLM's."""
         self._compressor, self._batch_order = compressor, batch_order
 
     def _slots(self, compressor: PromptCompressor, common: CommonAttentionMetadata) -> list[int]:
-        """The page pool's slot of each request in the batch, once the compressor has seen it."""
-        if not (compressor.planned or compressor.pool.busy):
+        """Pass the batch to the compressor and return the page pool's slot of each request."""
+        if not (compressor.planned or compressor.pool.has_requests):
             return [0] * common.num_reqs
         request_ids = self._batch_order(common)
         compressor.begin_batch(
@@ -82,31 +82,31 @@ class CompressedBuilder:
     def _layers(
         pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
     ) -> LayerTables:
-        """Find what each layer reads in this step, and where the queries of its requests go."""
-        found = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
+        """Refresh and return each layer's tables and lengths; lay out the query ring."""
+        layer_tables = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
         if pool.ring is not None:
             _lay_out(pool.ring, common)
-        return found
+        return layer_tables
 
     @staticmethod
-    def _follow(
+    def _lay_out_ring(
         pool: PagePool, common: CommonAttentionMetadata, slots: list[int], batch_metadata: Any
     ) -> None:
-        """Find where the queries of its requests go, if all layers read vLLM's own blocks."""
-        pool.follow(slots, common.seq_lens, len(slots))
+        """Lay out the query ring for a batch in which all layers read vLLM's blocks."""
+        pool.set_batch_rows(slots, common.seq_lens, len(slots))
         if pool.ring is not None:
             _lay_out(pool.ring, common)
             batch_metadata.kvcompress_ring = True
 
 
 class CompressedImpl(ABC):
-    """Mixin before an attention implementation.
+    """Mixin for an attention implementation that reads the page pool.
 
-    Layers with a sliding window have this class too, and are never bound to a compressor.
+    Layers with a sliding window use this class too, but are never bound to a compressor.
 
     Raises:
-        ConfigError: the layer uses something that compressed caches cannot serve; raised while
-            the model is built, before its weights are read.
+        ConfigError: the layer uses a feature that a compressed cache does not support. It is raised
+            while the model is built, before its weights are loaded.
     """
 
     _compressor: PromptCompressor | None = None
@@ -115,7 +115,7 @@ class CompressedImpl(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         attributes = vars(self)
-        refused = {
+        unsupported_features = {
             "ALiBi (biases need true positions)": attributes.get("alibi_slopes") is not None,
             "a logits soft cap": bool(attributes.get("logits_soft_cap")),
             "KV sharing between layers": attributes.get("kv_sharing_target_layer_name") is not None,
@@ -123,12 +123,12 @@ class CompressedImpl(ABC):
             f"{AttentionType(attributes['attn_type']).value} attention": attributes["attn_type"]
             != AttentionType.DECODER,
         }
-        if features := [feature for feature, used in refused.items() if used]:
+        if features := [feature for feature, used in unsupported_features.items() if used]:
             raise ConfigError(
                 f"--kv-compress cannot serve a model with {' and '.join(features)};"
                 " serve this model without --kv-compress"
             )
-        # vLLM gives a layer its own dtype where a checkpoint's quantisation says so
+        # The checkpoint's quantisation config may set the cache dtype of a single layer.
         stored = attributes.get("kv_cache_dtype", "auto")
         if stored not in PLAIN_CACHES and stored not in FLOAT8_CACHES:
             model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
@@ -136,15 +136,15 @@ class CompressedImpl(ABC):
 
     @abstractmethod
     def layout(self, layer: Any, dtype: torch.dtype) -> Layout:
-        """Say how K and V lie inside the pages of this layer's cache.
+        """Return the memory layout of K and V in the pages of this layer's cache.
 
         Args:
-            layer: vLLM's attention layer, whose cache was allocated.
+            layer: vLLM's attention layer, with its cache allocated.
             dtype: dtype of the keys and values that the layer computes.
         """
 
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
-        """Connect the layer to its worker's compressor; until then it runs as vLLM's."""
+        """Connect the layer to its worker's compressor; an unbound layer runs as vLLM's."""
         self._compressor, self._layer = compressor, layer
 
     def forward(
@@ -160,16 +160,16 @@ class CompressedImpl(ABC):
         **kwargs: Any,
     ) -> torch.Tensor:
         compressor = self._compressor
-        own, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
-        if compressor is not None and own is not None:
-            kv_cache, attn_metadata = compressor.pool.pages, own[self._layer]
+        layers, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
+        if compressor is not None and layers is not None:
+            kv_cache, attn_metadata = compressor.pool.pages, layers[self._layer]
         result: torch.Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
         if compressor is None:
             return result
         if query.itemsize == 1:
-            # attention takes queries quantised there; their scale is one of the layer's
+            # vLLM quantised the queries; `Scales` includes their scale.
             query = query.to(compressor.queries_dtype)
         if keeps and compressor.pool.ring is not None:
             compressor.pool.ring.store(self._layer, query)
@@ -179,24 +179,24 @@ class CompressedImpl(ABC):
 
 
 def _default_dtype() -> str:
-    """torch's default dtype, which vLLM sets to the model's while it builds the model."""
+    """Return torch's default dtype, which is the model's dtype while vLLM builds the model."""
     return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 @contextmanager
 def override_backends(backends: Backends) -> Iterator[None]:
-    """Give our backends to the attention layers of the model that is built in this context.
+    """Register our backends for attention layers that are built in this context.
 
-    The override ends with the context, so that other engines in this process are not touched.
+    The override ends with the context, so other engines in this process keep vLLM's backends.
 
     Raises:
-        VllmHookError: another plugin has put its own backend in one of these places.
+        VllmHookError: another plugin has overridden one of these backends.
     """
     for backend in backends:
         if backend.is_overridden():
             raise VllmHookError(
-                f"compression replaces vLLM's own {backend.name} backend, and another plugin"
-                f" already put {backend.get_path()} there; remove that plugin or serve without"
+                f"compression replaces vLLM's {backend.name} backend, but another plugin already"
+                f" replaced it with {backend.get_path()}; remove that plugin or serve without"
                 " --kv-compress"
             )
     _cached_get_attn_backend.cache_clear()

@@ -1,7 +1,7 @@
 """CPU_ATTN over the flat page pool.
 
-Prefills and uncompressed batches run the platform's own code on its own arguments. A batch with a
-compressed request runs it once per layer with that layer's block table and lengths.
+Batches without a compressed request use vLLM's metadata unchanged. In a batch with a compressed
+request, each layer gets its own block table and lengths.
 """
 
 import copy
@@ -49,7 +49,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
         if compressor.pool.none_packed(slots) and not compressor.needs_tables:
             batch = super().build(common_prefix_len, common, fast_build)
-            self._follow(compressor.pool, common, slots, batch)
+            self._lay_out_ring(compressor.pool, common, slots, batch)
             return batch
         return self._build_per_layer(compressor.pool, common, slots)
 
@@ -59,11 +59,11 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         rows = len(slots)
         tables, lengths = self._layers(pool, common, slots, rows)
         starts = common.query_start_loc[: rows + 1]
-        # Layers with equal lengths share the kernel's work plan: with uniform budgets, nearly all.
-        unique, which = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)
+        # Layers with equal lengths share a work plan; with uniform budgets nearly all are equal.
+        unique, plan_index = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)
         plans = [self._work_plan(rows, row, starts, common) for row in unique]
         layers = []
-        for table, length, index in zip(tables, lengths, which.tolist(), strict=True):
+        for table, length, index in zip(tables, lengths, plan_index.tolist(), strict=True):
             layers.append(
                 CPUAttentionMetadata(
                     num_actual_tokens=common.num_actual_tokens,
@@ -88,6 +88,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         starts: torch.Tensor,
         common: CommonAttentionMetadata,
     ) -> torch.Tensor:
+        """Return the kernel's work plan for one vector of lengths ``[R]``."""
         plan: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=rows,
             num_heads=self.num_heads,
@@ -107,17 +108,17 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
 
 
 class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
-    """Attention of CPU_ATTN, over the page pool."""
+    """CPU_ATTN's attention, reading from the page pool."""
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
-        """Read the layout off the kernels that vLLM chose for this processor and dtype.
+        """Determine the layout of the kernels that vLLM chose for this processor and dtype.
 
         Raises:
-            ConfigError: the kernels store keys and values in no order that can be found.
+            ConfigError: `find_layout` does not recognise the layout.
         """
         _, heads, block, width = layer.kv_cache.shape
 
-        # the layout of a quantised cache is found by what it holds at a scale of 1
+        # Probe a quantised cache with a scale of 1, so small integers are stored exactly.
         plain = SimpleNamespace(isa=layer.isa, _k_scale_float=1.0, _v_scale_float=1.0)
         float8 = FLOAT8_CACHES.get(self.kv_cache_dtype)
 

@@ -1,8 +1,9 @@
 """FLASH_ATTN and TRITON_ATTN over the flat page pool.
 
-A CUDA graph of a decode step keeps the tensors that its attention kernels were captured with, so
-every batch reads the page pool's persistent tables and lengths, compressed or not, and `build`
-only refreshes what they hold. A replayed graph never asks for a layer's metadata.
+A CUDA graph records the addresses of the tensors that its attention kernels read. Every batch,
+compressed or not, therefore reads the page pool's persistent tables and lengths, and `build`
+refreshes their contents in place. A replayed graph runs no Python, so it never looks up a layer's
+metadata.
 """
 
 import copy
@@ -37,46 +38,48 @@ from vllm_kvcompress.engine.pages import layouts as kv_layouts
 
 
 class _PerLayer:
-    """Metadata for each layer: the batch's, with the layer's own table and lengths.
+    """The batch's metadata with each layer's own table and lengths, by layer.
 
     Args:
         batch: vLLM's metadata of the batch.
-        tables: per layer ``[R, W]`` int32.
-        lengths: per layer ``[R]`` int32.
+        tables: by layer, ``[R, W]`` int32.
+        lengths: by layer, ``[R]`` int32.
     """
 
     def __init__(
         self, batch: Any, tables: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor]
     ) -> None:
-        # A copy, since `batch` itself will hold this object.
+        # Copy, because `batch` will hold a reference to this object.
         self.batch = copy.copy(batch)
         self.tables, self.lengths = tables, lengths
 
     def __getitem__(self, layer: int) -> Any:
-        own = copy.copy(self.batch)
-        own.block_table, own.seq_lens = self.tables[layer], self.lengths[layer]
-        return own
+        metadata = copy.copy(self.batch)
+        metadata.block_table, metadata.seq_lens = self.tables[layer], self.lengths[layer]
+        return metadata
 
 
 class _PersistentBuilder(CompressedBuilder):
+    """Builds metadata that reads the page pool's persistent tables and lengths."""
+
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """Build vLLM's metadata of the batch, with every layer's own (see `_PerLayer`).
+        """Build vLLM's metadata of the batch and attach that of every layer (`_PerLayer`).
 
-        FlashAttention 3 can be given a work plan that was made ahead for one vector of lengths.
-        Layers differ in theirs, so none is made (``fast_build``): each call plans for the lengths
-        it reads, inside the graph too.
+        FlashAttention 3 accepts a precomputed work plan for one vector of lengths. Layers have
+        different lengths, so ``fast_build`` skips the plan; each call plans for the lengths that it
+        reads, also inside a CUDA graph.
         """
         compressor, common = self._compressor, common_attn_metadata
         build = super().build  # type: ignore[misc]
         if compressor is None:
             return build(common_prefix_len, common, fast_build)
         metadata = build(common_prefix_len, common, fast_build=True)
-        # a dummy batch, of a capture or an idle data-parallel rank, has no requests of ours
+        # Outside a step the batch is a dummy, from graph capture or an idle data-parallel rank.
         slots = self._slots(compressor, common) if compressor.running else [0] * common.num_reqs
         tables, lengths = self._layers(compressor.pool, common, slots, common.num_reqs)
         attach_layers(metadata, _PerLayer(metadata, tables, lengths))
@@ -84,39 +87,42 @@ class _PersistentBuilder(CompressedBuilder):
 
 
 class CompressedFlashBuilder(_PersistentBuilder, FlashAttentionMetadataBuilder):
-    """Builder of FLASH_ATTN's metadata, over the page pool."""
+    """Builds FLASH_ATTN's metadata over the page pool."""
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Answer for the FlashAttention version configured now; vLLM asks when it is imported."""
+        """Return the support of the configured FlashAttention version.
+
+        vLLM decides this at import time, before the version is configured.
+        """
         if get_flash_attn_version() == 3:
             return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
 
 
 class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder):
-    """Builder of TRITON_ATTN's metadata, over the page pool."""
+    """Builds TRITON_ATTN's metadata over the page pool."""
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Capture with lengths of 1, as vLLM does: the longest lengths would take very long."""
+        """Capture with lengths of 1, as vLLM does, because maximum lengths make capture slow."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        if isinstance(own := layers_of(metadata), _PerLayer):
-            for lengths in own.lengths:
+        if isinstance(layers := layers_of(metadata), _PerLayer):
+            for lengths in layers.lengths:
                 lengths.fill_(1)
         return metadata
 
 
 class CompressedFlashImpl(CompressedImpl, FlashAttentionImpl):
-    """Attention of FLASH_ATTN, over the page pool."""
+    """FLASH_ATTN's attention, reading from the page pool."""
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED
 
 
 class CompressedTritonImpl(CompressedImpl, TritonAttentionImpl):
-    """Attention of TRITON_ATTN, over the page pool."""
+    """TRITON_ATTN's attention, reading from the page pool."""
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED

@@ -1,1 +1,1 @@
-"""What a worker does with a prompt: watch its layers, score, choose, and pack."""
+"""Compression on a worker: observe the layers, score tokens, select them, and pack them."""

@@ -1,113 +1,119 @@
-"""Kept tokens with those that are dropped folded in, in the cache's dtype."""
+"""Merges dropped tokens into kept tokens, in the cache's dtype (D2O)."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvcompress_kernels.merge_evicted import merge_evicted
-from vllm_kvcompress.engine.pages.layouts import Opened, PageViews
-from vllm_kvcompress.methods.kept_slots import with_tail
-from vllm_kvcompress.methods.protected import places_among
+from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages
+from vllm_kvcompress.methods.kept_slots import append_tail
+from vllm_kvcompress.methods.protected import indices_in_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merging:
-    """How the tokens that N rows drop are folded into those that they keep.
+    """How N rows merge the tokens that they drop into tokens that they keep.
+
+    A row is one layer of one request.
 
     Args:
-        values_only: keys stay as they are.
-        tail: last tokens of each row that stay where they are, and take in those near them.
-        tail_pages: ``[N]`` int64, the flat pages that they lie in.
-        thresholds: ``[N, Hkv]`` float32, how near a dropped token had to be so far, NaN where none
-            was dropped; None where no row ever dropped any.
-        least: tokens that every row keeps at least, the tail's among them.
-        protected: ``[N, Hkv, G]`` int32 slots that take none in, ascending; None where all may.
+        values_only: merge values and leave keys unchanged.
+        tail: number of last tokens in each row that keep their slots; dropped tokens may be merged
+            into them.
+        tail_pages: ``[N]`` int64, the flat page of each row's tail.
+        thresholds: ``[N, Hkv]`` float32, the similarity that a dropped token has needed so far; NaN
+            where a row has dropped no token; None if no row has.
+        min_tokens: lower bound on the tokens that a row keeps, tail included.
+        protected: ``[N, Hkv, G]`` int32, ascending slots that no token is merged into; None to
+            allow all.
     """
 
     values_only: bool
     tail: int
     tail_pages: torch.Tensor
     thresholds: torch.Tensor | None
-    least: int
+    min_tokens: int
     protected: torch.Tensor | None = None
 
-    def some(self, part: slice) -> "Merging":
-        """Of some of these rows."""
-        thresholds, own = self.thresholds, self.protected
+    def slice_rows(self, rows: slice) -> "Merging":
+        """Return the same settings for a slice of the rows."""
+        thresholds, protected = self.thresholds, self.protected
         return replace(
             self,
-            tail_pages=self.tail_pages[part],
-            thresholds=None if thresholds is None else thresholds[part],
-            protected=None if own is None else own[part],
+            tail_pages=self.tail_pages[rows],
+            thresholds=None if thresholds is None else thresholds[rows],
+            protected=None if protected is None else protected[rows],
         )
 
 
-def merged(
-    cache: Opened,
-    most: int,
+def merge_dropped_tokens(
+    cache: ReadablePages,
+    max_tokens: int,
     lengths: torch.Tensor | None,
     kept: torch.Tensor,
     counts: torch.Tensor,
     merging: Merging,
     block_size: int,
 ) -> tuple[PageViews, PageViews, torch.Tensor]:
-    """Kept tokens of n rows, with the dropped ones folded in where they are near enough.
+    """Return the kept tokens of n rows after merging the dropped tokens that are similar enough.
 
     Args:
-        cache: with the rows' pages ``[n, W]``.
-        most: tokens that no row exceeds.
-        lengths: ``[n]`` int32, of each; None where all have `most`.
-        kept: ``[n, Hkv, P * bs]`` int32 slots, the tail's not among them.
-        counts: ``[n]`` int32 pages, without the tail.
+        cache: the cache, with the rows' pages ``[n, W]``.
+        max_tokens: upper bound on a row's tokens.
+        lengths: ``[n]`` int32, tokens of each row; None if all have `max_tokens`.
+        kept: ``[n, Hkv, P * bs]`` int32, slots of the kept tokens, without the tail.
+        counts: ``[n]`` int32, pages that each row keeps, without the tail.
 
     Returns:
-        Keys and values in pages ``[n * P, Hkv, bs, D]``, each row's P one after the other, of which
-        the first ``counts[r]`` are filled; those of the tails ``[n, Hkv, tail, D]``; and how near a
-        dropped token had to be ``[n, Hkv]`` (`merge_evicted`).
+        * Keys and values in pages ``[n * P, Hkv, bs, D]``, P consecutive pages per row, of which
+          the first ``counts[r]`` are filled.
+        * Keys and values of the tails ``[n, Hkv, tail, D]``.
+        * The similarity threshold ``[n, Hkv]`` of each row and head (`merge_evicted`).
     """
     width, ends = kept.shape[2], counts * block_size
-    tokens_held = most if lengths is None else lengths
-    every = with_tail(kept, tokens_held, ends, merging.tail)
-    places = None if merging.protected is None else places_among(every, merging.protected)
-    found = merge_evicted(
+    num_tokens = max_tokens if lengths is None else lengths
+    kept_and_tail = append_tail(kept, num_tokens, ends, merging.tail)
+    protected = merging.protected
+    places = None if protected is None else indices_in_kept(kept_and_tail, protected)
+    result = merge_evicted(
         cache.keys,
         cache.values,
         cache.pages,
-        most,
-        every.clamp_(min=0),
+        max_tokens,
+        kept_and_tail.clamp_(min=0),
         ends + merging.tail,
-        merging.least,
+        merging.min_tokens,
         merging.values_only,
         lengths=lengths,
         threshold=merging.thresholds,
     )
     shape = *kept.shape[:2], merging.tail
     column = torch.arange(merging.tail, device=kept.device)
-    behind = (ends[:, None].long() + column)[:, None].expand(shape)
+    tail_index = (ends[:, None].long() + column)[:, None].expand(shape)
     pages, tails = [], []
-    for part, wide in zip((cache.keys.mT, cache.values), found[:2], strict=True):
-        tokens = wide.to(part.dtype)  # [n, Hkv, P * bs + tail, D]
-        if places is not None and merging.protected is not None:
-            as_they_were = _tokens_in(part, cache.pages, merging.protected, block_size)
-            at = places.long()[..., None].expand_as(as_they_were)
-            tokens = tokens.scatter(2, at, as_they_were)
-        whole = tokens[:, :, :width].unflatten(2, (-1, block_size))
-        pages.append(whole.transpose(1, 2).flatten(0, 1))
-        tails.append(tokens.gather(2, behind[..., None].expand(*shape, tokens.shape[3])))
-    return (pages[0], pages[1]), (tails[0], tails[1]), found.threshold
+    for part, merged in zip((cache.keys.mT, cache.values), result[:2], strict=True):
+        tokens = merged.to(part.dtype)  # [n, Hkv, P * bs + tail, D]
+        if places is not None and protected is not None:
+            unmerged = _tokens_in(part, cache.pages, protected, block_size)
+            index = places.long()[..., None].expand_as(unmerged)
+            tokens = tokens.scatter(2, index, unmerged)
+        full_pages = tokens[:, :, :width].unflatten(2, (-1, block_size))
+        pages.append(full_pages.transpose(1, 2).flatten(0, 1))
+        tails.append(tokens.gather(2, tail_index[..., None].expand(*shape, tokens.shape[3])))
+    return (pages[0], pages[1]), (tails[0], tails[1]), result.threshold
 
 
 def _tokens_in(
     part: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """``[n, Hkv, G, D]``: what rows hold in some of their slots.
+    """Return keys or values ``[n, Hkv, G, D]`` from the given slots of each row.
 
     Args:
         part: keys or values ``[pages, Hkv, bs, D]``.
-        pages: ``[n, W]`` of each row.
+        pages: ``[n, W]``, the pages of each row.
         slots: ``[n, Hkv, G]``.
     """
-    at = slots.long()
-    page = pages[:, None].expand(*at.shape[:2], -1).gather(2, at // block_size)
-    head = torch.arange(at.shape[1], device=at.device)[None, :, None]
-    return part[page, head, at % block_size]
+    slot = slots.long()
+    page = pages[:, None].expand(*slot.shape[:2], -1).gather(2, slot // block_size)
+    head = torch.arange(slot.shape[1], device=slot.device)[None, :, None]
+    return part[page, head, slot % block_size]

@@ -1,4 +1,4 @@
-"""How kept tokens reach their pages, where ops read and write the cache itself."""
+"""Moves kept tokens to their pages, with ops that read and write the cache in place."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -6,50 +6,53 @@ from typing import Protocol
 import torch
 
 from kvcompress_kernels.move_kept import move_kept
-from vllm_kvcompress.engine.compression.merging import Merging, merged
-from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Strided
+from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
+from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.planning.memory import layers_at_once
+from vllm_kvcompress.planning.memory import layers_per_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcePages:
-    """Where the layers of some requests lie: N rows, those of a request one after the other.
+    """The pages that N rows read, where a row is one layer of one request.
+
+    The layers of a request are consecutive rows.
 
     Args:
-        pages: ``[N, W]`` int64 flat pages; those behind a row's length are not read.
-        lengths: ``[N]`` int32 tokens; None where all have `most`, of which nothing was dropped.
-        most: tokens that no row exceeds.
+        pages: ``[N, W]`` int64, flat pages; entries past a row's length are never read.
+        lengths: ``[N]`` int32, tokens of each row; None if all rows have `max_tokens` and none of
+            them has dropped a token.
+        max_tokens: upper bound on a row's tokens.
     """
 
     pages: torch.Tensor
     lengths: torch.Tensor | None
-    most: int
+    max_tokens: int
 
     @property
     def tokens(self) -> int | torch.Tensor:
-        """Tokens of every row, or of each."""
-        return self.most if self.lengths is None else self.lengths
+        """Tokens per row: one number if all rows are equally long, else ``[N]`` int32."""
+        return self.max_tokens if self.lengths is None else self.lengths
 
-    def some(self, part: slice) -> "SourcePages":
-        """Some of these rows."""
-        lengths = None if self.lengths is None else self.lengths[part]
-        return replace(self, pages=self.pages[part], lengths=lengths)
+    def slice_rows(self, rows: slice) -> "SourcePages":
+        """Return a slice of the rows."""
+        lengths = None if self.lengths is None else self.lengths[rows]
+        return replace(self, pages=self.pages[rows], lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What N rows keep, and where it goes.
+    """A copy of the kept tokens of N rows to their target pages.
 
     Args:
-        held: where they lie.
-        kept: ``[N, Hkv, n]`` int32 slots, the tail's not among them.
-        counts: ``[N]`` int32 pages, without the tail.
-        targets: ``[N, n // bs]`` int32 flat pages.
+        source: the pages that the rows are read from.
+        kept: ``[N, Hkv, n]`` int32, slots of the kept tokens, without the tail.
+        counts: ``[N]`` int32, pages that each row keeps, without the tail.
+        targets: ``[N, n // bs]`` int32, flat pages to write.
         total: sum of `counts`.
-        in_place: rows may be written to pages that rows are read from.
-        merging: what tokens that are dropped are folded into kept ones by; None where they go.
+        in_place: whether a target page may also be a source page.
+        merging: how to merge dropped tokens into kept tokens; None to discard them.
     """
 
     source: SourcePages
@@ -67,24 +70,29 @@ class Mover(Protocol):
     pool: PagePool
 
     def read(self, pages: torch.Tensor) -> PageViews:
-        """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
+        """Return copies of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` of pages."""
         ...
 
-    def open(self, pages: torch.Tensor, reads: Reads) -> Opened:
-        """Flat pages of any shape, int64, where ops may read of them what a method `reads`."""
+    def open(self, pages: torch.Tensor, reads: Reads) -> ReadablePages:
+        """Return tensors and page ids through which ops can read `pages`.
+
+        Args:
+            pages: flat pages, any shape, int64.
+            reads: the parts that a method reads; the rest may be missing.
+        """
         ...
 
     def move(self, move: Move) -> torch.Tensor | None:
-        """Write the tokens that rows keep; returns thresholds ``[N, Hkv]`` if tokens merge."""
+        """Write the kept tokens to their pages; return thresholds ``[N, Hkv]`` if tokens merge."""
         ...
 
 
 class StridedMover:
-    """Moves tokens by the ops on paged caches.
+    """Moves tokens with ops on the paged cache.
 
     Args:
         pool: the page pool of this worker's layers.
-        layout: how keys and values lie in its pages.
+        layout: the memory layout of keys and values in a page.
     """
 
     def __init__(self, pool: PagePool, layout: Strided) -> None:
@@ -94,15 +102,15 @@ class StridedMover:
     def read(self, pages: torch.Tensor) -> PageViews:
         return self.keys[pages], self.values[pages]
 
-    def open(self, pages: torch.Tensor, reads: Reads) -> Opened:
-        return Opened(self.keys, self.values, pages)
+    def open(self, pages: torch.Tensor, reads: Reads) -> ReadablePages:
+        return ReadablePages(self.keys, self.values, pages)
 
     def move(self, move: Move) -> torch.Tensor | None:
-        """Write what rows keep; returns thresholds ``[N, Hkv]`` if tokens merge.
+        """Write the kept tokens to their pages; return thresholds ``[N, Hkv]`` if tokens merge.
 
-        In place all rows are read before any is written, through a staging buffer: one's target may
-        be another's source. KV heads do not meet, so they take turns in a buffer of one head's
-        pages; merged tokens are staged together.
+        An in-place move reads all rows into a staging buffer before it writes any, because the
+        target of one row may be the source of another. KV heads are independent, so the buffer
+        has the size of one head and is reused for each; merged tokens need all heads at once.
         """
         cache, counts, targets = (self.keys, self.values), move.counts, move.targets
         if not move.in_place:
@@ -126,35 +134,44 @@ class StridedMover:
     def _merge(
         self, move: Move, merging: Merging, targets: torch.Tensor, into: PageViews
     ) -> torch.Tensor:
-        """Write kept tokens, merged, to pages `targets` of `into`; a tail's where they are.
+        """Write merged tokens to pages `targets` of `into`, and merged tails where they are.
 
-        A few rows at a time: merged tokens are float32, and every dropped one leaves some figures.
-        Returns thresholds ``[N, Hkv]``.
+        Works on a few rows at a time: merged tokens are float32, and each dropped token needs
+        temporary memory.
+
+        Returns:
+            Thresholds ``[N, Hkv]``.
         """
         thresholds, size = [], self.pool.block_size
-        count = layers_at_once(self.pool.longest, move.source.most)
-        for start in range(0, len(move.kept), count):
-            some = slice(start, start + count)
-            source, counts, own = move.source.some(some), move.counts[some], merging.some(some)
-            opened = Opened(self.keys, self.values, source.pages)
-            (keys, values), tails, near = merged(
-                opened, source.most, source.lengths, move.kept[some], counts, own, size
+        launch_size = layers_per_batch(self.pool.max_layer_tokens, move.source.max_tokens)
+        for start in range(0, len(move.kept), launch_size):
+            rows = slice(start, start + launch_size)
+            source, counts = move.source.slice_rows(rows), move.counts[rows]
+            part_merging = merging.slice_rows(rows)
+            (keys, values), tails, threshold = merge_dropped_tokens(
+                ReadablePages(self.keys, self.values, source.pages),
+                source.max_tokens,
+                source.lengths,
+                move.kept[rows],
+                counts,
+                part_merging,
+                size,
             )
             for part, tokens in zip((self.keys.mT, self.values), tails, strict=True):
-                # a tail's block is the request's own: no hash, no other reader
-                part[:, :, : merging.tail][own.tail_pages] = tokens
-            each = torch.arange(len(keys), device=counts.device).view(len(near), -1)
-            move_kept(keys.mT, values, each, None, counts, targets[some], into=into)
-            thresholds.append(near)
+                # The tail's block is not shared: it has no hash, so no other request reads it.
+                part[:, :, : merging.tail][part_merging.tail_pages] = tokens
+            merged_pages = torch.arange(len(keys), device=counts.device).view(len(threshold), -1)
+            move_kept(keys.mT, values, merged_pages, None, counts, targets[rows], into=into)
+            thresholds.append(threshold)
         return torch.cat(thresholds)
 
 
-def _staging(counts: torch.Tensor, most: int) -> torch.Tensor:
-    """``[N, most]``: pages of a buffer that rows fill one after the other."""
-    column = torch.arange(most, device=counts.device)
+def _staging(counts: torch.Tensor, max_pages: int) -> torch.Tensor:
+    """Return ``[N, max_pages]``: pages of a buffer in which the rows follow each other."""
+    column = torch.arange(max_pages, device=counts.device)
     return (counts.cumsum(0) - counts)[:, None] + column
 
 
 def _like(pages: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` pages like these, contiguous."""
+    """Return `count` contiguous uninitialised pages with the shape and dtype of `pages`."""
     return pages.new_empty(count, *pages.shape[1:])

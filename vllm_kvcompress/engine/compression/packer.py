@@ -1,7 +1,8 @@
-"""After a step: what some requests hold is scored, chosen and moved. Nothing waits for a device.
+"""Scores, selects and moves the tokens of requests after a step, without device syncs.
 
-One path for all: prompts whose prefill ended, prompts at a boundary, and answers that grew. Rows of
-a prompt of which nothing was dropped have no lengths; of the others the page pool knows them.
+The same path packs prompts at the end of prefill, prompts in pieces, and growing outputs. A row is
+one layer of one request. Rows of a request that has dropped no token have no `lengths` tensor; the
+page pool supplies the lengths of other rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,35 +16,34 @@ from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.compression.merging import Merging
 from vllm_kvcompress.engine.compression.mover import Move, Mover, SourcePages
-from vllm_kvcompress.engine.compression.protecting import ProtectedSlots
+from vllm_kvcompress.engine.compression.protected_slots import ProtectedSlots
 from vllm_kvcompress.engine.compression.reports import Stopwatch
 from vllm_kvcompress.engine.messages.step import PackRequest
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages
+from vllm_kvcompress.methods.kept_slots import kept_slots, max_layer_pages
 from vllm_kvcompress.methods.method import LayerObservation, Method
 from vllm_kvcompress.methods.paged_layers import PagedLayers
-from vllm_kvcompress.methods.protected import Guarded
+from vllm_kvcompress.methods.protected import ProtectedTokens
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.memory import answers_at_once, layers_at_once
+from vllm_kvcompress.planning.memory import layers_per_batch, requests_per_pack
 
 
 @dataclass(slots=True, kw_only=True)
 class PackJob:
-    """A request that is to be packed.
+    """A request to pack.
 
     Args:
-        pack_request: its place in the scheduler's plan.
-        method: what packs it.
-        row: of this step's batch.
-        blocks: of a prompt, ``[n]`` int64 vLLM block ids of its tokens; those that were packed are
-            no longer its own.
-        queries: of a prompt, per layer that is shown its observation window, the last
-            ``[w, Hq, D]`` queries, or the probe's. The ring has those of others, and of prompts
-            that looked ahead.
-        sums: of a prompt of which nothing was dropped, per layer that is shown them, column sums
-            ``[Hq, S]`` float32. The pool has those of the others.
-        stopwatch: runs while it is packed; None where nobody asks how long that takes.
+        pack_request: its entry in the scheduler's plan.
+        method: the compression method.
+        row: its row in this step's batch.
+        blocks: for a prompt, ``[n]`` int64 vLLM block ids of its tokens. The request no longer owns
+            blocks whose tokens are packed already.
+        queries: for a prompt without a look-ahead, by layer whose window is scored, the last
+            ``[w, Hq, D]`` queries or those of the probe. Other queries are in the page pool's ring.
+        sums: for a prompt that has dropped no token, by layer that needs them, column sums
+            ``[Hq, S]`` float32. Other sums are in the page pool.
+        stopwatch: measures the packing time; None to skip the measurement.
     """
 
     pack_request: PackRequest
@@ -56,21 +56,23 @@ class PackJob:
 
 
 Observer = Callable[[PackRequest, torch.Tensor, torch.Tensor], None]
-"""Called once a request was packed: with its place in the plan, the slots ``[L, Hkv, n]`` int32
-that its layers keep in pages, -1 behind the last, and the pages ``[L]`` int32 of each layer."""
+"""Called after a request is packed.
+
+Its arguments are the plan's entry, the kept slots ``[L, Hkv, n]`` int32 (-1 after a layer's last
+slot), and the number of pages ``[L]`` int32 of each layer.
+"""
 
 
 class Packer:
-    """Packs what requests hold within the page pool of one worker, after the whole forward pass.
+    """Packs requests in one worker's page pool, after the forward pass.
 
-    Whole prompts are packed one after the other: what one prompt's scores take is free again before
-    the next one's are made. Other requests of one method share their launches, as many as take no
-    more memory than one longest prompt does.
+    Uncompressed prompts are packed one at a time, so only one prompt's scores use memory. Other
+    requests with the same method share kernel launches, up to the memory of one longest prompt.
 
     Args:
         mover: reads and writes the pages of this worker's layers.
-        scales: of each layer.
-        num_layers: layers on this worker, L.
+        scales: scales of each layer.
+        num_layers: compressed layers on this worker, L.
     """
 
     def __init__(self, mover: Mover, *, scales: Scales, num_layers: int) -> None:
@@ -79,102 +81,113 @@ class Packer:
         self.protected = ProtectedSlots(mover.pool, num_layers)
         self.observers: list[Observer] = []
 
-    def at_once(self, tokens: int) -> int:
-        """Rows of so many tokens that are scored together."""
-        return layers_at_once(self.pool.longest, tokens)
+    def rows_per_launch(self, tokens: int) -> int:
+        """Return how many rows of `tokens` tokens one launch scores."""
+        return layers_per_batch(self.pool.max_layer_tokens, tokens)
 
-    def rows(self, source: SourcePages, layers: Sequence[int], reads: Reads) -> PagedLayers:
-        """Some rows as a method takes them.
+    def paged_layers(self, source: SourcePages, layers: Sequence[int], reads: Reads) -> PagedLayers:
+        """Return the rows in the form that a method takes.
 
         Args:
-            layers: of each row.
-            reads: what of them is read.
+            source: the rows' pages.
+            layers: layer index of each row.
+            reads: the parts of the cache that the method reads.
         """
-        opened, scales = self.mover.open(source.pages, reads), self.scales
-        requests, rest = divmod(len(layers), self.num_layers)
-        every = source.lengths is not None and layers[0] == 0 and not rest
+        readable, scales = self.mover.open(source.pages, reads), self.scales
+        num_requests, remainder = divmod(len(layers), self.num_layers)
+        all_layers = source.lengths is not None and layers[0] == 0 and not remainder
+        if all_layers:
+            scale, sinks = scales.of_requests(num_requests), scales.sinks_of_requests(num_requests)
+        else:
+            scale, sinks = scales.of_layers(layers), scales.sinks_of_layers(layers)
         return PagedLayers(
-            key_pages=opened.keys,
-            value_pages=opened.values,
-            pages=opened.pages,
+            key_pages=readable.keys,
+            value_pages=readable.values,
+            pages=readable.pages,
             lengths=source.lengths,
-            most=source.most,
-            scale=scales.of_requests(requests) if every else scales.of_layers(layers),
+            max_tokens=source.max_tokens,
+            scale=scale,
             layers=layers,
             value_scales=[scales.values[layer] for layer in layers],
-            sinks=scales.sinks_of_requests(requests) if every else scales.sinks_of_layers(layers),
+            sinks=sinks,
         )
 
     def column_sums(
         self, layer: int, blocks: torch.Tensor, query: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        """What the latest rows of a prompt pay to each of its tokens, all of which stand.
+        """Return the attention that a chunk's queries pay to each token of an uncompressed prompt.
 
         Args:
+            layer: layer index on this worker.
             blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of the prompt so far.
-            query: ``[r, Hq, D]``, the rows' queries.
-            tokens: computed so far, those rows among them.
+            query: ``[r, Hq, D]``, the chunk's queries.
+            tokens: tokens computed so far, including the chunk.
 
         Returns:
             ``[Hq, tokens]`` float32.
         """
-        opened = self.mover.open(self.pool.flat_ids(layer, blocks), Reads.COLUMN_SUMS)
-        where, sinks = (opened.keys, opened.pages, tokens), self.scales.sinks_of(layer)
-        return column_sums(query, *where, self.scales.logits[layer], sinks)
-
-    # -- packing -------------------------------------------------------------------------------
+        readable = self.mover.open(self.pool.flat_ids(layer, blocks), Reads.COLUMN_SUMS)
+        return column_sums(
+            query,
+            readable.keys,
+            readable.pages,
+            tokens,
+            self.scales.logits[layer],
+            self.scales.sinks_of(layer),
+        )
 
     def run(self, jobs: Sequence[PackJob]) -> dict[str, torch.Tensor]:
-        """Pack all of them; how much each layer keeps stays on the device.
+        """Pack requests without reading any result on the host.
 
         Returns:
-            Of each request ``[L]``: pages that its layers keep.
+            By request id, the number of pages ``[L]`` that each layer keeps, on the device.
         """
         kept = dict[str, torch.Tensor]()
-        for together in self._together(jobs):
-            with ExitStack() as clocks:
-                for job in together:
+        for group in self._groups(jobs):
+            with ExitStack() as stopwatches:
+                for job in group:
                     if job.stopwatch is not None:
-                        clocks.enter_context(job.stopwatch.running())
-                counts = self._pack(together)
-            kept |= {
-                job.pack_request.request_id: n for job, n in zip(together, counts, strict=True)
-            }
+                        stopwatches.enter_context(job.stopwatch.running())
+                counts = self._pack(group)
+            kept |= {job.pack_request.request_id: n for job, n in zip(group, counts, strict=True)}
         return kept
 
-    def _together(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
-        """Whole prompts one by one, then requests that share a method, queries and a tail."""
-        yield from ([job] for job in jobs if job.pack_request.whole)
-        others = [job for job in jobs if not job.pack_request.whole]
-        ordered = sorted(others, key=lambda job: (_alike(job), job.pack_request.plan.tokens))
-        for _, group in groupby(ordered, key=_alike):
-            alike = list(group)
-            # the last one is the longest, and those of one method keep as much
-            largest = max((job.pack_request.plan for job in alike), key=lambda plan: plan.pages)
-            plan = replace(largest, tokens=alike[-1].pack_request.plan.tokens)
-            count = answers_at_once(plan, self.pool.longest)
-            for start in range(0, len(alike), count):
-                yield alike[start : start + count]
+    def _groups(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
+        """Yield uncompressed prompts one by one, then groups of jobs with an equal `_group_key`."""
+        yield from ([job] for job in jobs if job.pack_request.nothing_dropped)
+        partly_packed = [job for job in jobs if not job.pack_request.nothing_dropped]
+        ordered = sorted(
+            partly_packed, key=lambda job: (_group_key(job), job.pack_request.plan.tokens)
+        )
+        for _, equal_keys in groupby(ordered, key=_group_key):
+            group = list(equal_keys)
+            # Size launches for the longest request (the last) and the most pages of any request.
+            largest = max((job.pack_request.plan for job in group), key=lambda plan: plan.pages)
+            plan = replace(largest, tokens=group[-1].pack_request.plan.tokens)
+            launch_size = requests_per_pack(plan, self.pool.max_layer_tokens)
+            for start in range(0, len(group), launch_size):
+                yield group[start : start + launch_size]
 
     def _pack(self, jobs: Sequence[PackJob]) -> list[torch.Tensor]:
+        """Pack one group; return the pages ``[L]`` of each request's layers."""
         pool, method, pack_requests = self.pool, jobs[0].method, [job.pack_request for job in jobs]
-        plan, layers, source = pack_requests[0].plan, self.num_layers, self._held(jobs)
-        # what a method remembers of requests that are packed again
-        again = all(pack_request.request_id in pool for pack_request in pack_requests)
+        plan, layers, source = pack_requests[0].plan, self.num_layers, self._source_of(jobs)
+        # Requests with a slot in the pool may be packed again, so the method keeps state for them.
+        packed_again = all(pack_request.request_id in pool for pack_request in pack_requests)
         observed = self._observe(jobs, source)
-        every_count, every_target, widest = [], [], 0
+        request_counts, request_targets, max_pages = [], [], 0
         for index, pack_request in enumerate(pack_requests):
-            own = slice(index * layers, (index + 1) * layers)
-            counts, targets, most = self._divide(
-                method, pack_request, observed[own], source.some(own)
+            rows = slice(index * layers, (index + 1) * layers)
+            counts, targets, max_request_pages = self._divide(
+                method, pack_request, observed[rows], source.slice_rows(rows)
             )
-            every_count.append(counts)
-            every_target.append(targets)
-            widest = max(widest, most)
-        counts, scores = torch.cat(every_count), method.scores(observed)
+            request_counts.append(counts)
+            request_targets.append(targets)
+            max_pages = max(max_pages, max_request_pages)
+        counts, scores = torch.cat(request_counts), method.scores(observed)
         del observed
         protected = self.protected.before(pack_requests, source, heads=scores.shape[1])
-        guarded = None if protected is None else Guarded(own=protected)
+        guarded = None if protected is None else ProtectedTokens(slots=protected)
         kept = kept_slots(
             scores,
             source.tokens,
@@ -182,91 +195,106 @@ class Packer:
             window=plan.window,
             tail=plan.tail,
             block_size=pool.block_size,
-            most_pages=widest,
+            max_layer_pages=max_pages,
             selector=method.selector,
-            guarded=guarded,
+            protected=guarded,
         )
         del scores
         move = Move(
             source=source,
             kept=kept,
             counts=counts,
-            targets=torch.cat(every_target)[:, :widest],
+            targets=torch.cat(request_targets)[:, :max_pages],
             total=sum(pack_request.plan.pages for pack_request in pack_requests),
             in_place=any(pack_request.in_place for pack_request in pack_requests),
             merging=self._merging(method, pack_requests, source, kept.shape[1])
             if method.merge
             else None,
         )
-        sums = pool.sums if again and Reads.COLUMN_SUMS in method.reads else None
-        paid = None if sums is None else sums.read(source.pages)
+        pool_sums = pool.sums if packed_again and Reads.COLUMN_SUMS in method.reads else None
+        sums = None if pool_sums is None else pool_sums.read(source.pages)
         thresholds = self.mover.move(move)
         if guarded is not None:
-            # not before: what is moved lies where it lay
-            self.protected.note(pack_requests, kept, guarded.own)
-        if again and thresholds is not None and pool.thresholds is not None:
+            # Only after the move and `_merging`, which need the slots from before it.
+            self.protected.note(pack_requests, kept, guarded.slots)
+        if packed_again and thresholds is not None and pool.thresholds is not None:
             slots = pool.slots([pack_request.request_id for pack_request in pack_requests])
             pool.thresholds.write(slots, thresholds.view(len(pack_requests), layers, -1))
-        if paid is not None and sums is not None:
-            sums.write(move.targets, counts, paid.gather(2, kept.clamp(min=0).long()))
+        if sums is not None and pool_sums is not None:
+            pool_sums.write(move.targets, counts, sums.gather(2, kept.clamp(min=0).long()))
         for observer in self.observers:
-            for pack_request, own_kept, count in zip(
-                pack_requests, kept.split(layers), every_count, strict=True
+            for pack_request, request_kept, page_counts in zip(
+                pack_requests, kept.split(layers), request_counts, strict=True
             ):
-                observer(pack_request, own_kept, count)
-        return every_count
+                observer(pack_request, request_kept, page_counts)
+        return request_counts
 
-    def _held(self, jobs: Sequence[PackJob]) -> SourcePages:
-        """A whole prompt in its blocks; others where this step's tables say."""
-        if jobs[0].pack_request.whole:
+    def _source_of(self, jobs: Sequence[PackJob]) -> SourcePages:
+        """Return the jobs' pages: an uncompressed prompt's blocks, or this step's page tables."""
+        if jobs[0].pack_request.nothing_dropped:
             assert jobs[0].blocks is not None, jobs
-            pages = self.pool.every_layer(jobs[0].blocks)
-            return SourcePages(pages=pages, lengths=None, most=jobs[0].pack_request.plan.tokens)
+            pages = self.pool.flat_ids_in_all_layers(jobs[0].blocks)
+            max_tokens = jobs[0].pack_request.plan.tokens
+            return SourcePages(pages=pages, lengths=None, max_tokens=max_tokens)
         plans = [job.pack_request.plan for job in jobs]
-        columns = max(-(-plan.tokens // plan.block_size) for plan in plans)
-        return self.held_rows(*self.pool.held([job.row for job in jobs], columns))
+        max_pages = max(-(-plan.tokens // plan.block_size) for plan in plans)
+        return self.source_pages(*self.pool.row_tables([job.row for job in jobs], max_pages))
 
-    def held_rows(self, tables: torch.Tensor, lengths: torch.Tensor) -> SourcePages:
-        """What some rows of this step's batch hold: ``[R, L, W]`` int64 and ``[R, L]`` int32."""
+    def source_pages(self, tables: torch.Tensor, lengths: torch.Tensor) -> SourcePages:
+        """Return the pages of batch rows as `SourcePages`.
+
+        Args:
+            tables: ``[R, L, W]`` int64, flat pages.
+            lengths: ``[R, L]`` int32, in tokens.
+        """
         if lengths.device.type == "cpu":
-            # It costs nothing to ask, and tables are as wide as any layer could be.
+            # Reading the longest length is free on a CPU, and tables are as wide as the largest.
             tables = tables[..., : -(-int(lengths.max()) // self.pool.block_size)]
-        most = tables.shape[2] * self.pool.block_size
-        return SourcePages(pages=tables.flatten(0, 1), lengths=lengths.flatten(), most=most)
+        max_tokens = tables.shape[2] * self.pool.block_size
+        return SourcePages(
+            pages=tables.flatten(0, 1), lengths=lengths.flatten(), max_tokens=max_tokens
+        )
 
     def _observe(self, jobs: Sequence[PackJob], source: SourcePages) -> list[LayerObservation]:
-        """Score every row, as many at once as fit into memory."""
+        """Score every row, as many per launch as fit into memory."""
         method, layers, observed = jobs[0].method, self.num_layers, dict[int, LayerObservation]()
         plan = jobs[0].pack_request.plan
-        window, judged = plan.window, jobs[0].pack_request.uses_ring_queries
-        from_ring = self._queries_in_ring(jobs, window) if judged else None
-        count = self.at_once(source.most)
+        window, uses_ring = plan.window, jobs[0].pack_request.uses_ring_queries
+        ring_queries = self._queries_in_ring(jobs, window) if uses_ring else None
+        launch_size = self.rows_per_launch(source.max_tokens)
         for scored in (True, False):
             rows = [
-                r for r in range(len(source.pages)) if method.scores_layer(r % layers) is scored
+                row
+                for row in range(len(source.pages))
+                if method.scores_layer(row % layers) is scored
             ]
             reads = method.reads if scored else method.allocator.reads
-            for start in range(0, len(rows), count):
-                some = rows[start : start + count]
-                part = _rows_of(source, some)
-                own = self.rows(part, [row % layers for row in some], reads)
+            for start in range(0, len(rows), launch_size):
+                launch_rows = rows[start : start + launch_size]
+                launch_source = _select_source_rows(source, launch_rows)
+                paged_layers = self.paged_layers(
+                    launch_source, [row % layers for row in launch_rows], reads
+                )
                 attention = sums = None
                 if Reads.WINDOW in reads:
-                    if from_ring is None:
-                        query = self._queries(jobs, some, window)
+                    if ring_queries is None:
+                        query = self._queries(jobs, launch_rows, window)
                     else:
-                        query = _of_rows(from_ring, some)
+                        query = _select_rows(ring_queries, launch_rows)
                     attention = method.attention(
-                        own, query, plan.allocator_window, scored_by_output=plan.scored_by_output
+                        paged_layers,
+                        query,
+                        plan.allocator_window,
+                        scored_by_output=plan.scored_by_output,
                     )
                 if Reads.COLUMN_SUMS in reads:
-                    sums = self._sums(jobs, some, part)
-                found = method.observe(own, window, attention, sums, scored=scored)
-                observed |= zip(some, found, strict=True)
+                    sums = self._sums(jobs, launch_rows, launch_source)
+                observations = method.observe(paged_layers, window, attention, sums, scored=scored)
+                observed |= zip(launch_rows, observations, strict=True)
         return [observed[row] for row in range(len(source.pages))]
 
     def _queries_in_ring(self, jobs: Sequence[PackJob], window: int) -> torch.Tensor | None:
-        """The last ``[N, w, Hq, D]`` queries of every row; None where the method reads none."""
+        """Return the last ``[N, w, Hq, D]`` queries of every row, or None if none are needed."""
         if Reads.WINDOW not in jobs[0].method.reads:
             return None
         assert self.pool.ring is not None, jobs
@@ -274,27 +302,35 @@ class Packer:
         return self.pool.ring.latest(slots, [job.pack_request.tokens for job in jobs], window)
 
     def _queries(self, jobs: Sequence[PackJob], rows: Sequence[int], window: int) -> torch.Tensor:
-        """The last ``[n, w, Hq, D]`` queries of some rows of prompts."""
-        found = []
+        """Return the last ``[n, w, Hq, D]`` queries of the given rows of prompts.
+
+        Raises:
+            RuntimeError: the worker has kept another number of queries than the window has.
+        """
+        queries = []
         for row in rows:
-            request, layer = divmod(row, self.num_layers)
-            query = jobs[request].queries.get(layer)
+            request_index, layer = divmod(row, self.num_layers)
+            query = jobs[request_index].queries.get(layer)
             if query is None or len(query) != window:
                 raise RuntimeError(
-                    f"request {jobs[request].pack_request.request_id}:"
-                    f" {0 if query is None else len(query)} window queries were kept when its"
-                    f" prompt was to be packed, {window} are needed"
+                    f"request {jobs[request_index].pack_request.request_id}: packing its prompt"
+                    f" needs {window} window queries, but the worker kept"
+                    f" {0 if query is None else len(query)}"
                 )
-            found.append(query)
-        return found[0][None] if len(found) == 1 else torch.stack(found)
+            queries.append(query)
+        return queries[0][None] if len(queries) == 1 else torch.stack(queries)
 
     def _sums(
         self, jobs: Sequence[PackJob], rows: Sequence[int], source: SourcePages
     ) -> torch.Tensor:
-        """What was paid to every slot of some rows: of each query head, or the pool's mean."""
+        """Return the attention sums of every slot in the given rows.
+
+        Returns:
+            ``[n, Hq, S]`` for an uncompressed prompt, else the pool's means ``[n, Hkv, S]``.
+        """
         if source.lengths is None:
-            own = [jobs[0].sums[row] for row in rows]
-            return own[0][None] if len(own) == 1 else torch.stack(own)
+            sums = [jobs[0].sums[row] for row in rows]
+            return sums[0][None] if len(sums) == 1 else torch.stack(sums)
         assert self.pool.sums is not None, jobs
         return self.pool.sums.read(source.pages)
 
@@ -305,28 +341,30 @@ class Packer:
         observed: Sequence[LayerObservation],
         source: SourcePages,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """How many pages each layer keeps, which ones, and how many no layer exceeds.
+        """Divide a request's pages among its layers.
 
         Returns:
-            ``[L]`` int32, ``[L, max_blocks]`` int32 and a number that the host knows.
+            Page counts ``[L]`` int32, the pages ``[L, max_blocks]`` int32, and an upper bound on
+            the page counts that the host knows without a sync.
         """
         pool, plan = self.pool, pack_request.plan
         first_block = pack_request.tokens // pool.block_size
         if pack_request.destination is None:
             targets, counts = pool.packed(pack_request.request_id)
-            pool.advance(pack_request.request_id, first_block)
-            return counts, targets, min(most_pages(plan, counts), pool.columns)
+            pool.set_first_block(pack_request.request_id, first_block)
+            return counts, targets, min(max_layer_pages(plan, counts), pool.max_layer_pages)
         lengths = source.lengths
         caps = None if lengths is None else ((lengths - plan.probe) // pool.block_size).long()
         pages = method.layer_pages(plan, observed, caps)
         counts = to_device(pages, torch.int32, pool.pages.device)
         free = pool.destination(pack_request.destination)[: plan.pages]
         targets = pool.assign(pack_request.request_id, free, counts, first_block)
-        return counts, targets, min(most_pages(plan, pages), pool.columns)
+        return counts, targets, min(max_layer_pages(plan, pages), pool.max_layer_pages)
 
     def _merging(
         self, method: Method, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
     ) -> Merging:
+        """Return how the dropped tokens of these requests are merged."""
         plan, thresholds = pack_requests[0].plan, None
         if self.pool.thresholds is not None:
             slots = self.pool.slots([pack_request.request_id for pack_request in pack_requests])
@@ -334,26 +372,27 @@ class Packer:
         if source.lengths is None:
             tail_pages = source.pages[:, -1]
         else:
-            last = (source.lengths.long() - 1) // self.pool.block_size
-            tail_pages = source.pages.gather(1, last[:, None])[:, 0]
+            last_page = (source.lengths.long() - 1) // self.pool.block_size
+            tail_pages = source.pages.gather(1, last_page[:, None])[:, 0]
+        min_tokens = plan.floor_pages * plan.block_size + plan.tail if source.lengths is None else 1
         return Merging(
             values_only=method.values_only,
             tail=plan.tail,
             tail_pages=tail_pages,
             thresholds=thresholds,
-            least=plan.floor_pages * plan.block_size + plan.tail if source.lengths is None else 1,
-            protected=self.protected.every(pack_requests, source, heads),
+            min_tokens=min_tokens,
+            protected=self.protected.all_slots(pack_requests, source, heads),
         )
 
 
-def _alike(job: PackJob) -> tuple[str, bool, bool, int, int, bool, int, tuple[int, int]]:
-    """What requests have in common that are packed together.
+def _group_key(job: PackJob) -> tuple[str, bool, bool, int, int, bool, int, tuple[int, int]]:
+    """Return the key on which requests must agree to share kernel launches.
 
-    Their method, queries, window and tail, and how many tokens are protected: before those, and in
-    all.
+    It consists of their settings, the source and number of their queries, their tail, and their
+    number of protected tokens (before the window, and in total).
     """
     pack_request, plan = job.pack_request, job.pack_request.plan
-    protected = plan.guarded, count_before(plan.spans, pack_request.tokens)
+    protected = plan.protected_in_pages, count_before(plan.spans, pack_request.tokens)
     queries = pack_request.uses_ring_queries, plan.window, plan.allocator_window or plan.window
     return (
         str(pack_request.settings),
@@ -365,16 +404,16 @@ def _alike(job: PackJob) -> tuple[str, bool, bool, int, int, bool, int, tuple[in
     )
 
 
-def _rows_of(source: SourcePages, rows: Sequence[int]) -> SourcePages:
-    """Some rows, without an index that would have to go to the device."""
+def _select_source_rows(source: SourcePages, rows: Sequence[int]) -> SourcePages:
+    """Return the given rows, without copying an index to the device."""
     if rows[-1] - rows[0] + 1 == len(rows):
-        return source.some(slice(rows[0], rows[-1] + 1))
+        return source.slice_rows(slice(rows[0], rows[-1] + 1))
     assert source.lengths is None, "rows of different lengths are all scored"
-    return replace(source, pages=_of_rows(source.pages, rows))
+    return replace(source, pages=_select_rows(source.pages, rows))
 
 
-def _of_rows(every: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of a tensor: a view where they lie side by side."""
+def _select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return the given rows of a tensor; a view if they are contiguous."""
     if rows[-1] - rows[0] + 1 == len(rows):
-        return every[rows[0] : rows[-1] + 1]
-    return torch.stack([every[row] for row in rows])
+        return values[rows[0] : rows[-1] + 1]
+    return torch.stack([values[row] for row in rows])

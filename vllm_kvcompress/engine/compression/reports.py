@@ -1,4 +1,4 @@
-"""What a worker has packed, told once its device has done it. Nothing waits for the device."""
+"""Reports packed prompts to the scheduler once the device has finished them, without syncs."""
 
 import time
 from collections import deque
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvcompress.engine.compression.role_counts import Counted
+from vllm_kvcompress.engine.compression.role_counts import RolePairCounts
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.messages.step import Packed, PackRequest, RoleKept
+from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, RoleKept
 
 logger = init_logger("vllm.kvcompress")
 
 
 class Stopwatch:
-    """Adds up the time that a device spends between the ends of `running`.
+    """Accumulates the device time spent inside `running`.
 
-    A GPU's own clock is read, by events, since its work goes on after the host's.
+    On a GPU it uses CUDA events, because the GPU finishes after the host has issued the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class Stopwatch:
 
     @property
     def done(self) -> bool:
-        """Whether the device has come to the last end."""
+        """Whether the device has finished the last `running` block."""
         return not self._events or bool(self._events[-1][1].query())
 
     @property
     def seconds(self) -> float:
-        """Asked when `done`."""
+        """Accumulated seconds; valid once `done`."""
         milliseconds = sum(start.elapsed_time(end) for start, end in self._events)
         return float(self._seconds + milliseconds / 1000)
 
@@ -57,23 +57,26 @@ class _Pending:
     """A prompt that the device may still be packing.
 
     Args:
-        told: ``[L, 1 + R]`` int32, of every layer its pages, and what was counted of each role.
-        counted: whose roles these are; None where nobody asks.
+        pack_request: its entry in the scheduler's plan.
+        layer_counts: ``[L, 1 + R]`` int32, for each layer its pages and then its kept pairs of each
+            role.
+        role_counts: the roles of these columns; None if the request did not ask for them.
+        stopwatch: measures scoring and packing.
     """
 
     pack_request: PackRequest
-    told: torch.Tensor
-    counted: Counted | None
+    layer_counts: torch.Tensor
+    role_counts: RolePairCounts | None
     stopwatch: Stopwatch
 
 
 @dataclass(slots=True)
 class Reports:
-    """The prompts that were packed and not reported yet, oldest first.
+    """Queue of packed prompts that are not reported yet, oldest first.
 
     Args:
-        stages: of the pipeline, of which the last one reports what all layers keep.
-        log: also log a line for each.
+        stages: the pipeline stages; the last stage reports for the layers of all stages.
+        log: whether to log a line for each prompt.
     """
 
     stages: Stages
@@ -85,66 +88,75 @@ class Reports:
         pack_request: PackRequest,
         pages: torch.Tensor,
         stopwatch: Stopwatch,
-        counted: Counted | None = None,
+        role_counts: RolePairCounts | None = None,
     ) -> None:
-        """A prompt whose packing was launched, its last one if it is packed in pieces.
+        """Queue a prompt whose packing (of the last piece, if in pieces) has been launched.
 
         Args:
+            pack_request: its entry in the scheduler's plan.
             pages: ``[L]``, pages that each layer keeps, on the device.
-            stopwatch: of its scoring and packing.
-            counted: what is kept of each role; None where the request does not ask.
+            stopwatch: measures scoring and packing.
+            role_counts: kept pairs of each role; None if the request did not ask for them.
         """
-        own = pages[:, None]
-        if counted is not None:
-            own = torch.cat([own, counted.pairs.to(own.dtype)], dim=1)
-        told = self.stages.gathered(own)
-        if told is None:
+        stage_counts = pages[:, None]
+        if role_counts is not None:
+            stage_counts = torch.cat(
+                [stage_counts, role_counts.pairs.to(stage_counts.dtype)], dim=1
+            )
+        layer_counts = self.stages.gather(stage_counts)
+        if layer_counts is None:
             return
-        # The copy's end is the last thing that is asked of the device.
+        # This copy is the last work on the device, so the stopwatch is done when it has arrived.
         with stopwatch.running():
-            if told.is_cuda:
-                here = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-                told = here.copy_(told, non_blocking=True)
-        self._pending.append(_Pending(pack_request, told, counted, stopwatch))
+            if layer_counts.is_cuda:
+                pinned = torch.empty(layer_counts.shape, dtype=layer_counts.dtype, pin_memory=True)
+                layer_counts = pinned.copy_(layer_counts, non_blocking=True)
+        self._pending.append(_Pending(pack_request, layer_counts, role_counts, stopwatch))
 
-    def take(self) -> list[Packed]:
-        """Those that the device has packed since the last call."""
+    def take(self) -> list[PackedPrompt]:
+        """Return the prompts that the device has finished since the last call."""
         done = []
         while self._pending and self._pending[0].stopwatch.done:
             pending = self._pending.popleft()
-            done.append(_packed(pending, self.stages.every))
+            done.append(_packed(pending, self.stages.all_layers))
             if self.log:
                 _log(done[-1], pending.pack_request)
         return done
 
 
-def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
+def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
+    """Return the report of a finished prompt.
+
+    Args:
+        layers: model-wide indices of all compressed layers.
+    """
     pack_request, plan = pending.pack_request, pending.pack_request.plan
-    told: list[list[int]] = pending.told.tolist()
+    layer_counts: list[list[int]] = pending.layer_counts.tolist()
     by_role = tuple[RoleKept, ...]()
-    if pending.counted is not None:
-        by_role = pending.counted.shares(pack_request, [pairs for _, *pairs in told])
-    return Packed(
+    if pending.role_counts is not None:
+        layer_pairs = [pairs for _, *pairs in layer_counts]
+        by_role = pending.role_counts.shares(pack_request, layer_pairs)
+    return PackedPrompt(
         request_id=pack_request.request_id,
         method=pack_request.settings.compress,
         tokens=pack_request.prompt_tokens,
-        answered=pack_request.answered or 0,
+        output_tokens=pack_request.output_tokens or 0,
         layers=layers,
-        layer_tokens=tuple(pages * plan.block_size + plan.tail for pages, *_ in told),
+        layer_tokens=tuple(pages * plan.block_size + plan.tail for pages, *_ in layer_counts),
         seconds=pending.stopwatch.seconds,
         by_role=by_role,
     )
 
 
-def _log(done: Packed, pack_request: PackRequest) -> None:
+def _log(done: PackedPrompt, pack_request: PackRequest) -> None:
     tail_blocks = int(pack_request.plan.tail > 0)
     logger.info(
         "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f lookahead=%d blocks_before=%d"
         " blocks_after=%d layer_tokens=%s",
         done.request_id,
         done.tokens,
-        done.kept,
-        done.answered,
+        done.kept_tokens,
+        done.output_tokens,
         pack_request.tokens // pack_request.plan.block_size + tail_blocks,
         pack_request.plan.blocks + tail_blocks,
         str(list(done.layer_tokens)).replace(" ", ""),

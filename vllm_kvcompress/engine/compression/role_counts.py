@@ -1,4 +1,4 @@
-"""How much is kept of each role's tokens, of prompts whose requests ask."""
+"""Counts the kept tokens of each chat role, for requests that ask for it."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.messages.spans import roles_of
 from vllm_kvcompress.engine.messages.step import PackRequest, RoleKept
-from vllm_kvcompress.methods.spans import Roles, clipped, token_count
+from vllm_kvcompress.methods.spans import Roles, clip_spans, token_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """Of one prompt that was packed.
+class RolePairCounts:
+    """Kept (KV head, token) pairs of each role in one packed prompt.
 
     Args:
-        roles: the tokens of each.
-        pairs: ``[L, R]`` int32, the pairs of a KV head and a token that each layer has in pages, by
-            role in that order.
+        roles: token spans of each role.
+        pairs: ``[L, R]`` int32, kept pairs in the pages of each layer, in the order of `roles`.
         heads: KV heads of a layer on this worker.
     """
 
@@ -26,32 +25,35 @@ class Counted:
     pairs: torch.Tensor
     heads: int
 
-    def shares(self, pack_request: PackRequest, every: list[list[int]]) -> tuple[RoleKept, ...]:
-        """What is told of the prompt.
+    def shares(
+        self, pack_request: PackRequest, layer_pairs: list[list[int]]
+    ) -> tuple[RoleKept, ...]:
+        """Return the share of each role's tokens that is kept, averaged over layers and KV heads.
 
         Args:
-            every: such pairs, on the host, of every layer of the model that is compressed.
+            pack_request: the prompt's entry in the scheduler's plan.
+            layer_pairs: `pairs` of all compressed layers of the model, on the host.
         """
-        tail, told = _tail_of(pack_request), []
+        tail_start, shares = _tail_start(pack_request), []
         for index, (role, spans) in enumerate(self.roles.items()):
-            in_pages = sum(pairs[index] for pairs in every) / (len(every) * self.heads)
-            # the tail is in no page of the packing, and every layer and head keeps it
-            stays = in_pages + token_count(clipped(spans, tail, pack_request.tokens))
-            told.append(RoleKept(role, token_count(spans), stays / token_count(spans)))
-        return tuple(told)
+            in_pages = sum(pairs[index] for pairs in layer_pairs) / (len(layer_pairs) * self.heads)
+            # Packed pages exclude the tail, which every layer and head keeps.
+            kept_tokens = in_pages + token_count(clip_spans(spans, tail_start, pack_request.tokens))
+            shares.append(RoleKept(role, token_count(spans), kept_tokens / token_count(spans)))
+        return tuple(shares)
 
 
 class RoleCounts:
-    """Counts what a packer keeps (`Packer.observers`), by the roles that came with requests."""
+    """Observes a packer (`Packer.observers`) and counts kept tokens by the requests' roles."""
 
     def __init__(self) -> None:
         self._roles: dict[str, Roles] = {}
-        self._counted: dict[str, Counted] = {}
+        self._counted: dict[str, RolePairCounts] = {}
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Take in the requests that are new to this worker, and forget those that are gone."""
-        gone = [*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
-        for request_id in gone:
+        """Add the roles of new requests and drop those of finished ones."""
+        stale = [*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
+        for request_id in stale:
             self._roles.pop(request_id, None)
             self._counted.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -59,35 +61,44 @@ class RoleCounts:
                 self._roles[new.req_id] = roles
 
     def packed(self, pack_request: PackRequest, kept: torch.Tensor, counts: torch.Tensor) -> None:
-        """Count one prompt of which nothing was dropped before: there a slot is a position.
+        """Count the kept tokens of a prompt that is packed in one go.
+
+        Such a prompt has dropped no token before, so a slot is a token position.
 
         Args:
-            kept: ``[L, Hkv, n]`` int32 slots in pages, ascending; -1 behind a layer's last.
+            pack_request: the prompt's entry in the scheduler's plan.
+            kept: ``[L, Hkv, n]`` int32, kept slots, ascending; -1 after a layer's last.
             counts: ``[L]``, pages of each layer.
         """
         roles = self._roles.get(pack_request.request_id)
-        if roles is None or not (pack_request.prefill and pack_request.whole and pack_request.ends):
+        if roles is None or not (
+            pack_request.prefill and pack_request.nothing_dropped and pack_request.completes_prompt
+        ):
             return
-        own = [clipped(spans, 0, _tail_of(pack_request)) for spans in roles.values()]
-        role_of = [role for role, spans in enumerate(own) for _ in spans]
-        edges = torch.tensor([edge for spans in own for span in spans for edge in span])
-        at = to_device(edges, torch.int32, kept.device).expand(*kept.shape[:2], -1)
-        # behind the last slot nothing is before any edge
-        rows = kept.masked_fill(kept < 0, pack_request.tokens)
-        before = torch.searchsorted(rows, at.contiguous(), out_int32=True)
-        in_spans = (before[..., 1::2] - before[..., ::2]).sum(1, dtype=torch.int32)
+        paged_spans = [clip_spans(spans, 0, _tail_start(pack_request)) for spans in roles.values()]
+        span_roles = [role for role, spans in enumerate(paged_spans) for _ in spans]
+        edges = torch.tensor([edge for spans in paged_spans for span in spans for edge in span])
+        head_edges = to_device(edges, torch.int32, kept.device).expand(*kept.shape[:2], -1)
+        # Padding sorts after every edge, so it is counted in no span.
+        positions = kept.masked_fill(kept < 0, pack_request.tokens)
+        kept_before = torch.searchsorted(positions, head_edges.contiguous(), out_int32=True)
+        in_spans = (kept_before[..., 1::2] - kept_before[..., ::2]).sum(1, dtype=torch.int32)
         pairs = torch.zeros(len(kept), len(roles), dtype=torch.int32, device=kept.device)
-        index = to_device(torch.tensor(role_of), torch.int64, kept.device)
+        index = to_device(torch.tensor(span_roles), torch.int64, kept.device)
         pairs.index_add_(1, index, in_spans)
-        self._counted[pack_request.request_id] = Counted(
+        self._counted[pack_request.request_id] = RolePairCounts(
             roles=roles, pairs=pairs, heads=kept.shape[1]
         )
 
-    def take(self, request_id: str) -> Counted | None:
-        """What was counted of a prompt; None where its request does not ask, or nobody can say."""
+    def take(self, request_id: str) -> RolePairCounts | None:
+        """Remove and return a prompt's counts.
+
+        Returns:
+            None if the request did not ask for counts, or if its prompt was packed in pieces.
+        """
         return self._counted.pop(request_id, None)
 
 
-def _tail_of(pack_request: PackRequest) -> int:
-    """The first token of the last page that is not full, which stays where it is."""
+def _tail_start(pack_request: PackRequest) -> int:
+    """Return the index of the first token in the tail, the last page if it is not full."""
     return pack_request.tokens // pack_request.plan.block_size * pack_request.plan.block_size

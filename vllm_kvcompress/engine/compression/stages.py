@@ -1,4 +1,4 @@
-"""Pipeline stages: each packs its own layers, and the last one reports what all of them kept."""
+"""Pipeline stages: each packs its own layers, and the last stage reports for all of them."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from vllm_kvcompress.devices import to_device
 
 
 class Stages:
-    """This worker's place in the pipeline.
+    """Compressed layers by pipeline stage, and this worker's stage.
 
-    vLLM hears the last stage alone. The others send it what is told of their layers, from
-    device to device and behind everything else that this pair of ranks exchanges in a step: all
-    follow the same plan, so both know what is sent, and the host waits for nothing.
+    vLLM only reads the output of the last stage. The other stages send their layers' counts to it,
+    device to device, after all other messages of the step between the two ranks. Both ranks follow
+    the same plan, so they agree on the messages, and the host never waits.
 
     Args:
-        layers: per stage, the layers on it that are compressed, by their number in the model; as
-            many on each.
-        stage: this worker's.
-        device: where what is sent lies; needed where there are several.
+        layers: for each stage, the model-wide indices of its compressed layers; equally many on
+            every stage.
+        stage: this worker's stage.
+        device: device of the sent tensors; required if there are several stages.
     """
 
     def __init__(
@@ -29,35 +29,40 @@ class Stages:
         device: torch.device | None = None,
     ) -> None:
         self._device = device
-        self.own = tuple(layers[stage])
-        self.every = tuple(layer for each in layers for layer in each)
-        self._count, self._stage = len(layers), stage
-        # What is on its way, which must stay as it is.
+        self.own_layers = tuple(layers[stage])
+        self.all_layers = tuple(layer for stage_layers in layers for layer in stage_layers)
+        self._num_stages, self._stage = len(layers), stage
+        # Tensors in flight: their memory must not be reused before they arrive.
         self._sent: list[tuple[torch.distributed.Work, torch.Tensor]] = []
 
-    def gathered(self, told: torch.Tensor) -> torch.Tensor | None:
-        """What is told of the layers of all stages, where this is the last one; else None.
+    def gather(self, counts: torch.Tensor) -> torch.Tensor | None:
+        """Return the counts of all stages' layers on the last stage; send them elsewhere.
 
         Args:
-            told: ``[L, n]`` integers, of this stage's layers, where they were computed.
+            counts: ``[L, n]`` integers for this stage's layers, on the device that computed them.
+
+        Returns:
+            ``[stages * L, n]`` on the last stage, None on the others.
         """
-        if self._count == 1:
-            return told
+        if self._num_stages == 1:
+            return counts
         assert self._device is not None
-        group, last = get_pp_group(), self._count - 1
-        own = to_device(told, torch.int32, self._device)
-        if self._stage < last:
-            work = torch.distributed.isend(own, group.ranks[last], group=group.device_group)
-            assert work is not None, "this rank is not of the pipeline's group"
-            self._sent.append((work, own))
+        group, last_stage = get_pp_group(), self._num_stages - 1
+        own_counts = to_device(counts, torch.int32, self._device)
+        if self._stage < last_stage:
+            work = torch.distributed.isend(
+                own_counts, group.ranks[last_stage], group=group.device_group
+            )
+            assert work is not None, "this rank is not in the pipeline's group"
+            self._sent.append((work, own_counts))
             return None
-        found = [torch.empty_like(own) for _ in range(last)]
-        for stage, part in enumerate(found):
-            torch.distributed.recv(part, group.ranks[stage], group=group.device_group)
-        return torch.cat([*found, own])
+        received = [torch.empty_like(own_counts) for _ in range(last_stage)]
+        for stage, stage_counts in enumerate(received):
+            torch.distributed.recv(stage_counts, group.ranks[stage], group=group.device_group)
+        return torch.cat([*received, own_counts])
 
     def wait_for_sent(self) -> None:
-        """Forget what arrived: nothing of an earlier step is waited for by another rank."""
+        """Wait for earlier steps' messages and free them; the receiver has read them by now."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()

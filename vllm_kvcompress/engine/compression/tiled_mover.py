@@ -1,24 +1,24 @@
-"""Packing in pages that no strided view can name: unpacked to be read, packed to be written."""
+"""Moves kept tokens in tiled pages, which have no strided view and are read and written by copy."""
 
 import torch
 
-from vllm_kvcompress.engine.compression.merging import Merging, merged
+from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
 from vllm_kvcompress.engine.compression.mover import Move
-from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Tiled
+from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.methods.base import Reads
 
 
 class TiledMover:
-    """Moves tokens layer by layer, by copies.
+    """Moves tokens layer by layer through copies.
 
-    Beside the cache as many tokens are copied at once as are scored or merged together, and those
-    that a layer keeps while they are moved; in place, those that all of them keep. The host reads
-    how much a layer keeps, which on a CPU waits for nothing.
+    The temporary memory holds the tokens that one launch scores or merges, plus the kept tokens of
+    one layer during a move, or of all layers if the move is in place. The host reads the number of
+    pages of each layer, which needs no sync on a CPU.
 
     Args:
         pool: the page pool of this worker's layers.
-        layout: how keys and values lie in its pages.
+        layout: the memory layout of keys and values in a page.
     """
 
     def __init__(self, pool: PagePool, layout: Tiled) -> None:
@@ -30,33 +30,37 @@ class TiledMover:
             self._layout.unpack_values(self.pool.elements, pages),
         )
 
-    def open(self, pages: torch.Tensor, reads: Reads) -> Opened:
-        """Copies of the keys and values that are read, in the order of `pages`."""
+    def open(self, pages: torch.Tensor, reads: Reads) -> ReadablePages:
+        """Return copies of the keys and values that are read, in the order of `pages`."""
         flat = pages.flatten()
         with_keys = reads & (Reads.WINDOW | Reads.COLUMN_SUMS | Reads.KEYS)
         keys = self._layout.unpack_keys(self.pool.elements, flat if with_keys else flat[:0])
         with_values = Reads.VALUES in reads
         values = self._layout.unpack_values(self.pool.elements, flat if with_values else flat[:0])
-        return Opened(keys, values, torch.arange(len(flat)).view_as(pages))
+        return ReadablePages(keys, values, torch.arange(len(flat)).view_as(pages))
 
     def move(self, move: Move) -> torch.Tensor | None:
-        """In place all rows are read before any is written: one's target is another's source."""
-        waiting = list[tuple[torch.Tensor, PageViews]]()
+        """Write the kept tokens to their pages; return thresholds ``[N, Hkv]`` if tokens merge.
+
+        An in-place move reads all rows before it writes any, because the target of one row may be
+        the source of another.
+        """
+        pending_writes = list[tuple[torch.Tensor, PageViews]]()
         thresholds = []
         for row, count in enumerate(move.counts.tolist()):
             if move.merging is None:
                 kept = self._kept(move, row, count)
             else:
-                kept, near = self._merged(move, move.merging, row, count)
-                thresholds.append(near)
-            waiting.append((move.targets[row, :count].long(), kept))
+                kept, threshold = self._merged(move, move.merging, row, count)
+                thresholds.append(threshold)
+            pending_writes.append((move.targets[row, :count].long(), kept))
             if not move.in_place:
-                self._write(waiting)
-        self._write(waiting)
+                self._write(pending_writes)
+        self._write(pending_writes)
         return torch.cat(thresholds) if thresholds else None
 
     def _kept(self, move: Move, row: int, count: int) -> PageViews:
-        """Keys and values of the pages that one row keeps."""
+        """Return the keys and values of the pages that one row keeps."""
         size = self.pool.block_size
         slot = move.kept[row, :, : count * size].long()
         pages = move.source.pages[row][slot // size]
@@ -67,28 +71,29 @@ class TiledMover:
     def _merged(
         self, move: Move, merging: Merging, row: int, count: int
     ) -> tuple[PageViews, torch.Tensor]:
-        """The pages that one row keeps, merged, and its threshold; its tail is written at once."""
-        one = slice(row, row + 1)
-        source, own = move.source.some(one), merging.some(one)
+        """Return the merged pages that one row keeps and its threshold; write its merged tail."""
+        rows = slice(row, row + 1)
+        source, row_merging = move.source.slice_rows(rows), merging.slice_rows(rows)
         cache = self.open(source.pages, Reads.KEYS | Reads.VALUES)
-        (keys, values), tails, near = merged(
+        (keys, values), tails, threshold = merge_dropped_tokens(
             cache,
-            source.most,
+            source.max_tokens,
             source.lengths,
-            move.kept[one],
-            move.counts[one],
-            own,
+            move.kept[rows],
+            move.counts[rows],
+            row_merging,
             self.pool.block_size,
         )
         if merging.tail:
-            last = self.read(own.tail_pages)
-            for part, tokens in zip((last[0].mT, last[1]), tails, strict=True):
-                # a tail's block is the request's own: no hash, no other reader
+            tail_keys, tail_values = self.read(row_merging.tail_pages)
+            for part, tokens in zip((tail_keys.mT, tail_values), tails, strict=True):
+                # The tail's block is not shared: it has no hash, so no other request reads it.
                 part[:, :, : merging.tail] = tokens
-            self._layout.pack(self.pool.elements, own.tail_pages, *last)
-        return (keys[:count].mT, values[:count]), near
+            self._layout.pack(self.pool.elements, row_merging.tail_pages, tail_keys, tail_values)
+        return (keys[:count].mT, values[:count]), threshold
 
-    def _write(self, waiting: list[tuple[torch.Tensor, PageViews]]) -> None:
-        while waiting:
-            pages, kept = waiting.pop()
+    def _write(self, pending_writes: list[tuple[torch.Tensor, PageViews]]) -> None:
+        """Write the pending pages and empty the list."""
+        while pending_writes:
+            pages, kept = pending_writes.pop()
             self._layout.pack(self.pool.elements, pages, *kept)

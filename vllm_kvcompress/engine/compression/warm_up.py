@@ -1,4 +1,4 @@
-"""What is compiled before the first request: every kernel that a method's packing launches."""
+"""Compiles every kernel that packing launches, before the first request."""
 
 from dataclasses import replace
 
@@ -6,27 +6,31 @@ import torch
 
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.packer import Packer, PackJob
-from vllm_kvcompress.engine.messages.step import Addition, PackRequest
+from vllm_kvcompress.engine.messages.step import AttentionAddition, PackRequest
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.paged_layers import LATEST
-from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.paged_layers import QUERIES_PER_SUM
+from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
-    adds_up,
-    allocator_rows,
-    keeps_sums,
     lookahead_window,
     method_of,
+    num_allocator_queries,
     probe_tokens,
+    sums_attention,
+    sums_output_attention,
 )
 
 
 class WarmUp:
-    """Packs the null block, which no request reads, as if it were the first request's of a batch.
+    """Packs dummy requests in batch row 0 whose blocks are all the null block.
+
+    No request reads the null block.
 
     Args:
-        settings: what packs it.
+        packer: the worker's packer.
+        adder: the worker's attention adder.
+        settings: the settings to compile for.
         queries: query heads, head dim and dtype of a layer's queries.
     """
 
@@ -41,85 +45,98 @@ class WarmUp:
         self._settings, self._method = settings, method_of(settings)
         self._heads, self._dim, self._dtype = queries
 
-    def run(self, longest: int) -> None:
-        """Pack whole prompts of up to `longest` tokens, and whatever else these settings pack."""
+    def run(self, max_tokens: int) -> None:
+        """Pack dummy prompts of up to `max_tokens` tokens, in every way that the settings allow."""
         settings = self._settings
-        self._prompts(longest)
+        self._pack_prompts(max_tokens)
         if settings.decode_budget is not None:
             self.pack_again(settings.resolved_decode_window, prefill=False)
         if settings.max_whole is not None:
             self.pack_again(settings.resolved_window, prefill=True)
-            probe, least = probe_tokens(settings), least_window(self._method.reads)
-            for rows in _powers(probe):
-                alone = allocator_rows(settings, rows)
-                if rows >= least:
-                    self.pack_again(rows, prefill=True, probe=rows, allocator_window=alone)
-        if settings.max_whole is not None or settings.lookahead_yields != "never":
-            # what pieces left, or a cut to half, is packed again by the answer
-            for window, answered in self._by_answer():
+            probe, min_rows = probe_tokens(settings), min_window(self._method.reads)
+            for rows in _powers_of_two(probe):
+                allocator_window = num_allocator_queries(settings, rows)
+                if rows >= min_rows:
+                    self.pack_again(
+                        rows, prefill=True, probe=rows, allocator_window=allocator_window
+                    )
+        if settings.max_whole is not None or settings.lookahead_on_pressure != "never":
+            # Prompts packed in pieces, or early under memory pressure, are packed again after
+            # their look-ahead, with the queries of their output.
+            for window, output_queries in self._lookahead_windows():
                 self.pack_again(
-                    window, prefill=True, allocator_window=answered, scored_by_output=True
+                    window, prefill=True, allocator_window=output_queries, scored_by_output=True
                 )
 
     def _query(self, rows: int) -> torch.Tensor:
+        """Return dummy queries ``[rows, Hq, D]``."""
         device = self._pool.pages.device
         return torch.zeros(rows, self._heads, self._dim, dtype=self._dtype, device=device)
 
-    def _prompts(self, longest: int) -> None:
-        """Lengths are one per configuration of the kernels, and odd.
+    def _pack_prompts(self, max_tokens: int) -> None:
+        """Pack one prompt for each kernel configuration and window.
 
-        Whole attention is watched in the first one only.
+        The lengths are odd, so the last page is never full. Attention sums over the prompt are
+        computed for the shortest prompt only.
         """
         settings, block = self._settings, self._pool.block_size
         budget = settings.budget if isinstance(settings.budget, int) else 0
         short = max(
             2 * lookahead_window(settings), 4 * block, settings.min_prompt, budget + 2 * block
         )
-        lengths = sorted({min(short + extra, longest) for extra in (3, 4096, 32768, longest)})
+        lengths = sorted({min(short + extra, max_tokens) for extra in (3, 4096, 32768, max_tokens)})
         for tokens in lengths:
-            plan = page_plan(settings.prompt(self._packer.num_layers, tokens), block)
+            plan = page_plan(settings.budget_spec(self._packer.num_layers, tokens), block)
             if plan is not None:
-                self._prompt(plan, shortest=tokens == lengths[0])
+                self._pack_prompt(plan, shortest=tokens == lengths[0])
         if plan is None or not settings.resolved_lookahead:
             return
-        # one that is packed early may have fewer queries; kernels are made for powers of two
-        for rows in _powers(lookahead_window(settings)):
-            plan = self._judged_by(rows, lengths[-1])
-            if plan is not None and rows >= least_window(self._method.reads):
-                self._prompt(plan, shortest=False)
-        for window, answered in self._by_answer():
-            plan = self._judged_by(window, lengths[-1])
+        # Early compression may have fewer queries; kernels are specialised for powers of two.
+        for rows in _powers_of_two(lookahead_window(settings)):
+            plan = self._plan_with_window(rows, lengths[-1])
+            if plan is not None and rows >= min_window(self._method.reads):
+                self._pack_prompt(plan, shortest=False)
+        for window, output_queries in self._lookahead_windows():
+            plan = self._plan_with_window(window, lengths[-1])
             if plan is not None:
-                plan = replace(plan, allocator_window=answered, scored_by_output=True)
-                self._prompt(plan, shortest=False)
+                plan = replace(plan, allocator_window=output_queries, scored_by_output=True)
+                self._pack_prompt(plan, shortest=False)
 
-    def _judged_by(self, window: int, tokens: int) -> PagePlan | None:
-        """How a prompt of `tokens` is packed by so many queries, whose tokens are kept."""
+    def _plan_with_window(self, window: int, tokens: int) -> PagePlan | None:
+        """Return the page plan of a prompt of `tokens` tokens that `window` queries score."""
         layers, block = self._packer.num_layers, self._pool.block_size
-        own = self._settings.prompt(layers, tokens)
-        budget, total = max(own.budget, window + 1), own.total
+        spec = self._settings.budget_spec(layers, tokens)
+        budget, total = max(spec.budget, window + 1), spec.total
         if total is not None:
             total = max(total, layers * budget)
-        return page_plan(replace(own, window=window, budget=budget, total=total), block)
+        return page_plan(replace(spec, window=window, budget=budget, total=total), block)
 
-    def _by_answer(self) -> list[tuple[int, int | None]]:
-        """Windows when a look-ahead is over, and queries of an answer that judge in parts of them.
+    def _lookahead_windows(self) -> list[tuple[int, int | None]]:
+        """Return the windows at the end of a look-ahead, each with the output queries in it.
 
-        Requests may choose the look-ahead, and the pool may be short of blocks for some steps then,
-        so there is one of each power of two that kernels are made for.
+        A request may choose its look-ahead, and a shortage of blocks may end it early, so the list
+        has an entry for each power of two for which kernels are specialised.
+
+        Returns:
+            Pairs of a window and the number of output queries that the method reads separately;
+            None if it does not read them separately.
         """
         settings, window = self._settings, lookahead_window(self._settings)
         if not settings.resolved_lookahead:
             return []
-        found: list[tuple[int, int | None]] = [(window, None)]
+        windows: list[tuple[int, int | None]] = [(window, None)]
         reads = method_of(settings, scored_by_output=True).reads
-        if not reads & (Reads.VARIANCE | Reads.APART):
-            return found
-        beside = settings.parts.prompt_window or window
-        powers = [answered for answered in _powers(window - 1) if answered >= least_window(reads)]
-        return found + [(min(answered + beside, window), answered) for answered in powers]
+        if not reads & (Reads.VARIANCE | Reads.PROMPT_MAXIMUM):
+            return windows
+        prompt_window = settings.parts.prompt_window or window
+        return windows + [
+            (min(output_queries + prompt_window, window), output_queries)
+            for output_queries in _powers_of_two(window - 1)
+            if output_queries >= min_window(reads)
+        ]
 
-    def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
+    def _pack_prompt(self, plan: PagePlan, *, shortest: bool) -> None:
+        """Pack a prompt of null blocks; for the shortest one, also in place."""
         layers, pages = range(self._packer.num_layers), self._pool.pages
         blocks = pages.new_zeros(-(-plan.tokens // plan.block_size), dtype=torch.int64)
         if shortest and Reads.COLUMN_SUMS in self._method.reads:
@@ -154,11 +171,11 @@ class WarmUp:
         scored_by_output: bool = False,
         probe: int = 0,
     ) -> None:
-        """Pack what a request holds of which tokens were dropped, and add up its attention.
+        """Pack a request that has dropped tokens before, and add up its attention.
 
         Args:
-            window: queries that choose.
-            prefill: they are a prompt's, and not an answer's.
+            window: number of queries that score the tokens.
+            prefill: whether the tokens belong to the prompt, not to the output.
             allocator_window, scored_by_output, probe: as in `PagePlan`.
         """
         layers, size = self._packer.num_layers, self._pool.block_size
@@ -176,7 +193,7 @@ class WarmUp:
             probe=probe,
         )
         self._pool.keep_queries("")
-        # The layers of an answer divide once; those of a prompt divide anew at every boundary.
+        # Output tokens divide the budget among layers once; a prompt divides it at every piece.
         for destination in ((0,) * plan.blocks, None)[: 1 if prefill else 2]:
             pack_request = PackRequest(
                 request_id="",
@@ -185,33 +202,37 @@ class WarmUp:
                 tokens=plan.tokens - probe,
                 destination=destination,
                 prefill=prefill,
-                whole=False,
-                ends=False,
+                nothing_dropped=False,
+                completes_prompt=False,
                 in_place=True,
             )
             self._pool.put_null_block_in_row(plan.tokens)
-            asked = dict.fromkeys(range(layers), self._query(window)) if prefill else {}
+            queries = dict.fromkeys(range(layers), self._query(window)) if prefill else {}
             method = method_of(self._settings, scored_by_output=scored_by_output)
-            self._packer.run([PackJob(pack_request=pack_request, method=method, queries=asked)])
-        if keeps_sums(self._settings) if prefill else adds_up(self._settings):
+            self._packer.run([PackJob(pack_request=pack_request, method=method, queries=queries)])
+        if sums_attention(self._settings) if prefill else sums_output_attention(self._settings):
             self._add_up(prefill)
         self._pool.put_null_block_in_row(0)
         self._pool.forget("")
 
     def _add_up(self, prefill: bool) -> None:
-        """Add up as many queries at once as there are kernels of."""
+        """Add attention with every number of queries for which kernels are specialised."""
         size = self._pool.block_size
-        most = LATEST if prefill else min(self._settings.decode_interval, LATEST)
-        for latest in sorted({min(2**power, most) for power in range(3, 8)}):
+        max_queries = (
+            QUERIES_PER_SUM if prefill else min(self._settings.decode_interval, QUERIES_PER_SUM)
+        )
+        for latest in sorted({min(2**power, max_queries) for power in range(3, 8)}):
             tokens = (latest // size + 1) * size
             self._pool.put_null_block_in_row(tokens)
             if prefill:
                 self._adder.add_chunk(0, 0, self._query(latest), tokens)
             else:
-                add = Addition(request_id="", tokens=0, latest=latest, most=tokens)
-                self._adder.add([(add, 0)])
+                addition = AttentionAddition(
+                    request_id="", tokens=0, num_queries=latest, max_tokens=tokens
+                )
+                self._adder.add([(addition, 0)])
 
 
-def _powers(most: int) -> list[int]:
-    """Powers of two up to `most`, which kernels are made for, and `most` itself."""
-    return [min(2**power, most) for power in range((most - 1).bit_length() + 1)] if most else []
+def _powers_of_two(limit: int) -> list[int]:
+    """Return the powers of two up to `limit`, and `limit` itself; empty for 0."""
+    return [min(2**power, limit) for power in range((limit - 1).bit_length() + 1)] if limit else []

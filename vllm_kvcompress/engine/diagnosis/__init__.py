@@ -1,1 +1,1 @@
-"""The half of `kvcompress doctor` that needs vLLM: a trial engine, and what is seen in it."""
+"""The parts of `kvcompress doctor` that need vLLM: installation checks and a trial engine."""

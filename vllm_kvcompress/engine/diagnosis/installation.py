@@ -1,4 +1,4 @@
-"""What is installed here: versions, the plugin in vLLM's eyes, and the hooks."""
+"""Checks of the installation: versions, whether vLLM loads the plugin, and the hooks."""
 
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ from vllm_kvcompress.errors import VllmHookError
 
 
 def versions() -> Check:
-    """What is installed, and whether this vLLM is one that is accepted."""
+    """Return a check that lists installed versions and tests whether this vLLM is supported."""
     installed = [
         f"vllm-kvcompress {_version('vllm-kvcompress')}",
         f"vLLM {vllm.__version__}",
@@ -42,25 +42,25 @@ def _version(name: str) -> str:
 
 
 def plugin() -> Check:
-    """Whether vLLM itself finds and loads the plugin."""
+    """Return a check that vLLM finds and loads the plugin."""
     try:
         load_general_plugins()
     except Exception as e:
-        return Check(name="plugin", ok=False, detail=f"it was found and failed: {sentence(e)}")
+        return Check(name="plugin", ok=False, detail=f"vLLM found it, but it failed: {sentence(e)}")
     if "--kv-compress" in parser().format_help():
         return Check(name="plugin", ok=True, detail="loaded by vLLM through its entry point")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None:
-        why = f"VLLM_PLUGINS={allowed!r} leaves it out; add kvcompress to it"
+        reason = f"VLLM_PLUGINS={allowed!r} does not list it; add kvcompress"
     else:
-        why = "its entry point is not installed; run pip install on it in this environment"
-    return Check(name="plugin", ok=False, detail=f"vLLM does not load it: {why}")
+        reason = "its entry point is not installed; install the package in this environment"
+    return Check(name="plugin", ok=False, detail=f"vLLM does not load it: {reason}")
 
 
 def check_vllm_hooks(hooks: Sequence[VllmHook] = VLLM_HOOKS) -> Check:
-    """Whether this vLLM has every place that compression needs on this platform, and what to do."""
-    here = "cuda" if current_platform.is_cuda() else "cpu"
-    needed = [hook for hook in hooks if hook.on in ("", here)]
+    """Return a check that this vLLM has every hook that compression needs on this platform."""
+    platform_name = "cuda" if current_platform.is_cuda() else "cpu"
+    needed = [hook for hook in hooks if hook.on in ("", platform_name)]
     errors = []
     for hook in needed:
         try:
@@ -68,20 +68,20 @@ def check_vllm_hooks(hooks: Sequence[VllmHook] = VLLM_HOOKS) -> Check:
         except VllmHookError as e:
             errors.append(e)
     if errors:
-        # one missing package is behind many hooks
-        sentences = dict.fromkeys([*(e.problem for e in errors), *(e.cure for e in errors)])
+        # One missing package may break many hooks, so drop repeated sentences.
+        sentences = dict.fromkeys([*(e.problem for e in errors), *(e.fix for e in errors)])
         return Check(name="hooks", ok=False, detail="; ".join(sentences))
-    return Check(name="hooks", ok=True, detail=f"all {len(needed)} for {here} are there")
+    return Check(name="hooks", ok=True, detail=f"all {len(needed)} for {platform_name} found")
 
 
 def parser() -> FlexibleArgumentParser:
-    """vLLM's own parser of its engine flags, with whatever plugins added."""
+    """Return vLLM's parser of its engine flags, including flags that plugins add."""
     engine_parser = FlexibleArgumentParser(prog="kvcompress doctor")
     EngineArgs.add_cli_args(engine_parser)
     return engine_parser
 
 
 def sentence(error: BaseException) -> str:
-    """The first lines of an error's text, as one."""
+    """Return an error's text on one line, cut to 400 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else text[:400] + " ..."

@@ -1,7 +1,7 @@
-"""What a worker's packer keeps, written down as it packs.
+"""Records the token positions that a worker's packer keeps.
 
-`record`, `recorded` and `repacked` are called in the worker's own process (``collective_rpc``).
-Nothing is computed again: the positions are those that are handed to the kernels.
+`record`, `recorded` and `repacked` run in the worker's process (``collective_rpc``). The recorded
+positions are those that the packer passes to its kernels.
 """
 
 from collections.abc import Mapping
@@ -17,46 +17,50 @@ _RECORDER = "_kvcompress_recorder"
 
 
 class _Recorder:
-    """Notes what is packed: whole prompts, and one at a time piece by piece.
+    """Records packed prompts. Of prompts that are packed in pieces, only one may be active.
 
     Args:
-        buckets: parts of a prompt, at most, that its positions are counted in.
-        parts: spans of the prompt that are counted for themselves, by name.
+        buckets: maximum number of position ranges in which kept tokens are counted.
+        parts: spans of the prompt to count separately, by name.
     """
 
     def __init__(self, buckets: int, parts: Mapping[str, Spans]) -> None:
         self.prompts: list[dict[str, Any]] = []
-        self.answers = 0
+        self.output_packings = 0
         self._buckets, self._parts = buckets, parts
-        # Of a prompt in pieces the positions ``[Hkv, n]`` that each layer holds, up to `_computed`.
-        self._held: list[torch.Tensor] = []
-        self._computed = 0
+        # For a prompt in pieces, by layer, the kept positions ``[Hkv, n]`` before `_packed_tokens`.
+        self._kept: list[torch.Tensor] = []
+        self._packed_tokens = 0
 
     def packed(self, pack_request: PackRequest, kept: torch.Tensor, counts: torch.Tensor) -> None:
-        """Take in one request that was packed (`Packer.observers`)."""
+        """Record one packed request (`Packer.observers`)."""
         if not pack_request.prefill:
-            self.answers += 1
+            self.output_packings += 1
             return
         size, heads = pack_request.plan.block_size, kept.shape[1]
-        if pack_request.whole:
+        if pack_request.nothing_dropped:
             self.prompts.append(_counted(pack_request, counts, kept, self._buckets, self._parts))
             return
-        since = torch.arange(self._computed, pack_request.tokens).expand(heads, -1)
-        held = self._held or [since[:, :0]] * len(kept)
-        slots = [torch.cat([own, since], 1) for own in held]
+        new_positions = torch.arange(self._packed_tokens, pack_request.tokens).expand(heads, -1)
+        earlier = self._kept or [new_positions[:, :0]] * len(kept)
+        slot_positions = [torch.cat([positions, new_positions], 1) for positions in earlier]
         ends = [int(count) * size for count in counts]
-        chosen = [row.long().cpu()[:, :end] for row, end in zip(kept, ends, strict=True)]
-        self._held = [own.gather(1, at) for own, at in zip(slots, chosen, strict=True)]
-        self._computed = pack_request.tokens // size * size
-        if pack_request.ends:
-            rows = [pad(own, (0, max(ends) - own.shape[1]), value=-1) for own in self._held]
-            every = torch.stack(rows)
-            self.prompts.append(_counted(pack_request, counts, every, self._buckets, self._parts))
-            self._held, self._computed = [], 0
+        kept_slots = [slots.long().cpu()[:, :end] for slots, end in zip(kept, ends, strict=True)]
+        self._kept = [
+            positions.gather(1, slots)
+            for positions, slots in zip(slot_positions, kept_slots, strict=True)
+        ]
+        self._packed_tokens = pack_request.tokens // size * size
+        if pack_request.completes_prompt:
+            layers = [pad(layer, (0, max(ends) - layer.shape[1]), value=-1) for layer in self._kept]
+            positions = torch.stack(layers)
+            counted = _counted(pack_request, counts, positions, self._buckets, self._parts)
+            self.prompts.append(counted)
+            self._kept, self._packed_tokens = [], 0
 
 
 def record(wrapper: Any, buckets: int, parts: Mapping[str, Spans]) -> None:
-    """From now on, note what this worker packs.
+    """Start recording the prompts that this worker packs.
 
     Args:
         wrapper: vLLM's wrapper of the worker.
@@ -70,15 +74,15 @@ def record(wrapper: Any, buckets: int, parts: Mapping[str, Spans]) -> None:
 
 
 def recorded(wrapper: Any) -> list[dict[str, Any]]:
-    """Per prompt that this worker has packed since `record`: see `_counted`."""
+    """Return `_counted` for each prompt that this worker has packed since `record`."""
     compressor = wrapper.worker.compressor
     return [] if compressor is None else list(getattr(compressor, _RECORDER).prompts)
 
 
 def repacked(wrapper: Any) -> int:
-    """How often this worker has packed an answer since `record`."""
+    """Return how often this worker has packed output tokens since `record`."""
     compressor = wrapper.worker.compressor
-    return 0 if compressor is None else int(getattr(compressor, _RECORDER).answers)
+    return 0 if compressor is None else int(getattr(compressor, _RECORDER).output_packings)
 
 
 def _counted(
@@ -88,41 +92,42 @@ def _counted(
     buckets: int,
     parts: Mapping[str, Spans],
 ) -> dict[str, Any]:
-    """The positions of one prompt, counted; those of its answer, after a look-ahead, are not.
+    """Count the kept positions of one prompt, without the output tokens of its look-ahead.
 
     Args:
+        pack_request: the prompt's entry in the scheduler's plan.
         pages: ``[L]``, pages that each layer keeps.
-        kept: ``[L, Hkv, n]`` positions, -1 behind a layer's last. The tail may be among them; it
-            stays in any case.
+        kept: ``[L, Hkv, n]``, kept positions, -1 after a layer's last. The tail always counts as
+            kept, whether or not it is included.
+        buckets, parts: as in `_Recorder`.
 
     Returns:
-        `pages` over all layers, `kv_heads`, `kept_tokens` of each layer, `share` as in `KeptMap`,
-        and of each of the `parts` the share that stays.
+        A JSON object: `pages` over all layers, `kv_heads`, `kept_tokens` of each layer, `share` as
+        in `KeptMap`, and in `parts` the kept share of each part.
     """
     layers, heads, _ = kept.shape
-    prompt = pack_request.prompt_tokens
-    buckets = min(buckets, prompt)
-    stays = torch.zeros(layers, heads, pack_request.tokens + 1, dtype=torch.bool)
-    # The modulus sends -1 to the column behind the prompt.
-    stays.scatter_(2, kept.long().cpu() % (pack_request.tokens + 1), True)
-    stays = stays[..., :-1]
-    stays[
-        ..., pack_request.tokens // pack_request.plan.block_size * pack_request.plan.block_size :
-    ] = True
-    stays = stays[..., :prompt]
-    bucket = torch.arange(prompt) * buckets // prompt
-    counts = torch.zeros(layers, buckets).index_add_(1, bucket, stays.sum(1).float())
+    prompt_tokens = pack_request.prompt_tokens
+    buckets = min(buckets, prompt_tokens)
+    is_kept = torch.zeros(layers, heads, pack_request.tokens + 1, dtype=torch.bool)
+    # The modulus maps -1 to an extra column at the end, which is cut off.
+    is_kept.scatter_(2, kept.long().cpu() % (pack_request.tokens + 1), True)
+    is_kept = is_kept[..., :-1]
+    block_size = pack_request.plan.block_size
+    is_kept[..., pack_request.tokens // block_size * block_size :] = True
+    is_kept = is_kept[..., :prompt_tokens]
+    bucket = torch.arange(prompt_tokens) * buckets // prompt_tokens
+    counts = torch.zeros(layers, buckets).index_add_(1, bucket, is_kept.sum(1).float())
     share = counts / (heads * torch.bincount(bucket, minlength=buckets))
     return {
         "pages": int(pages.sum()),
         "kv_heads": heads,
-        "kept_tokens": (stays.sum((1, 2)) / heads).tolist(),
+        "kept_tokens": (is_kept.sum((1, 2)) / heads).tolist(),
         "share": share.tolist(),
-        "parts": {name: _share(stays, spans) for name, spans in parts.items()},
+        "parts": {name: _share(is_kept, spans) for name, spans in parts.items()},
     }
 
 
-def _share(stays: torch.Tensor, spans: Spans) -> float:
-    """Of the pairs of a KV head and a position in some spans, the part that stays."""
-    own = torch.cat([stays[..., start:stop] for start, stop in spans], dim=-1)
-    return float(own.float().mean())
+def _share(is_kept: torch.Tensor, spans: Spans) -> float:
+    """Return the kept share of all layers, KV heads and positions in the spans."""
+    in_spans = torch.cat([is_kept[..., start:stop] for start, stop in spans], dim=-1)
+    return float(in_spans.float().mean())

@@ -1,4 +1,4 @@
-"""A real engine, started from the flags of ``vllm serve``, and one prompt through it."""
+"""Starts an engine from the flags of ``vllm serve`` and checks one prompt's compression in it."""
 
 import dataclasses
 import platform
@@ -10,69 +10,70 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_kvcompress.doctor.checks import Check, Failed, Tell, require
+from vllm_kvcompress.doctor.checks import Check, CheckCallback, Failed, require
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.diagnosis import probe
 from vllm_kvcompress.engine.diagnosis.installation import parser, sentence
 from vllm_kvcompress.engine.diagnosis.trial_prompt import prompt_of
-from vllm_kvcompress.engine.layers import groups_of, layers_together, stages_of
+from vllm_kvcompress.engine.layers import groups_of, layers_per_stage, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.settings.overrides import how_to_ask
+from vllm_kvcompress.settings.overrides import override_args
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 
-def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
-    """Configure and start the engine, and put one prompt through it.
+def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] | None:
+    """Configure and start the engine, run one prompt and report the checks.
 
     Args:
         spec: as in `engine.diagnosis.doctor.examine`.
+        on_check: called with each check as soon as it is made.
 
     Returns:
-        The kept map as JSON, if `spec` asks for it and something was packed.
+        The kept map as JSON, if `spec` requests it and something was packed.
 
     Raises:
-        ConfigError: what was typed means nothing for this model.
-        Failed: a check that says all there is to say.
+        ConfigError: the prompt or the settings do not fit this model.
+        Failed: a check failed that makes further checks pointless.
     """
     arguments = parse(spec["arguments"])
-    config = _configured(tell, arguments)
+    config = _configured(on_check, arguments)
     settings = active_settings(config.additional_config)
     if settings is None:
-        tell(Check(name="compression", ok=True, detail="off: nothing of vLLM is replaced"))
+        on_check(Check(name="compression", ok=True, detail="off: vLLM runs unchanged"))
         return None
     limits = Limits(
         settings=settings.variants[0],
-        layers=layers_together(config),
+        layers=layers_per_stage(config),
         block_size=config.cache_config.block_size,
-        longest=config.model_config.max_model_len,
-        asks=how_to_ask(settings),
+        max_model_len=config.model_config.max_model_len,
+        request_args=override_args(settings),
     )
     if spec["tokens"] is not None and not spec["exact"]:
-        # A length that would be left whole is refused before minutes are spent on the engine.
+        # Reject a length that is not compressed before the engine starts, which takes minutes.
         _plan(limits, spec["tokens"])
-    engine = _started(tell, config)
+    engine = _started(on_check, config)
     try:
-        require(tell, runner(engine, config))
-        # vLLM may have chosen it while it started
+        require(on_check, runner(engine, config))
+        # vLLM may choose the block size while the engine starts.
         block = config.cache_config.block_size
-        fitting = in_whole_blocks(limits.settings, block)
-        limits = dataclasses.replace(limits, block_size=block, settings=fitting)
+        rounded = in_whole_blocks(limits.settings, block)
+        limits = dataclasses.replace(limits, block_size=block, settings=rounded)
         prompt = prompt_of(engine, config, limits, spec)
         limits = dataclasses.replace(limits, spans=prompt.protected)
         plan = _plan(limits, len(prompt.ids))
         try:
             outcome = probe.run(engine, prompt, limits, buckets=spec["buckets"] or 1)
         except Exception as e:
-            tell(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
+            on_check(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
             return None
-        for check in probe.judge(outcome, plan, limits):
-            tell(check)
+        for check in probe.check_outcome(outcome, plan, limits):
+            on_check(check)
         if not spec["buckets"]:
             return None
-        own, stages = groups_of(config), len(stages_of(config))
-        numbers = own.full if own.others else ()
+        groups, stages = groups_of(config), len(stages_of(config))
+        numbers = groups.full if groups.num_uncompressed else ()
         name = str(config.model_config.model)
         kept_map = probe.kept_map(
             outcome, plan, limits, name, parts=prompt.parts, numbers=numbers, stages=stages
@@ -83,59 +84,77 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
 
 
 def _plan(limits: Limits, tokens: int) -> PagePlan:
+    """Return the page plan of a prompt.
+
+    Raises:
+        ConfigError: the prompt stays uncompressed.
+    """
     plan = limits.plan(tokens)
     if plan is None:
         raise ConfigError(
-            f"a prompt of {tokens} tokens is left whole by these settings; give one of"
+            f"these settings do not compress a prompt of {tokens} tokens; use one of"
             f" {limits.shortest()} tokens"
         )
     return plan
 
 
 def parse(arguments: list[str]) -> EngineArgs:
-    """vLLM's own reading of its flags, ours among them.
+    """Parse vLLM's flags, including ours, with settings under which one short request compresses.
 
-    Without --kv-pressure: a lone prompt in an empty pool would be left whole. And with the smallest
-    decode budget, where there is one: a short answer is packed again then.
+    Sets --kv-pressure to 0, because a single prompt in an empty pool would stay uncompressed. Sets
+    --kv-decode-budget, if given, to its minimum, so that a short output is packed.
     """
     engine_args = EngineArgs.from_cli_args(parser().parse_args(arguments))
     settings = active_settings(engine_args.additional_config)
-    more = engine_args.additional_config or {}
+    additional_config = engine_args.additional_config or {}
     if settings is not None:
-        eager = {"pressure": 0.0} if settings.pressure else dict[str, Any]()
+        overrides = {"pressure": 0.0} if settings.pressure else dict[str, Any]()
         if settings.decode_budget is not None:
-            windows = [variant.resolved_decode_window for variant in settings.variants]
-            eager["decode_budget"] = max(windows) + 1
-        more = attach_settings(more, settings.model_copy(update=eager))
-    # a copy, which does not end the command where the model is refused: that is a finding
-    return dataclasses.replace(engine_args, additional_config=more)
+            minimums = [variant.min_decode_budget for variant in settings.variants]
+            overrides["decode_budget"] = max(minimums)
+        additional_config = attach_settings(
+            additional_config, settings.model_copy(update=overrides)
+        )
+    # The original object exits the process if the model is not supported; a copy raises an error,
+    # which `_configured` reports as a failed check.
+    return dataclasses.replace(engine_args, additional_config=additional_config)
 
 
-def _configured(tell: Tell, arguments: EngineArgs) -> VllmConfig:
+def _configured(on_check: CheckCallback, arguments: EngineArgs) -> VllmConfig:
+    """Return vLLM's config, and report a check of the model.
+
+    Raises:
+        Failed: vLLM or compression rejects the model.
+    """
     try:
         config = arguments.create_engine_config()
     except KVCompressError as e:
-        tell(Check(name="model", ok=False, detail=str(e)))
+        on_check(Check(name="model", ok=False, detail=str(e)))
     except Exception as e:
-        tell(Check(name="model", ok=False, detail=f"vLLM refuses it: {sentence(e)}"))
+        on_check(Check(name="model", ok=False, detail=f"vLLM rejects it: {sentence(e)}"))
     else:
-        kind = ", ".join(config.model_config.architectures or [])
+        architecture = ", ".join(config.model_config.architectures or [])
         settings = active_settings(config.additional_config)
-        verdict = "served whole" if settings is None else f"can be served with {settings.compress}"
-        tell(Check(name="model", ok=True, detail=f"{kind}: {verdict}"))
+        support = "uncompressed" if settings is None else f"supported by {settings.compress}"
+        on_check(Check(name="model", ok=True, detail=f"{architecture}: {support}"))
         return config
     raise Failed
 
 
-def _started(tell: Tell, config: VllmConfig) -> LLMEngine:
-    began = time.monotonic()
+def _started(on_check: CheckCallback, config: VllmConfig) -> LLMEngine:
+    """Return a started engine, and report a check of its start.
+
+    Raises:
+        Failed: the engine did not start.
+    """
+    started_at = time.monotonic()
     try:
         engine = LLMEngine.from_vllm_config(config)
     except Exception as e:
-        tell(Check(name="engine", ok=False, detail=f"it did not start: {sentence(e)}"))
+        on_check(Check(name="engine", ok=False, detail=f"it did not start: {sentence(e)}"))
         raise Failed from None
-    took = time.monotonic() - began
-    tell(Check(name="engine", ok=True, detail=f"started in {took:.0f} s on {_device()}"))
+    seconds = time.monotonic() - started_at
+    on_check(Check(name="engine", ok=True, detail=f"started in {seconds:.0f} s on {_device()}"))
     return engine
 
 
@@ -146,7 +165,7 @@ def _device() -> str:
 
 
 def runner(engine: LLMEngine, config: VllmConfig) -> Check:
-    """Which of vLLM's classes run, and whether ours are among them."""
+    """Return a check that lists the running classes and tests that our worker is one of them."""
     core = engine.engine_core.engine_core
     ranks = core.model_executor.collective_rpc(_classes)
     (worker, _, model_runner, backends), scheduler = ranks[0], type(core.scheduler).__name__
@@ -161,6 +180,7 @@ def runner(engine: LLMEngine, config: VllmConfig) -> Check:
 
 
 def _classes(wrapper: Any) -> tuple[str, bool, str, list[str]]:
+    """Return a rank's worker class, whether it compresses, its model runner and its backends."""
     worker = wrapper.worker
     version = "V2" if hasattr(worker.model_runner, "req_states") else "V1"
     groups = [group for groups in worker.model_runner.attn_groups for group in groups]

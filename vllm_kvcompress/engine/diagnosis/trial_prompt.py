@@ -1,4 +1,4 @@
-"""The one prompt that a trial engine is asked: a text's tokens, or a chat's, with its parts."""
+"""Builds the prompt for the trial engine, from a text or from a chat."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,9 +11,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.probe_prompt import Limits
-from vllm_kvcompress.engine.frontend.by_role import every_role
+from vllm_kvcompress.engine.frontend.by_role import role_spans
 from vllm_kvcompress.engine.frontend.chat_parts import parts_of
-from vllm_kvcompress.engine.frontend.modalities import held_beside_text, refuse_untested
+from vllm_kvcompress.engine.frontend.modalities import modalities_of, refuse_untested
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.errors import ConfigError
@@ -22,13 +22,13 @@ from vllm_kvcompress.methods.spans import Spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPrompt:
-    """One prompt.
+    """The trial engine's prompt.
 
     Args:
-        ids: its tokens.
-        rendered: as the engine takes it.
-        protected: what of it is protected by the engine's settings.
-        parts: of a chat, the tokens of its pictures, of each role's messages, of its tools and of
+        ids: its token ids.
+        rendered: the prompt in the format of `LLMEngine.add_request`.
+        protected: spans that the engine's settings protect.
+        parts: for a chat, the spans of each role's messages, of its tools, of its pictures and of
             the template.
     """
 
@@ -41,11 +41,11 @@ class TrialPrompt:
 def prompt_of(
     engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]
 ) -> TrialPrompt:
-    """The prompt that `spec` tells of.
+    """Return the prompt that `spec` describes.
 
     Raises:
-        ConfigError: the model has no tokenizer or template for it, it is too long, or it holds
-            what these settings do not compress.
+        ConfigError: the model has no tokenizer or chat template, or the prompt is too long or
+            contains something that these settings do not compress.
     """
     if spec["chat"] is None:
         ids = _ids(engine, config, limits, spec)
@@ -58,33 +58,41 @@ def prompt_of(
         params = ChatParams(chat_template_kwargs=kwargs)
         _, (prompt,) = renderer.render_chat([chat["messages"]], params, tokenizing)
     except Exception as e:
-        # Anything may go wrong in a template.
+        # A chat template may raise anything.
         raise ConfigError(f"the chat of --prompt-file cannot be rendered: {e}") from None
     ids = list(prompt["prompt_token_ids"])
     _refuse_too_long(ids, limits)
     parts = parts_of(prompt)
     settings = active_settings(config.additional_config)
-    params = SamplingParams(max_tokens=limits.answer, extra_args=dict(limits.asks) or None)
-    refuse_untested(config, settings, params, held_beside_text(prompt), len(ids))
+    params = SamplingParams(
+        max_tokens=limits.output_tokens, extra_args=dict(limits.request_args) or None
+    )
+    refuse_untested(config, settings, params, modalities_of(prompt), len(ids))
     protected = protected_spans(config, settings, params, prompt)
     return TrialPrompt(
         ids=ids,
         rendered=prompt,
         protected=protected,
-        parts={} if parts is None else every_role(parts, prompt),
+        parts={} if parts is None else role_spans(parts, prompt),
     )
 
 
 def _refuse_too_long(ids: list[int], limits: Limits) -> None:
-    if len(ids) + limits.answer > limits.longest:
+    """Check that the prompt and its output fit into the model's context.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    max_tokens = limits.max_model_len - limits.output_tokens
+    if len(ids) > max_tokens:
         raise ConfigError(
-            f"the prompt has {len(ids)} tokens, at most {limits.longest - limits.answer} fit;"
-            " pass --tokens, or a larger --max-model-len after --"
+            f"the prompt has {len(ids)} tokens, at most {max_tokens} fit; pass --tokens, or a"
+            " larger --max-model-len after --"
         )
 
 
 def _ids(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]) -> list[int]:
-    """A text's token ids.
+    """Return the token ids of a text prompt.
 
     Raises:
         ConfigError: the model has no tokenizer for the text, or the text is too long.
@@ -99,15 +107,15 @@ def _ids(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, 
         _refuse_too_long(ids, limits)
         return ids
     if length is None:
-        at_most = limits.longest - limits.answer - limits.block_size
-        length = limits.shortest(min(spec["at_least"], at_most))
+        max_tokens = limits.max_model_len - limits.output_tokens - limits.block_size
+        length = limits.shortest(min(spec["at_least"], max_tokens))
     if tokenizer is None:
-        high = config.model_config.get_vocab_size()
-        picked = torch.randint(high, (length,), generator=torch.Generator().manual_seed(0))
-        return [int(token) for token in picked]
+        vocab_size = config.model_config.get_vocab_size()
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocab_size, (length,), generator=generator).tolist()
     question: list[int] = list(tokenizer.encode(spec["question"], add_special_tokens=False))
     filler: list[int] = list(tokenizer.encode(text[: 12 * length]))
-    room = int(length) - len(question)
-    if room < 1:
+    filler_length = int(length) - len(question)
+    if filler_length < 1:
         return question[:length]
-    return (filler * (room // len(filler) + 1))[:room] + question
+    return (filler * (filler_length // len(filler) + 1))[:filler_length] + question

@@ -1,8 +1,7 @@
-"""VllmHook `aliases`: the model also answers under the operator's further names.
+"""VllmHook `aliases`: serve the model under further names, each with its own settings.
 
-The aliases are added to vLLM's list of names, so that vLLM checks, lists and refuses them as it
-does its own. A request that comes under an alias carries the name in its extra arguments, where the
-scheduler looks for the settings of a request.
+The aliases are added to vLLM's list of names, so vLLM checks, lists and refuses them like its own.
+A request sent to an alias carries it in its extra arguments, where the scheduler reads it.
 """
 
 import functools
@@ -13,25 +12,26 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.serving import BaseServing
 
-from vllm_kvcompress.engine.messages.settings import settings_given
-from vllm_kvcompress.settings.overrides import ALIAS, refuse_taken
+from vllm_kvcompress.engine.messages.settings import parsed_settings
+from vllm_kvcompress.settings.overrides import refuse_taken_names
+from vllm_kvcompress.settings.request_keys import ALIAS
 
 _INSTALLED = "_kvcompress_aliases_installed"
 _NAMES = "_kvcompress_aliases"
 
-# the alias to which this task's request is addressed; None for a name of vLLM's
+# alias that the current task's request was sent to; None for vLLM's own names
 _addressed: ContextVar[str | None] = ContextVar("kvcompress_addressed", default=None)
 
 
 def resolve(models: Any, request: Any) -> None:
-    """Write the alias that a request is addressed to into its extra arguments.
+    """Write the alias that a request was sent to into its extra arguments. Safe to call twice.
 
-    Safe to call twice. Nothing is written into a request under another name, or into one that has
-    no room for extra arguments: such a request counts or reads tokens, and compresses nothing.
+    Requests to other names stay unchanged. So do requests without a field for extra arguments,
+    which only count or read tokens.
 
     Args:
         models: the server's `OpenAIServingModels`.
-        request: a request to any endpoint that takes a model's name.
+        request: a request to any endpoint with a `model` field.
     """
     name = getattr(request, "model", None)
     if name not in getattr(models, _NAMES, ()):
@@ -45,13 +45,13 @@ def resolve(models: Any, request: Any) -> None:
 
 
 def _takes_extra_arguments(kind: type[Any]) -> bool:
-    """Whether a request's class has `vllm_xargs`, or hands on a field that it does not know."""
+    """Return whether a request class has `vllm_xargs` or accepts unknown fields."""
     known = getattr(kind, "model_fields", {})
     return "vllm_xargs" in known or getattr(kind, "model_config", {}).get("extra") == "allow"
 
 
 def install() -> None:
-    """Wrap where vLLM learns the model's names, looks one up and writes it; safe to call twice."""
+    """Wrap the methods that set, look up and report model names; safe to call twice."""
     if getattr(OpenAIServingModels, _INSTALLED, False):
         return
     init = OpenAIServingModels.__init__
@@ -62,17 +62,17 @@ def install() -> None:
     def with_aliases(
         self: Any, engine_client: Any, base_model_paths: list[BaseModelPath], **more: Any
     ) -> None:
-        settings = settings_given(engine_client.vllm_config.additional_config)
+        settings = parsed_settings(engine_client.vllm_config.additional_config)
         served = [path.name for path in base_model_paths]
-        refuse_taken(settings, served, [lora.name for lora in more.get("lora_modules") or ()])
+        refuse_taken_names(settings, served, [lora.name for lora in more.get("lora_modules") or ()])
         names = [alias.name for alias in settings.alias]
         root = base_model_paths[0].model_path
-        also = [BaseModelPath(name=name, model_path=root) for name in names]
-        init(self, engine_client, [*base_model_paths, *also], **more)
+        aliases = [BaseModelPath(name=name, model_path=root) for name in names]
+        init(self, engine_client, [*base_model_paths, *aliases], **more)
         setattr(self, _NAMES, frozenset(names))
 
     @functools.wraps(model_name)
-    def addressed(self: Any, lora_request: Any = None) -> Any:
+    def reporting_alias(self: Any, lora_request: Any = None) -> Any:
         name = _addressed.get()
         return model_name(self, lora_request) if lora_request is not None or name is None else name
 
@@ -82,6 +82,6 @@ def install() -> None:
         return await check_model(self, request)
 
     OpenAIServingModels.__init__ = with_aliases
-    OpenAIServingModels.model_name = addressed
+    OpenAIServingModels.model_name = reporting_alias
     BaseServing._check_model = resolving
     setattr(OpenAIServingModels, _INSTALLED, True)

@@ -1,9 +1,9 @@
-"""VllmHook `api`: check what a request asks for before anything of it runs.
+"""VllmHook `api`: check the compression settings of a request before anything of it runs.
 
-A wrong value is answered with HTTP 400 on every endpoint, streaming or not. vLLM checks a request's
-parameters when its generator is first asked, and a stream has answered 200 by then; we therefore
-check where the generator is made. Offline, and for requests that come another way, we check again
-where vLLM turns parameters into a request.
+A wrong value is answered with HTTP 400 on every endpoint, streaming or not. vLLM checks parameters
+when its generator is first awaited, after a stream has answered 200, so we check where the
+generator is created. Offline, and for requests that arrive another way, we check again where vLLM
+turns parameters into a request.
 """
 
 import functools
@@ -24,19 +24,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.engine.frontend.aliases import resolve
-from vllm_kvcompress.engine.frontend.by_role import asked_roles
-from vllm_kvcompress.engine.frontend.chat_parts import TOLD, wanted
+from vllm_kvcompress.engine.frontend.bodies import ignored_keys
+from vllm_kvcompress.engine.frontend.by_role import requested_roles
+from vllm_kvcompress.engine.frontend.chat_parts import REPORTED, needed_parts
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.frontend.modalities import (
     forget,
-    held_beside_text,
+    has_more_than_text,
+    modalities_of,
     refuse_untested,
     rendered,
-    shows_more_than_text,
     waits_for_rendering,
 )
+from vllm_kvcompress.engine.frontend.prompt_limits import check_fits_pool, check_token_budget
 from vllm_kvcompress.engine.frontend.protection import protected_spans
-from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.frontend.transfers import (
     PARAMETERS,
     Pulls,
@@ -49,7 +50,8 @@ from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for, protection_for, settings_for
+from vllm_kvcompress.settings.overrides import by_role_for, protection_for, settings_for
+from vllm_kvcompress.settings.request_keys import BY_ROLE, XARGS, misplaced, refuse_misplaced
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (
@@ -61,14 +63,14 @@ HANDLERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """What an engine's requests may ask for.
+    """Policy of an engine for the compression settings of requests.
 
     Args:
-        settings: the engine's; None when nothing can be compressed.
-        switched_off: whether the operator gave ``--kv-compress off`` and allows nothing else. Then
-            requests may ask for anything, so that no client needs a change when an operator goes
-            back to that.
-        pulls: prompts that this engine's requests have pulled.
+        settings: settings of the engine; None if nothing can be compressed.
+        switched_off: whether the operator gave ``--kv-compress off`` and allows no other method.
+            Requests may then set anything, so clients need no change when compression is turned
+            off.
+        pulls: prompts that requests of this engine have pulled.
     """
 
     settings: CompressionConfig | None
@@ -80,31 +82,32 @@ _policies: WeakKeyDictionary[InputProcessor, _Policy] = WeakKeyDictionary()
 
 
 def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a request that asks for something that it may not have.
+    """Refuse a request with wrong or forbidden compression settings.
 
     Args:
-        processor: the engine's, whose configuration says what is allowed.
-        extra_args: the request's ``vllm_xargs``, or its sampling parameters' `extra_args`.
+        processor: input processor of the engine, whose configuration has the policy.
+        extra_args: ``vllm_xargs`` of the request, or `extra_args` of its sampling parameters.
 
     Raises:
-        VLLMValidationError: the request is refused; vLLM's server answers it with status 400.
+        VLLMValidationError: the request is refused. vLLM's server answers with status 400.
     """
     if not extra_args:
         return
     policy = _policy(processor)
     if policy.switched_off:
         return
-    with _refusing():
-        own = settings_for(policy.settings, extra_args)
+    with _counted_refusals():
+        request_settings = settings_for(policy.settings, extra_args)
         if policy.settings is not None:
             protection_for(policy.settings, extra_args)
             by_role_for(policy.settings, extra_args)
-            check_lookahead(processor.vllm_config, own)
+            check_lookahead(processor.vllm_config, request_settings)
+            check_token_budget(request_settings, extra_args, processor.vllm_config)
 
 
 @contextmanager
-def _refusing(parameter: str = "vllm_xargs") -> Iterator[None]:
-    """Answer what a request may not have with vLLM's error, and count it."""
+def _counted_refusals(parameter: str = XARGS) -> Iterator[None]:
+    """Turn an OverrideError into vLLM's validation error, and count it."""
     try:
         yield
     except OverrideError as e:
@@ -121,18 +124,18 @@ def _policy(processor: InputProcessor) -> _Policy:
     return _policies[processor]
 
 
-def _check_whole(
+def _check_request(
     processor: InputProcessor, prompt: Any, params: Any, request_id: str, *, begins: bool = False
 ) -> tuple[Spans, Roles]:
-    """Run `_checked_whole`, and refuse to pull what another request has.
+    """Run `_checked_spans`, and refuse to pull a prompt that another request has pulled.
 
-    What was processed for a refused prompt is forgotten.
+    If the request is refused, its items are removed from vLLM's processor cache.
     """
     try:
-        checked = _checked_whole(processor, prompt, params)
+        checked = _checked_spans(processor, prompt, params)
         policy = _policy(processor)
         if policy.settings is not None and isinstance(params, SamplingParams):
-            with _refusing(PARAMETERS):
+            with _counted_refusals(PARAMETERS):
                 policy.pulls.check(
                     processor.vllm_config, params.extra_args, request_id, begins=begins
                 )
@@ -142,35 +145,36 @@ def _check_whole(
         raise
 
 
-def _checked_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
-    """Run `check`, and `check_room` where the prompt's tokens are known.
+def _checked_spans(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
+    """Run `check`, and the checks that need the prompt.
 
-    Of a prompt that waits for its rendering, only what can be judged before.
+    If the prompt waits for rendering, its length is unknown and only `check` and the transfer
+    parameters are checked.
 
     Returns:
-        What of the prompt is protected, and the tokens of each role where the request asks.
+        The protected spans of the prompt, and the spans of each role if the request asks for them.
     """
     if not isinstance(params, SamplingParams):
         return (), {}
     config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
     check(processor, extra_args)
     if policy.settings is not None:
-        with _refusing(PARAMETERS):
+        with _counted_refusals(PARAMETERS):
             check_transfer(config, extra_args, params.n)
     if waits_for_rendering(prompt):
         return (), {}
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     tokens = None if ids is None else len(ids)
-    with _refusing():
-        refuse_untested(config, policy.settings, params, held_beside_text(prompt), tokens or 0)
+    with _counted_refusals():
+        refuse_untested(config, policy.settings, params, modalities_of(prompt), tokens or 0)
         spans = protected_spans(config, policy.settings, params, prompt)
-        roles = asked_roles(policy.settings, params, prompt)
-    check_room(config, policy.settings, extra_args, tokens, spans)
+        roles = requested_roles(policy.settings, params, prompt)
+    check_fits_pool(config, policy.settings, extra_args, tokens, spans)
     return spans, roles
 
 
 def install() -> None:
-    """Wrap the places where requests enter; safe to call twice."""
+    """Wrap the methods where requests enter; safe to call twice."""
     if getattr(InputProcessor, _INSTALLED, False):
         return
     process_inputs = InputProcessor.process_inputs
@@ -181,10 +185,10 @@ def install() -> None:
         request_id = kwargs["request_id"] if "request_id" in kwargs else args[0]
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         params = kwargs["params"] if "params" in kwargs else args[2]
-        spans, roles = _check_whole(self, prompt, params, request_id)
+        spans, roles = _check_request(self, prompt, params, request_id)
         request = process_inputs(self, *args, **kwargs)
         if waits_for_rendering(prompt):
-            spans, roles = _check_whole(self, rendered(request), params, request_id)
+            spans, roles = _check_request(self, rendered(request), params, request_id)
         if request.sampling_params is not None:
             attach_spans(request.sampling_params, spans, roles)
         return request
@@ -194,7 +198,7 @@ def install() -> None:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[0]
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
         request_id = kwargs["request_id"] if "request_id" in kwargs else args[2]
-        _check_whole(self.input_processor, prompt, params, request_id, begins=True)
+        _check_request(self.input_processor, prompt, params, request_id, begins=True)
         return generate(self, *args, **kwargs)
 
     InputProcessor.process_inputs = processing
@@ -204,129 +208,161 @@ def install() -> None:
         setattr(serving, name, _checking(getattr(serving, name), chat=chat))
     batch: Any = OpenAIServingChatBatch
     batch.create_batch_chat_completion = _checking_batch(batch.create_batch_chat_completion)
-    tokens: Any = ServingTokens
-    tokens.serve_tokens = _telling_of_refusals(tokens.serve_tokens)
+    serving_tokens: Any = ServingTokens
+    serving_tokens.serve_tokens = _reporting_refusals(serving_tokens.serve_tokens)
     setattr(InputProcessor, _INSTALLED, True)
 
 
-def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
-    """The parts of a chat that are to be found: what is protected, and what is asked about.
+def _needed_parts(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
+    """Return the parts of a chat to find: protected ones and those of a role report.
 
-    None for beam search: it makes other prompts of a chat, which are no chats.
+    None for beam search, whose own prompts are not chats.
     """
     settings = _policy(processor).settings
     if getattr(request, "use_beam_search", False):
         return None
     if settings is None:
         return ()
-    # Of a prompt that is left whole as well: both sides of a comparison pay for the search.
-    asked = TOLD if by_role_for(settings, request.vllm_xargs) else ()
+    # Uncompressed requests search for roles too, so that comparisons measure the same work.
+    reported = REPORTED if by_role_for(settings, request.vllm_xargs) else ()
     if settings_for(settings, request.vllm_xargs) is None:
-        return asked
-    return (*protection_for(settings, request.vllm_xargs).words, *asked)
+        return reported
+    return (*protection_for(settings, request.vllm_xargs).words, *reported)
 
 
 def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None:
-    """Refuse beam search where its prompts may be packed and should not be, or should be protected.
+    """Refuse beam search that compression cannot serve as requested.
 
-    Each of its steps is a request by the engine's own settings for one token, which is left whole
-    unless it is packed piece by piece. The operator's words concern chats alone.
+    Each beam step is a request for one token with the engine's settings, which stays uncompressed
+    unless it is compressed piece by piece. The operator's protected parts apply to chats only.
 
     Raises:
-        VLLMValidationError: it is refused.
+        VLLMValidationError: the request is refused.
     """
     settings = _policy(processor).settings
     if settings is None or not getattr(request, "use_beam_search", False):
         return
     if by_role_for(settings, request.vllm_xargs):
-        with _refusing():
+        with _counted_refusals():
             raise OverrideError(
                 "invalid",
-                f"beam search makes other prompts of this one, of which {BY_ROLE} tells nothing;"
-                f" send it without use_beam_search, or without {BY_ROLE}",
+                f"beam search starts other requests, which do not report {BY_ROLE};"
+                f" send the request without use_beam_search, or without {BY_ROLE}",
             )
     if not settings.enabled or settings.max_whole is None:
         return
-    if chat and shows_more_than_text(request.messages):
-        with _refusing():
+    if chat and has_more_than_text(request.messages):
+        with _counted_refusals():
             raise OverrideError(
                 "invalid",
-                "a prompt that holds more than text must stand whole until its end, and beam search"
-                " makes longer and longer prompts of this one, which this server may pack piece by"
+                "a prompt with more than text must be compressed after its prefill, and beam search"
+                " makes longer prompts from this one, which this server may compress piece by"
                 " piece; send it without use_beam_search",
             )
-    asked = protection_for(settings, request.vllm_xargs)
-    if asked.spans or asked.named or (chat and asked.words):
-        with _refusing():
+    protection = protection_for(settings, request.vllm_xargs)
+    if protection.spans or protection.named or (chat and protection.words):
+        with _counted_refusals():
             raise OverrideError(
                 "invalid",
-                "beam search makes other prompts of this one, which this server may pack piece by"
-                " piece, and nothing of them would be protected; send it without use_beam_search",
+                "beam search makes other prompts from this one, which this server may compress"
+                " piece by piece without protection; send it without use_beam_search",
             )
 
 
-def _checking(answer: Any, *, chat: bool) -> Any:
-    """Wrap a handler of the server, so that the request is checked first.
+def _checking(handler: Any, *, chat: bool) -> Any:
+    """Wrap a server handler to check the request first, and note the parts of a chat to find.
 
-    What of a chat is to be protected is noted for whoever renders it.
-
-    Responses make their generator within the stream, and beam search drops the extra arguments.
+    This cannot wait for the generator: Responses create it inside the stream, and beam search drops
+    the extra arguments.
     """
 
-    async def checked(self: Any, request: Any) -> None:
+    async def checked(self: Any, request: Any, raw_request: Any) -> None:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
+        await _refuse_misplaced_settings(processor, request, raw_request)
         check(processor, request.vllm_xargs)
         _check_pull(processor, request)
         _check_beams(processor, request, chat=chat)
-        wanted.set(_words(processor, request) if chat else None)
+        needed_parts.set(_needed_parts(processor, request) if chat else None)
 
-    @functools.wraps(answer)
-    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(handler)
+    async def handling(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         raw_request = args[0] if args else kwargs.get("raw_request")
-        # where it is refused, vLLM tells a prefill server that keeps blocks for it
-        await self._with_kv_transfer_rejection_cleanup(checked(self, request), request, raw_request)
-        return await answer(self, request, *args, **kwargs)
+        # If the request is refused, vLLM tells the prefill server to free its blocks.
+        await self._with_kv_transfer_rejection_cleanup(
+            checked(self, request, raw_request), request, raw_request
+        )
+        return await handler(self, request, *args, **kwargs)
 
-    return answering
+    return handling
 
 
-def _checking_batch(answer: Any) -> Any:
-    """Wrap the handler of several chats at once; each of them is checked when it is generated.
+def _checking_batch(handler: Any) -> Any:
+    """Wrap the handler of chat batches; each chat is checked when it is generated.
 
-    No prefill server is told of one that is refused: a batch has no id to tell it by, and vLLM's
-    engine ends where it is told of none.
+    The prefill server is not told of refused batches: a batch has no request id, and vLLM's engine
+    crashes when told of none.
     """
 
-    @functools.wraps(answer)
-    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_pull(self.engine_client.input_processor, request)
-        return await answer(self, request, *args, **kwargs)
+    @functools.wraps(handler)
+    async def handling(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        processor = self.engine_client.input_processor
+        raw_request = args[0] if args else kwargs.get("raw_request")
+        await _refuse_misplaced_settings(processor, request, raw_request)
+        _check_pull(processor, request)
+        return await handler(self, request, *args, **kwargs)
 
-    return answering
+    return handling
 
 
-def _telling_of_refusals(answer: Any) -> Any:
-    """Wrap a handler that checks where it generates: vLLM tells no prefill server what it refuses.
+def _reporting_refusals(handler: Any) -> Any:
+    """Wrap a handler for which vLLM does not tell the prefill server about refused requests.
 
-    Where nothing is compressed it stays as it is.
+    Unchanged if nothing can be compressed.
     """
 
-    @functools.wraps(answer)
-    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = answer(self, request, *args, **kwargs)
-        if _policy(self.engine_client.input_processor).settings is None:
-            return await asked
+    @functools.wraps(handler)
+    async def handling(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        processor = self.engine_client.input_processor
         raw_request = args[0] if args else kwargs.get("raw_request")
-        return await self._with_kv_transfer_rejection_cleanup(asked, request, raw_request)
 
-    return answering
+        async def checked() -> Any:
+            await _refuse_misplaced_settings(processor, request, raw_request)
+            return await handler(self, request, *args, **kwargs)
+
+        if _policy(processor).settings is None:
+            return await checked()
+        return await self._with_kv_transfer_rejection_cleanup(checked(), request, raw_request)
+
+    return handling
+
+
+async def _refuse_misplaced_settings(
+    processor: InputProcessor, request: Any, raw_request: Any
+) -> None:
+    """Refuse settings outside ``vllm_xargs``, which vLLM ignores.
+
+    A server without compression refuses there what it refuses in ``vllm_xargs``.
+
+    Raises:
+        VLLMValidationError: a setting is in the wrong place.
+    """
+    policy = _policy(processor)
+    if policy.switched_off:
+        return
+    with _counted_refusals():
+        for body, fields, place in await ignored_keys(request, raw_request):
+            if policy.settings is None:
+                settings_for(None, misplaced(body, fields))
+            else:
+                refuse_misplaced(body, fields, place)
 
 
 def _check_pull(processor: InputProcessor, request: Any) -> None:
-    asked = {PARAMETERS: getattr(request, PARAMETERS, None)}
+    """Check the transfer parameters of an HTTP request."""
+    extra_args = {PARAMETERS: getattr(request, PARAMETERS, None)}
     if _policy(processor).settings is not None:
-        with _refusing(PARAMETERS):
+        with _counted_refusals(PARAMETERS):
             choices, prompts = getattr(request, "n", None), prompts_of(request)
             beams = bool(getattr(request, "use_beam_search", False))
-            check_transfer(processor.vllm_config, asked, choices, prompts, beams=beams)
+            check_transfer(processor.vllm_config, extra_args, choices, prompts, beams=beams)

@@ -1,9 +1,8 @@
-"""VllmHook `chat_parts`: which tokens of a chat are its system prompt, its tools and its question.
+"""VllmHook `chat_parts`: find the tokens of a chat's system prompt, tools and question.
 
-Templates decide where these stand, so they are found by rendering: the chat once more with another
-text in their place, or with one more tool before and behind the others. What both have in common,
-from the beginning and from the end, is not the part. Rendering a template takes a fraction of the
-time that its tokens take; the tokens are made once, with the places of their letters.
+Only the chat template knows where they are, so the chat is rendered again with a placeholder in a
+message, or with one more tool. The text outside the common prefix and suffix is the part. Rendering
+takes a fraction of the time of tokenizing, and the chat is tokenized only once, with offsets.
 """
 
 import functools
@@ -16,26 +15,26 @@ from typing import Any, NamedTuple
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvcompress.engine.frontend.renderings import (
-    STAND_IN,
-    Letters,
+    PLACEHOLDER,
     PartError,
     Span,
     Text,
-    beside_tool,
-    instead_of,
+    TokenOffsets,
+    replaced_span,
+    tools_span,
 )
 from vllm_kvcompress.engine.messages.settings import active_settings
-from vllm_kvcompress.methods.spans import Spans, joined
+from vllm_kvcompress.methods.spans import Spans, merge_spans
 from vllm_kvcompress.settings.protection import QUESTION, SYSTEM, TOOLS, WORDS
 
 _INSTALLED = "_kvcompress_chat_parts"
 _KEY = "kvcompress_chat"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_MOST_MESSAGES, _MOST_OF_A_ROLE = 32, 128
-"""Messages of a part that is protected, and of a role that is asked about, at most: the chat is
-rendered once more for each."""
-_ENDS = 256
-"""Tokens at either end of a question that are protected."""
+_MAX_PROTECTED_MESSAGES, _MAX_ROLE_MESSAGES = 32, 128
+"""Maximum messages of a protected part, and of a role in a report. The chat is rendered once more
+for each."""
+_QUESTION_END = 256
+"""Tokens at each end of a long question that are protected."""
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     SYSTEM: ("system", "developer"),
@@ -43,15 +42,15 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "assistant": ("assistant",),
     "tool": ("tool",),
 }
-"""What is told of roles, and the roles of messages that it is told of."""
-TOLD = (TOOLS, *ROLES)
+"""Role in a report -> roles of messages that it includes."""
+REPORTED = (TOOLS, *ROLES)
 
-wanted: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_wanted", default=None)
-"""The parts that the chat which this server is answering needs; None where it is no chat."""
+needed_parts: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_parts", default=None)
+"""Parts that the current request needs from its chat; None if it is not a chat."""
 
 
 class _Variant(NamedTuple):
-    """The chat with something in the place of a part, or beside it."""
+    """A chat with a placeholder in one message, or with one more tool."""
 
     messages: list[Any]
     params: Any
@@ -59,17 +58,17 @@ class _Variant(NamedTuple):
 
 @dataclass(slots=True)
 class ChatParts:
-    """Finds the parts of one chat, each when it is asked for.
+    """Finds the token spans of a chat's parts, each on first use.
 
     Args:
-        renderer: vLLM's.
-        messages: of the chat, as they came.
-        params: vLLM's parameters of the template.
-        tokenizing: vLLM's parameters of the tokenizer.
-        prompt: what vLLM made of it for the engine.
+        renderer: vLLM's renderer.
+        messages: messages of the chat as the client sent them.
+        params: vLLM's template parameters.
+        tokenizing: vLLM's tokenizer parameters.
+        prompt: the rendered prompt as it goes to the engine.
 
     Attributes:
-        strange: whether it has messages of a role that nothing is told of.
+        has_other_roles: whether the chat has a message of a role that is not in `ROLES`.
     """
 
     renderer: Any
@@ -77,51 +76,54 @@ class ChatParts:
     params: Any
     tokenizing: Any
     prompt: Mapping[str, Any]
-    strange: bool = field(init=False)
+    has_other_roles: bool = field(init=False)
     _found: dict[str, Spans | PartError] = field(default_factory=dict)
-    _letters: "Letters | None" = None
+    _offsets: "TokenOffsets | None" = None
 
     def __post_init__(self) -> None:
         known = {role for roles in ROLES.values() for role in roles}
         named = {str(m.get("role")) for m in self.messages if isinstance(m, Mapping)}
-        self.strange = not named <= known
+        self.has_other_roles = not named <= known
 
     def spans(self, word: str) -> Spans:
-        """The tokens of a part, or of a role's messages; none where the chat has no such part.
+        """Return the token spans of a part or role; () if the chat has none.
+
+        Args:
+            word: `system`, `tools` or `question`, or a key of `ROLES`.
 
         Raises:
-            PartError: it cannot be told which they are.
+            PartError: the spans cannot be found.
         """
         if word not in self._found and self.renderer is None:
-            raise PartError("this endpoint does not look for it")
+            raise PartError("this endpoint does not search for it")
         if word not in self._found:
-            with self._noting(word) as found:
+            with self._storing(word) as found:
                 for variant in self._variants(word):
                     with _rendering():
-                        made = self.renderer.render_messages(*variant)[1]
-                    found.append(self._span(word, variant, made))
+                        variant_prompt = self.renderer.render_messages(*variant)[1]
+                    found.append(self._span(word, variant, variant_prompt))
         spans = self._found[word]
         if isinstance(spans, PartError):
             raise spans
         return spans
 
     async def find(self, words: Iterable[str]) -> None:
-        """Find some parts for good, where other requests go on meanwhile.
+        """Find some parts now, while other requests run, and drop what the search needed.
 
-        What that took is forgotten: this lives as long as the request.
+        This object lives as long as the request.
         """
         for word in dict.fromkeys(words):
-            with self._noting(word) as found:
+            with self._storing(word) as found:
                 for variant in self._variants(word):
                     with _rendering():
-                        made = (await self.renderer.render_messages_async(*variant))[1]
-                    found.append(self._span(word, variant, made))
-        self.renderer = self.params = self.tokenizing = self._letters = None
+                        variant_prompt = (await self.renderer.render_messages_async(*variant))[1]
+                    found.append(self._span(word, variant, variant_prompt))
+        self.renderer = self.params = self.tokenizing = self._offsets = None
         self.messages, self.prompt = [], {}
 
     @contextmanager
-    def _noting(self, word: str) -> Iterator[list[Span | None]]:
-        """Note the spans that were found, or why none could be."""
+    def _storing(self, word: str) -> Iterator[list[Span | None]]:
+        """Store the spans that the caller finds, or the reason why it finds none."""
         found: list[Span | None] = []
         try:
             yield found
@@ -130,96 +132,107 @@ class ChatParts:
             return
         spans = [span for span in found if span is not None]
         if word == TOOLS and spans:
-            # behind one more in front of them, and before one more behind them
+            # The first variant has one more tool in front, the second one at the end.
             start, stop = spans[0][0], spans[-1][1]
             spans = [(start, stop)] if start < stop else []
         if word == QUESTION:
             spans = [end for span in spans for end in _ends(*span)]
-        self._found[word] = joined(spans)
+        self._found[word] = merge_spans(spans)
 
-    # -- what is rendered beside the chat itself ------------------------------------------------
+    # -- variants to render -------------------------------------------------------------------
 
     def _variants(self, word: str) -> Iterator[_Variant]:
+        """Yield the variants that locate a part.
+
+        Raises:
+            PartError: the part cannot be found in this chat.
+        """
         if word == TOOLS:
             yield from self._with_one_more_tool()
             return
-        places = self._messages_of(word)
-        most = _MOST_MESSAGES if word in WORDS else _MOST_OF_A_ROLE
-        if len(places) > most:
-            raise PartError(f"it has more than {most} messages")
-        for at in places:
-            before, behind = self.messages[:at], self.messages[at + 1 :]
-            yield _Variant([*before, self._stand_in(at), *behind], self.params)
+        indices = self._messages_of(word)
+        limit = _MAX_PROTECTED_MESSAGES if word in WORDS else _MAX_ROLE_MESSAGES
+        if len(indices) > limit:
+            raise PartError(f"it has more than {limit} messages")
+        for index in indices:
+            before, after = self.messages[:index], self.messages[index + 1 :]
+            yield _Variant([*before, self._placeholder(index), *after], self.params)
 
     def _with_one_more_tool(self) -> Iterator[_Variant]:
+        """Yield the chat with one more tool in front, then with one more at the end."""
         if any(isinstance(message, Mapping) and message.get("tools") for message in self.messages):
             raise PartError("some of them are in its messages")
         kwargs = self.params.chat_template_kwargs
         if not (tools := kwargs.get("tools")):
             return
-        other = {"name": STAND_IN, "description": STAND_IN, "parameters": _NO_PARAMETERS}
-        one = [{"type": "function", "function": other}]
-        for more in ([*one, *tools], [*tools, *one]):
-            own = {**kwargs, "tools": more}
-            yield _Variant(self.messages, replace(self.params, chat_template_kwargs=own))
+        function = {
+            "name": PLACEHOLDER,
+            "description": PLACEHOLDER,
+            "parameters": _NO_PARAMETERS,
+        }
+        added = [{"type": "function", "function": function}]
+        for more_tools in ([*added, *tools], [*tools, *added]):
+            more_kwargs = {**kwargs, "tools": more_tools}
+            yield _Variant(self.messages, replace(self.params, chat_template_kwargs=more_kwargs))
 
     def _messages_of(self, word: str) -> list[int]:
-        """The places of a part's or a role's messages that have a text."""
+        """Return the indices of a part's or role's messages that have text."""
         roles = ("user",) if word == QUESTION else ROLES[word]
         found = [
-            at
-            for at, message in enumerate(self.messages)
+            index
+            for index, message in enumerate(self.messages)
             if isinstance(message, Mapping) and message.get("role") in roles
         ]
         found = found[-1:] if word == QUESTION else found
-        if any(_has_more_than_text(self.messages[at]) for at in found):
-            raise PartError("its messages hold more than text")
-        return [at for at in found if _text_of(self.messages[at]).strip()]
+        if any(_has_more_than_text(self.messages[index]) for index in found):
+            raise PartError("its messages contain more than text")
+        return [index for index in found if _text_of(self.messages[index]).strip()]
 
-    def _stand_in(self, at: int) -> dict[str, Any]:
-        """A message with another text, which begins and ends with other letters."""
-        message = self.messages[at]
+    def _placeholder(self, index: int) -> dict[str, Any]:
+        """Return a message with other text, whose first and last characters differ too."""
+        message = self.messages[index]
         text = _text_of(message).strip()
         first, last = ("Q" if text[end] != "Q" else "Z" for end in (0, -1))
-        return {**message, "content": f"{first}{STAND_IN}{last}"}
+        return {**message, "content": f"{first}{PLACEHOLDER}{last}"}
 
-    # -- where the part is ----------------------------------------------------------------------
+    # -- spans --------------------------------------------------------------------------------
 
-    def _span(self, word: str, variant: _Variant, made: Mapping[str, Any]) -> Span | None:
-        """The tokens that a variant tells of; None where the template leaves the part out."""
+    def _span(self, word: str, variant: _Variant, variant_prompt: Mapping[str, Any]) -> Span | None:
+        """Return the span that a variant locates; None if the template omits the part."""
         if self.prompt.get("type") != "token" or any(map(_has_more_than_text, self.messages)):
-            raise PartError("a message of the chat holds more than text")
+            raise PartError("a message of the chat contains more than text")
         if self.tokenizing.truncate_prompt_tokens is not None:
-            raise PartError("truncate_prompt_tokens may have cut it")
-        # tokens where the renderer has its own tokenizer, whatever text they were put back into
-        kind = "prompt" if "prompt" in made else "prompt_token_ids"
-        whole: Text = self.prompt[kind]
-        other: Text = made[kind]
+            raise PartError("truncate_prompt_tokens may have removed it")
+        # Compare token ids if the renderer has its own tokenizer: text is then only decoded ids.
+        kind = "prompt" if "prompt" in variant_prompt else "prompt_token_ids"
+        original: Text = self.prompt[kind]
+        rendered: Text = variant_prompt[kind]
         if word != TOOLS:
-            found = instead_of(whole, other)
+            found = replaced_span(original, rendered)
         else:
             names = _names_of(variant)
-            front = names[0] == STAND_IN
-            found = beside_tool(whole, other, names[1:] if front else names[:-1], front=front)
-        if found is None or isinstance(whole, list):
+            front = names[0] == PLACEHOLDER
+            own_names = names[1:] if front else names[:-1]
+            found = tools_span(original, rendered, own_names, front=front)
+        if found is None or isinstance(original, list):
             return found
-        if self._letters is None:
-            self._letters = Letters.of(self.prompt, self.renderer, self.tokenizing)
-        return self._letters.tokens(*found)
+        if self._offsets is None:
+            self._offsets = TokenOffsets.of(self.prompt, self.renderer, self.tokenizing)
+        return self._offsets.tokens(*found)
 
 
 @contextmanager
 def _rendering() -> Iterator[None]:
-    """A template takes another text, or another tool, or it cannot be told where they stand."""
+    """Turn any exception while rendering a variant into a PartError."""
     try:
         yield
     except Exception as e:
-        # Anything may go wrong in a template.
-        raise PartError(f"the chat template takes no other in its place ({e})"[:200]) from None
+        # A chat template can raise anything.
+        raise PartError(f"the chat template cannot render a variant ({e})"[:200]) from None
 
 
 def _names_of(variant: _Variant) -> list[str]:
-    """The names of a variant's tools."""
+    """Return the names of a variant's tools."""
     tools = variant.params.chat_template_kwargs["tools"]
     return [str(tool.get("function", tool).get("name", "")) for tool in tools]
 
@@ -234,7 +247,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _has_more_than_text(message: Any) -> bool:
-    """Whether a message has a part that is no text, or nothing that is known to be one."""
+    """Return whether a message has a part that is not known to be text."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if content is None or isinstance(content, str):
         return False
@@ -245,22 +258,22 @@ def _has_more_than_text(message: Any) -> bool:
 
 
 def _ends(start: int, stop: int) -> Iterator[Span]:
-    """A span, or its first and last tokens where it is longer than both."""
-    if stop - start <= 2 * _ENDS:
+    """Yield a span, or its first and last tokens if it is longer than both together."""
+    if stop - start <= 2 * _QUESTION_END:
         yield start, stop
     else:
-        yield start, start + _ENDS
-        yield stop - _ENDS, stop
+        yield start, start + _QUESTION_END
+        yield stop - _QUESTION_END, stop
 
 
 def parts_of(prompt: Any) -> ChatParts | None:
-    """The parts of the chat that a prompt for the engine was made of; None where it was none."""
+    """Return the parts of the chat that a prompt was rendered from; None if there is none."""
     found = prompt.get(_KEY) if isinstance(prompt, Mapping) else None
     return found if isinstance(found, ChatParts) else None
 
 
 def install() -> None:
-    """Wrap where vLLM renders chats; safe to call twice."""
+    """Wrap the methods that render chats; safe to call twice."""
     if getattr(BaseRenderer, _INSTALLED, False):
         return
     render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
@@ -271,47 +284,49 @@ def install() -> None:
     ) -> Any:
         if active_settings(self.config.additional_config) is None:
             return render_chat(self, conversations, chat_params, tok_params, **more)
-        chats = [_at_hand(chat) for chat in conversations]
-        made, prompts = render_chat(self, chats, chat_params, tok_params, **more)
+        chats = [_reusable(chat) for chat in conversations]
+        rendered_chats, prompts = render_chat(self, chats, chat_params, tok_params, **more)
         used = self.default_chat_tok_params if tok_params is None else tok_params
         for chat, prompt in zip(chats, prompts, strict=True):
-            # which parts will be asked for is known with the parameters of each request
+            # The parts that a request needs are known later, with its parameters.
             prompt[_KEY] = ChatParts(self, chat, chat_params, used, dict(prompt))
-        return made, prompts
+        return rendered_chats, prompts
 
     @functools.wraps(render_chat_async)
     async def rendering_async(
         self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **more: Any
     ) -> Any:
-        settings, words = active_settings(self.config.additional_config), wanted.get()
+        settings, words = active_settings(self.config.additional_config), needed_parts.get()
         if settings is None or words == ():
             return await render_chat_async(self, conversations, chat_params, tok_params, **more)
-        chats = [_at_hand(chat) for chat in conversations]
+        chats = [_reusable(chat) for chat in conversations]
         used = self.default_chat_tok_params if tok_params is None else tok_params
-        asking = replace(used, return_token_offsets=bool(words) or used.return_token_offsets)
-        made, prompts = await render_chat_async(self, chats, chat_params, asking, **more)
+        tokenizing = replace(used, return_token_offsets=bool(words) or used.return_token_offsets)
+        rendered_chats, prompts = await render_chat_async(
+            self, chats, chat_params, tokenizing, **more
+        )
         for chat, prompt in zip(chats, prompts, strict=True):
             parts = prompt[_KEY] = ChatParts(self, chat, chat_params, used, dict(prompt))
-            # of another endpoint: whether an answer is wanted, and what of it, is known later
+            # `words` is None on other endpoints, which know the needed parts later.
             if words:
                 await parts.find(words)
             if not used.return_token_offsets:
                 prompt.pop("prompt_token_offsets", None)
-        return made, prompts
+        return rendered_chats, prompts
 
     BaseRenderer.render_chat = rendering
     BaseRenderer.render_chat_async = rendering_async
     setattr(BaseRenderer, _INSTALLED, True)
 
 
-def _at_hand(chat: Iterable[Any]) -> list[Any]:
-    """The messages of a chat, whose parts can be read more than once."""
+def _reusable(chat: Iterable[Any]) -> list[Any]:
+    """Return the messages of a chat with content that can be read more than once."""
     messages: list[Any] = []
     for message in chat:
-        own = message
+        reusable = message
         if isinstance(message, Mapping):
             content = message.get("content")
             if content is not None and not isinstance(content, str | list):
-                own = {**message, "content": list(content)}
-        messages.append(own)
+                reusable = {**message, "content": list(content)}
+        messages.append(reusable)
     return messages

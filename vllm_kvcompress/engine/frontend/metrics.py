@@ -1,10 +1,10 @@
-"""VllmHook `metrics`: count what compression does, on vLLM's own ``/metrics``.
+"""VllmHook `metrics`: report compression counts and settings on vLLM's ``/metrics``.
 
-Our stat logger has vLLM's interface and is put before vLLM's own in each process that has some. The
-scheduler's figures travel beside a KV connector's, and must be taken off before vLLM's loggers look
-there for a connector's alone. It is not an entry point in
-``vllm.stat_logger_plugins``, because vLLM would load that with compression off too, switch
-statistics on for an operator who switched them off, and not load it offline.
+Our stat logger implements vLLM's interface and runs before vLLM's own loggers. The scheduler's
+counts travel with a KV connector's statistics, and must be removed before vLLM's loggers read them.
+
+It is not an entry point in ``vllm.stat_logger_plugins``, because vLLM loads those with compression
+off too, turns statistics on for operators who turned them off, and does not load them offline.
 """
 
 import functools
@@ -35,10 +35,10 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 REFUSALS = ("not_allowed", "out_of_bounds", "invalid", "too_long")
 
 
-class Counted(NamedTuple):
-    """A counter: its further label, its help text, and the figure that it adds up.
+class CounterSpec(NamedTuple):
+    """A counter: its extra label, its help text, and the count to add.
 
-    `read` gives a count, or with a label a count for each of its values.
+    `read` returns a count, or with a label a count for each label value.
     """
 
     label: str
@@ -50,98 +50,105 @@ def _by_layer(counts: Counts) -> Mapping[str, float]:
     return counts["layer_tokens"]
 
 
-# name without the prefix -> counter; the order of the table in docs/operate.md
-COUNTERS: Mapping[str, Counted] = {
-    "planned_requests": Counted(
+# name without prefix -> counter, in the order of the table in docs/operate.md
+COUNTERS: Mapping[str, CounterSpec] = {
+    "planned_requests": CounterSpec(
         "method",
-        "Prompts that the scheduler gave to the workers to compress.",
+        "Requests that the scheduler selected for compression. Each counts once.",
         lambda counts: counts["planned"],
     ),
-    "requests": Counted(
-        "method", "Prompts that the workers have compressed.", lambda counts: counts["packed"]
+    "requests": CounterSpec(
+        "method",
+        "Planned requests that the workers have compressed.",
+        lambda counts: counts["packed"],
     ),
-    "skipped_requests": Counted(
-        "reason", "Prompts that were left whole, by reason.", lambda counts: counts["skipped"]
+    "skipped_requests": CounterSpec(
+        "reason",
+        "Requests whose prompts stayed uncompressed, by reason. Each request is counted once: as"
+        " planned, as skipped or as refused.",
+        lambda counts: counts["skipped"],
     ),
-    "prompt_tokens": Counted(
+    "prompt_tokens": CounterSpec(
         "",
         "Tokens of compressed prompts before compression.",
         lambda counts: counts["prompt_tokens"],
     ),
-    "kept_tokens": Counted(
+    "kept_tokens": CounterSpec(
         "",
-        "Tokens of compressed prompts after compression: the mean over their layers.",
+        "Tokens of compressed prompts after compression, as the mean over their layers.",
         lambda counts: counts["kept_tokens"],
     ),
-    "freed_blocks": Counted(
+    "freed_blocks": CounterSpec(
         "",
         "KV blocks of compressed prompts that went back to the pool.",
         lambda counts: counts["freed_blocks"],
     ),
-    "packed_blocks": Counted(
+    "packed_blocks": CounterSpec(
         "",
-        "Free KV blocks taken for the tokens that compressed prompts keep.",
+        "Free KV blocks allocated for the tokens that compressed prompts keep.",
         lambda counts: counts["packed_blocks"],
     ),
-    "in_place_requests": Counted(
+    "in_place_requests": CounterSpec(
         "",
-        "Prompts packed in place, into their own blocks, since the pool had none free.",
+        "Prompts compressed in place, in their own blocks, because the pool had no free ones.",
         lambda counts: counts["in_place"],
     ),
-    "repacked_answers": Counted(
+    "repacked_answers": CounterSpec(
         "",
-        "Times that an answer was packed again to its budget.",
-        lambda counts: counts["repacked"],
+        "Times that a request was compressed to its decode budget.",
+        lambda counts: counts["repacked_answers"],
     ),
-    "freed_answer_blocks": Counted(
+    "freed_answer_blocks": CounterSpec(
         "",
-        "KV blocks that went back to the pool when answers were packed again.",
-        lambda counts: counts["answer_blocks"],
+        "KV blocks that went back to the pool when requests were compressed to the decode budget.",
+        lambda counts: counts["freed_answer_blocks"],
     ),
-    "packed_pieces": Counted(
+    "packed_pieces": CounterSpec(
         "",
-        "Times that a prompt was packed piece by piece, its end included.",
-        lambda counts: counts["pieces"],
+        "Times that a prompt was compressed piece by piece, its last piece included.",
+        lambda counts: counts["packed_pieces"],
     ),
-    "slotless_lookaheads": Counted(
+    "slotless_lookaheads": CounterSpec(
         "",
-        "Prompts packed at the end of their prefill, since no slot was free for a look-ahead.",
-        lambda counts: counts["slotless"],
+        "Prompts compressed after prefill because no look-ahead slot was free.",
+        lambda counts: counts["slotless_lookaheads"],
     ),
-    "protected_tokens": Counted(
+    "protected_tokens": CounterSpec(
         "",
-        "Tokens of compressed prompts that are kept whatever their score.",
+        "Protected tokens of compressed prompts, which are kept whatever their score.",
         lambda counts: counts["protected_tokens"],
     ),
-    "raised_budgets": Counted(
+    "raised_budgets": CounterSpec(
         "",
-        "Prompts whose budget was raised to what of them is protected.",
+        "Prompts whose budget was raised to fit their protected tokens.",
         lambda counts: counts["raised_budgets"],
     ),
-    "cut_lookaheads": Counted(
+    "cut_lookaheads": CounterSpec(
         "to",
-        "Times that a prompt was packed before its look-ahead was over, since the pool was short.",
+        "Look-aheads that ended early because the KV pool was short.",
         lambda counts: counts["cut_lookaheads"],
     ),
-    "layer_tokens": Counted("layer", "Tokens that compressed prompts keep, by layer.", _by_layer),
+    "layer_tokens": CounterSpec(
+        "layer", "Tokens that compressed prompts keep, by layer.", _by_layer
+    ),
 }
 _refusals: Counter | None = None
 _model: list[str] = []
 
 
 def count_refusal(reason: str) -> None:
-    """Count a request that was answered with an error, by one of REFUSALS."""
+    """Count a request that was answered with an error, by a reason in REFUSALS."""
     if _refusals is not None:
         _refusals.labels(*_model, reason).inc()
 
 
 class CompressionStatLogger(AggregateStatLoggerBase):
-    """Counts what the schedulers of all engines report.
+    """Exports the counts that the schedulers of all engines report.
 
     Args:
-        vllm_config: the server's configuration.
-        engine_indexes: the engines whose statistics this process may hear of.
-        settings: the engine's compression settings.
+        vllm_config: configuration of the server.
+        engine_indexes: engines whose statistics this process receives.
+        settings: compression settings of the engine.
     """
 
     def __init__(
@@ -151,7 +158,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         layers = groups_of(vllm_config).full
         self._block_size = int(vllm_config.cache_config.block_size)
         methods = [variant.compress for variant in settings.variants]
-        usual = {
+        known_values = {
             "method": methods,
             "reason": REASONS,
             "layer": [str(layer) for layer in layers],
@@ -163,30 +170,31 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             labels = ["model_name", "engine", *([label] if label else [])]
             counter = self._counters[name] = Counter(f"vllm:kv_compress_{name}", text, labels)
             for engine in self._engines.values():
-                for value in usual.get(label, []):
+                for value in known_values.get(label, []):
                     counter.labels(*engine, value)
                 if not label:
                     counter.labels(*engine)
         labels = ["model_name", "engine"]
         self._ratio = Histogram(
             "vllm:kv_compress_ratio",
-            "Tokens that a compressed prompt keeps, as a share of the prompt.",
+            "Share of the prompt's tokens that compression keeps.",
             labels,
             buckets=_RATIOS,
         )
         self._seconds = Histogram(
             "vllm:kv_compress_seconds",
-            "Time on the worker's device to score and pack a prompt.",
+            "Time on the worker's device to score and compress a prompt.",
             labels,
             buckets=_SECONDS,
         )
         for engine in self._engines.values():
             self._ratio.labels(*engine)
             self._seconds.labels(*engine)
-        self._inform(settings, len(stages_of(vllm_config)))
+        self._set_gauges(settings, len(stages_of(vllm_config)))
         self._count_refusals(model)
 
-    def _inform(self, settings: CompressionConfig, stages: int) -> None:
+    def _set_gauges(self, settings: CompressionConfig, stages: int) -> None:
+        """Create the gauges with the settings and the budget."""
         names = {alias.name: alias.meaning for alias in settings.alias}
         first, last = scoring_query_counts(settings)
         settings = in_whole_blocks(settings, self._block_size)
@@ -211,13 +219,13 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         }
         gauge = Gauge(
             "vllm:kv_compress_info",
-            "Compression is on, with these settings.",
+            "Compression is on with these settings.",
             ["model_name", "engine", *values],
             multiprocess_mode="mostrecent",
         )
         budget = Gauge(
             "vllm:kv_compress_budget",
-            "The server's own budget: a ratio of the prompt, or tokens per layer.",
+            "Budget of the engine: a ratio of the prompt, or tokens per layer.",
             ["model_name", "engine", "unit"],
             multiprocess_mode="mostrecent",
         )
@@ -233,7 +241,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         _refusals, _model = (
             Counter(
                 "vllm:kv_compress_refused_requests",
-                "Requests answered with 400 for their compression settings or the pool's size.",
+                "Requests answered with 400 for their compression settings or the pool size.",
                 ["model_name", "reason"],
             ),
             [model],
@@ -249,7 +257,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         engine_idx: int = 0,
         **more: Any,
     ) -> None:
-        """Take our figures off vLLM's statistics and count them."""
+        """Remove our counts from vLLM's statistics and add them to the counters."""
         if scheduler_stats is None:
             return
         counts = take_counts(scheduler_stats)
@@ -273,14 +281,14 @@ class CompressionStatLogger(AggregateStatLoggerBase):
                 child.observe(value)
 
     def log_engine_initialized(self) -> None:
-        """Log nothing: `configure` has logged the settings."""
+        """Log nothing, because `configure` has logged the settings."""
 
 
 def install() -> None:
     """Wrap ``StatLoggerManager.__init__``; safe to call twice.
 
-    Our logger is made after vLLM's, which unregisters all metrics before it makes its own, and is
-    called first.
+    Our logger is created after vLLM's, which unregisters all metrics first, and is called before
+    them.
     """
     if getattr(StatLoggerManager, _INSTALLED, False):
         return
@@ -291,8 +299,8 @@ def install() -> None:
         init(self, vllm_config, *args, **kwargs)
         settings = active_settings(vllm_config.additional_config)
         if settings is not None:
-            compression = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
-            self.stat_loggers.insert(0, compression)
+            logger_ = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
+            self.stat_loggers.insert(0, logger_)
 
     StatLoggerManager.__init__ = with_ours
     setattr(StatLoggerManager, _INSTALLED, True)

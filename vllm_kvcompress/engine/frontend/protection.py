@@ -1,4 +1,4 @@
-"""What of one prompt is protected, as spans of its tokens, and whether it may be."""
+"""Find the protected token spans of a prompt, and check that they fit the budget."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -8,12 +8,12 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from vllm_kvcompress.engine.frontend.chat_parts import parts_of, wanted
+from vllm_kvcompress.engine.frontend.chat_parts import needed_parts, parts_of
 from vllm_kvcompress.engine.frontend.renderings import PartError
-from vllm_kvcompress.engine.layers import layers_together
+from vllm_kvcompress.engine.layers import layers_per_stage
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.spans import MOST_SPANS, Spans, count_before, joined, parse_spans
-from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.methods.spans import MAX_SPANS, Spans, count_before, merge_spans, parse_spans
+from vllm_kvcompress.planning.pieces import PieceSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import protection_for, settings_for
 from vllm_kvcompress.settings.protection import NONE, PROTECT, Protection
@@ -25,202 +25,222 @@ def protected_spans(
     params: SamplingParams,
     prompt: Any,
 ) -> Spans:
-    """The protected spans of a prompt; none where nothing of it will be dropped.
+    """Return the protected spans of a prompt; () if it stays uncompressed.
 
     Args:
-        config: the engine's.
-        settings: the engine's; None without compression.
-        params: the request's, whose extra arguments `settings_for` has accepted.
-        prompt: as it goes to the engine.
+        config: configuration of the engine.
+        settings: settings of the engine; None without compression.
+        params: sampling parameters, whose extra arguments `settings_for` has accepted.
+        prompt: prompt as it goes to the engine.
 
     Raises:
-        OverrideError: what is to be protected cannot be found, or is more than may be.
+        OverrideError: a protected part cannot be found, or too much is protected.
     """
-    own = None if settings is None else settings_for(settings, params.extra_args)
+    request_settings = None if settings is None else settings_for(settings, params.extra_args)
     if (
         settings is None
-        or own is None
-        or not (asked := protection_for(settings, params.extra_args))
+        or request_settings is None
+        or not (protection := protection_for(settings, params.extra_args))
     ):
         return ()
-    given = prompt if isinstance(prompt, Mapping) else {}
-    ids, rows = given.get("prompt_token_ids"), given.get("prompt_embeds")
+    fields = prompt if isinstance(prompt, Mapping) else {}
+    ids, embeds = fields.get("prompt_token_ids"), fields.get("prompt_embeds")
     if ids is None:
-        whole = rows is not None and stays_whole(own, params, len(rows))
-        if not whole and (asked.spans or asked.named or wanted.get() is not None):
+        uncompressed = embeds is not None and stays_uncompressed(
+            request_settings, params, len(embeds)
+        )
+        if not uncompressed and (
+            protection.spans or protection.named or needed_parts.get() is not None
+        ):
             raise OverrideError(
                 "invalid",
-                f"{PROTECT} needs the tokens of the prompt, and this one comes without any; send a"
-                f" text or token ids, or set {PROTECT} to {NONE}",
+                f"{PROTECT} needs the token ids of the prompt, and this prompt has none; send text"
+                f" or token ids, or set {PROTECT} to {NONE}",
             )
         return ()
     try:
-        spans = parse_spans(asked.spans, len(ids))
+        spans = parse_spans(protection.spans, len(ids))
     except ConfigError as e:
         raise OverrideError("invalid", f"{PROTECT}: {e}") from None
-    if stays_whole(own, params, len(ids)):
+    if stays_uncompressed(request_settings, params, len(ids)):
         return ()
-    granted = joined(_of_words(asked.granted, asked, settings, prompt))
-    others = tuple(word for word in asked.words if word not in asked.granted)
-    spans = joined([*granted, *_of_words(others, asked, settings, prompt), *spans])
-    if len(spans) > MOST_SPANS:
+    granted = merge_spans(_part_spans(protection.granted, protection, settings, prompt))
+    added_words = tuple(word for word in protection.words if word not in protection.granted)
+    spans = merge_spans([*granted, *_part_spans(added_words, protection, settings, prompt), *spans])
+    if len(spans) > MAX_SPANS:
         raise OverrideError(
             "out_of_bounds",
-            f"{PROTECT} must be at most {MOST_SPANS} spans that do not touch, got {len(spans)}",
+            f"{PROTECT} must be at most {MAX_SPANS} separate spans, got {len(spans)}",
         )
     if spans:
-        limits = _Limits(config=config, settings=settings, own=own, tokens=len(ids))
-        limits.refuse_too_much(spans, granted)
+        limits = _Limits(
+            config=config, settings=settings, request_settings=request_settings, tokens=len(ids)
+        )
+        limits.check(spans, granted)
     return spans
 
 
-def stays_whole(own: CompressionConfig, params: SamplingParams, tokens: int) -> bool:
-    """Whether nothing of a prompt is ever dropped, by its length or its answer's."""
-    most = params.max_tokens
-    if own.max_whole is None and most is not None and most <= 1:
+def stays_uncompressed(
+    request_settings: CompressionConfig, params: SamplingParams, tokens: int
+) -> bool:
+    """Return whether a prompt stays uncompressed because it, or its max_tokens, is too short."""
+    max_tokens = params.max_tokens
+    if request_settings.max_whole is None and max_tokens is not None and max_tokens <= 1:
         return True
-    if own.max_whole is not None or own.decode_budget is not None:
+    if request_settings.max_whole is not None or request_settings.decode_budget is not None:
         return False
-    return tokens < own.min_prompt or (most is not None and most < own.min_output)
+    return tokens < request_settings.min_prompt or (
+        max_tokens is not None and max_tokens < request_settings.min_output
+    )
 
 
-def _of_words(
-    words: tuple[str, ...], asked: Protection, settings: CompressionConfig, prompt: Any
+def _part_spans(
+    words: tuple[str, ...], protection: Protection, settings: CompressionConfig, prompt: Any
 ) -> list[tuple[int, int]]:
-    """The spans of some parts of a chat.
+    """Return the spans of parts of a chat.
 
-    What is no chat has no parts: the operator's words do not concern it.
+    A prompt that is not a chat has no parts, so the operator's words do not apply to it.
+
+    Raises:
+        OverrideError: a part cannot be found.
     """
     parts, found = parts_of(prompt), list[tuple[int, int]]()
     for word in words:
         if parts is None:
-            if wanted.get() is None and word not in asked.named:
+            if needed_parts.get() is None and word not in protection.named:
                 continue
-            problem = "this request is no chat that a template was applied to"
+            problem = "this request is not a chat"
         else:
             try:
                 found += parts.spans(word)
                 continue
             except PartError as e:
                 problem = str(e)
-        cure = f"name its tokens, such as {PROTECT}=0:200, or leave {word} out"
-        if word in asked.granted and not settings.allow_override:
-            cure = f"ask the operator to leave {word} out of --kv-protect, or for overrides"
+        fix = f"give its tokens, such as {PROTECT}=0:200, or remove {word}"
+        if word in protection.granted and not settings.allow_override:
+            fix = f"ask the operator to remove {word} from --kv-protect, or for overrides"
         raise OverrideError(
             "invalid",
-            f"{PROTECT}: {word} cannot be found in the prompt, since {problem}; {cure}",
+            f"{PROTECT}: {word} cannot be found in the prompt, because {problem}; {fix}",
         )
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """How much of one prompt may be protected.
+    """Limits of the protected tokens of one prompt.
 
-    The operator's words raise a budget as far as they must, and so does what a request adds, up to
-    the largest budget that it might have named.
+    The operator's words raise the budget as much as needed. A request's own spans raise it up to
+    the largest budget that the request could have named.
 
     Args:
-        config: the engine's. `settings`: likewise.
-        own: the request's settings.
+        config: configuration of the engine.
+        settings: settings of the engine.
+        request_settings: settings of the request.
         tokens: prompt length.
     """
 
     config: VllmConfig
     settings: CompressionConfig
-    own: CompressionConfig
+    request_settings: CompressionConfig
     tokens: int
 
-    def refuse_too_much(self, spans: Spans, granted: Spans) -> None:
-        """Refuse what no budget may be raised for, or what never fits between a prompt's pieces.
+    def check(self, spans: Spans, granted: Spans) -> None:
+        """Check that the spans fit a budget that the request may have, and between two pieces.
 
         Args:
-            granted: of `spans`, what the operator protects.
+            spans: all protected spans.
+            granted: those of `spans` that the operator protects.
 
         Raises:
-            OverrideError: it is more than may be.
+            OverrideError: too much is protected.
         """
         protected = count_before(spans, self.tokens)
-        self._refuse_between_pieces(spans, protected)
+        self._check_between_pieces(spans, protected)
         if spans == granted:
             return
-        # What it adds must fit beside half of the others' share, also where the operator's parts
-        # leave them all of it: that is then added for its own spans too.
-        by_request = self.own.model_copy(update={"protect": ()})
+        # The request's own spans get at most half of the budget, even if the operator protects
+        # parts and so leaves unprotected tokens their full share.
+        by_request = self.request_settings.model_copy(update={"protect": ()})
         needed = self._needed(by_request, spans)
-        most = max(self._most, self._needed(self.own, granted))
-        if needed > most:
+        allowed = max(self._max_budget, self._needed(self.request_settings, granted))
+        if needed > allowed:
             raise OverrideError(
                 "out_of_bounds",
                 f"{PROTECT}: {protected} tokens need a budget of {needed} tokens per layer, and"
-                f" this request may have {most}; protect less, or ask for a larger kv_budget",
+                f" this request may have {allowed}; protect less, or set a larger kv_budget",
             )
-        bound = self.own.decode_budget
-        if bound is None:
+        if self.request_settings.decode_budget is None:
             return
-        needed, most = self._beside_answer(spans), max(bound, self._beside_answer(granted))
-        if needed > most:
+        needed = self._decode_budget_for(spans)
+        allowed = max(self.request_settings.decode_budget, self._decode_budget_for(granted))
+        if needed > allowed:
             raise OverrideError(
                 "out_of_bounds",
                 f"{PROTECT}: {protected} tokens need a decode budget of {needed} tokens per layer,"
-                f" and this request may have {most}; protect less",
+                f" and this request may have {allowed}; protect less",
             )
 
-    def _refuse_between_pieces(self, spans: Spans, protected: int) -> None:
-        """However long it is by now: after a preemption its answer is computed with it."""
-        own, size = self.own, self._block_size
-        if own.max_whole is None:
+    def _check_between_pieces(self, spans: Spans, protected: int) -> None:
+        """Raise OverrideError if a prompt in pieces would have to keep too many protected tokens.
+
+        The prompt length does not matter: after a preemption the output is recomputed with it.
+        """
+        request_settings, size = self.request_settings, self._block_size
+        if request_settings.max_whole is None:
             return
-        pieces = EveryPiece(
-            settings=own,
+        pieces = PieceSchedule(
+            settings=request_settings,
             num_layers=self._layers,
             block_size=size,
-            tokens=max(self.tokens, own.max_whole + 1),
+            tokens=max(self.tokens, request_settings.max_whole + 1),
             spans=spans,
         )
-        if pieces.protects_too_much:
-            held = pieces.without_protected // self._layers * size
+        if pieces.protection_too_large:
+            kept = pieces.unprotected_held_pages // self._layers * size
             raise OverrideError(
                 "out_of_bounds",
-                f"{PROTECT}: {protected} tokens are protected, and of a prompt that is packed piece"
-                f" by piece every layer holds {held} between its pieces; protect less, or ask the"
+                f"{PROTECT}: {protected} tokens are protected, and every layer keeps {kept} tokens"
+                " between the pieces of a prompt; protect less, or ask the"
                 " operator for a longer --kv-max-whole",
             )
 
-    def _needed(self, own: CompressionConfig, spans: Spans) -> int:
-        """The budget that some spans raise the request's own to; its own where they do not."""
-        plan = own.page_plan(self._layers, self.tokens, self._block_size, spans)
+    def _needed(self, request_settings: CompressionConfig, spans: Spans) -> int:
+        """Return the budget in tokens per layer with these spans protected."""
+        plan = request_settings.page_plan(self._layers, self.tokens, self._block_size, spans)
         if plan is not None:
-            return plan.budget if plan.raised else own.tokens_per_layer(self.tokens)
-        # left whole for what it protects, and not for its length or its budget
-        unprotected = own.page_plan(self._layers, self.tokens, self._block_size)
-        return own.tokens_per_layer(self.tokens) if unprotected is None else self.tokens
+            return plan.budget if plan.raised else request_settings.tokens_per_layer(self.tokens)
+        # Without spans it would be compressed, so the spans need the whole prompt.
+        unprotected = request_settings.page_plan(self._layers, self.tokens, self._block_size)
+        return (
+            request_settings.tokens_per_layer(self.tokens) if unprotected is None else self.tokens
+        )
 
-    def _beside_answer(self, spans: Spans) -> int:
-        """Tokens of the pages that they and the decode window take; 0 where none are protected."""
+    def _decode_budget_for(self, spans: Spans) -> int:
+        """Return the decode budget for these spans and the decode window; 0 without spans."""
         protected, size = count_before(spans, self.tokens), self._block_size
-        window = self.own.resolved_decode_window
+        window = self.request_settings.resolved_decode_window
         return -(-(window + protected) // size) * size if protected else 0
 
     @property
-    def _most(self) -> int:
-        """The largest budget in tokens that the request may name, or has."""
-        own, settings = self.own.tokens_per_layer(self.tokens), self.settings
+    def _max_budget(self) -> int:
+        """Return the largest budget, in tokens per layer, that the request has or may name."""
+        budget, settings = self.request_settings.tokens_per_layer(self.tokens), self.settings
         if not settings.allow_override:
-            return own
+            return budget
         if not settings.budget_bounds:
-            return max(own, self.tokens)
-        most = [own]
+            return max(budget, self.tokens)
+        budgets = [budget]
         for _, high in settings.budget_bounds:
-            # a bound under the method's window is nothing that a request may ask of it
+            # A bound below the method's window cannot be chosen for this method.
             with suppress(ConfigError):
-                named = settings.variant(self.own.compress, high)
-                most.append(named.tokens_per_layer(self.tokens))
-        return max(most)
+                named = settings.variant(self.request_settings.compress, high)
+                budgets.append(named.tokens_per_layer(self.tokens))
+        return max(budgets)
 
     @property
     def _layers(self) -> int:
-        return layers_together(self.config)
+        return layers_per_stage(self.config)
 
     @property
     def _block_size(self) -> int:

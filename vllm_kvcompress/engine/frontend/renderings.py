@@ -1,28 +1,30 @@
-"""Where two renderings of a chat differ: what stands in one alone is the part that was changed."""
+"""Find a part of a chat by comparing two renderings of it."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-STAND_IN = "kvcompress0stands0here"
-"""A text, or a tool's name, that no chat has."""
+PLACEHOLDER = "kvcompress0stands0here"
+"""Text, or name of a tool, that no chat contains."""
 
 Span = tuple[int, int]
 Text = str | list[int]
-"""What a template makes of a chat: text, or tokens where the renderer has its own tokenizer."""
+"""Rendered chat: text, or token ids if the renderer has its own tokenizer."""
 
 
 class PartError(ValueError):
-    """A part of a chat cannot be found; the message is half a sentence that says why."""
+    """A part of a chat cannot be found. The message is a clause that says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Letters:
-    """First letter of each token, and the one behind its last: both ascending.
+class TokenOffsets:
+    """Character offsets of the tokens of a prompt, both ascending.
 
     Args:
-        first: the number of the first token that is told; special ones before it have no letters.
+        starts: offset of the first character of each token.
+        stops: offset after the last character of each token.
+        first: index of the first token with characters; special tokens before it have none.
     """
 
     starts: list[int]
@@ -30,33 +32,38 @@ class Letters:
     first: int
 
     @classmethod
-    def of(cls, prompt: Mapping[str, Any], renderer: Any, tokenizing: Any) -> "Letters":
-        """Of a rendered prompt, as its tokenizer tells them.
+    def of(cls, prompt: Mapping[str, Any], renderer: Any, tokenizing: Any) -> "TokenOffsets":
+        """Return the offsets of a rendered prompt, tokenizing it again if it has none.
+
+        Args:
+            prompt: rendered prompt.
+            renderer: vLLM's renderer.
+            tokenizing: vLLM's tokenizer parameters.
 
         Raises:
-            PartError: it does not.
+            PartError: the tokenizer does not report offsets.
         """
         offsets = prompt.get("prompt_token_offsets")
         if not offsets:
             asking = replace(tokenizing, return_token_offsets=True)
-            made = renderer.tokenize_prompt({"prompt": prompt["prompt"]}, asking)
-            offsets = made.get("prompt_token_offsets")
-            if not offsets or made["prompt_token_ids"] != prompt["prompt_token_ids"]:
-                raise PartError("its tokenizer does not tell which letters a token has")
+            tokenized = renderer.tokenize_prompt({"prompt": prompt["prompt"]}, asking)
+            offsets = tokenized.get("prompt_token_offsets")
+            if not offsets or tokenized["prompt_token_ids"] != prompt["prompt_token_ids"]:
+                raise PartError("its tokenizer does not report character offsets")
         places = [(int(start), int(stop)) for start, stop in offsets]
-        first = next((at for at, place in enumerate(places) if place != (0, 0)), 0)
-        told = [place for place in places[first:] if place != (0, 0)]
-        return cls([start for start, _ in told], [stop for _, stop in told], first)
+        first = next((index for index, place in enumerate(places) if place != (0, 0)), 0)
+        with_text = [place for place in places[first:] if place != (0, 0)]
+        return cls([start for start, _ in with_text], [stop for _, stop in with_text], first)
 
     def tokens(self, start: int, stop: int) -> Span:
-        """The tokens that have any of these letters."""
-        own = bisect_right(self.stops, start), bisect_left(self.starts, stop)
-        return self.first + own[0], self.first + max(own)
+        """Return the tokens that overlap the characters from `start` to `stop`."""
+        first, end = bisect_right(self.stops, start), bisect_left(self.starts, stop)
+        return self.first + first, self.first + max(first, end)
 
 
-def _in_common(a: Text, b: Text, *, most: int, backwards: bool = False) -> int:
-    """Letters or tokens that both begin with, or end with, at most `most`."""
-    low, high = 0, min(len(a), len(b), most)
+def _common_length(a: Text, b: Text, *, limit: int, backwards: bool = False) -> int:
+    """Return the length of the common prefix, or suffix, of two renderings, at most `limit`."""
+    low, high = 0, min(len(a), len(b), limit)
     while low < high:
         count = (low + high + 1) // 2
         same = a[len(a) - count :] == b[len(b) - count :] if backwards else a[:count] == b[:count]
@@ -64,38 +71,53 @@ def _in_common(a: Text, b: Text, *, most: int, backwards: bool = False) -> int:
     return low
 
 
-def instead_of(whole: Text, other: Text) -> Span | None:
-    """What of the chat a stand-in took the place of; None where the template leaves it out."""
-    if whole == other:
+def replaced_span(original: Text, variant: Text) -> Span | None:
+    """Return the span that a placeholder replaced in a variant; None if the template omits it.
+
+    Args:
+        original: rendering of the chat.
+        variant: rendering of the chat with a placeholder in one message.
+
+    Raises:
+        PartError: the template changes other text too.
+    """
+    if original == variant:
         return None
-    start = _in_common(whole, other, most=len(whole))
-    behind = _in_common(whole, other, most=min(len(whole), len(other)) - start, backwards=True)
-    stop, there = len(whole) - behind, other[start : len(other) - behind]
-    whole_there = isinstance(there, list) or STAND_IN in there
-    if start >= stop or not whole_there or len(there) > len(STAND_IN) + 2:
+    start = _common_length(original, variant, limit=len(original))
+    suffix_limit = min(len(original), len(variant)) - start
+    suffix = _common_length(original, variant, limit=suffix_limit, backwards=True)
+    stop, inserted = len(original) - suffix, variant[start : len(variant) - suffix]
+    has_placeholder = isinstance(inserted, list) or PLACEHOLDER in inserted
+    if start >= stop or not has_placeholder or len(inserted) > len(PLACEHOLDER) + 2:
         raise PartError("the chat template changes other text with it")
     return start, stop
 
 
-def beside_tool(whole: Text, other: Text, names: Sequence[str], *, front: bool) -> Span | None:
-    """All that stands behind one more tool that was put first, or before one that was put last.
+def tools_span(original: Text, variant: Text, names: Sequence[str], *, front: bool) -> Span | None:
+    """Return the span after a tool added in front, or before one added at the end.
 
-    So the one begins where the tools do, and the other ends there. None where the template leaves
-    tools out.
+    The first span begins where the tools begin, and the second ends where they end. None if the
+    template omits tools.
 
     Args:
-        names: of the tools, each of which must be there.
+        original: rendering of the chat.
+        variant: rendering of the chat with one more tool.
+        names: names of the chat's own tools, which the span must contain.
+        front: whether the tool was added in front.
+
+    Raises:
+        PartError: the tools are in several places, or in another order.
     """
-    if whole == other:
+    if original == variant:
         return None
-    first = _in_common(whole, other, most=len(whole))
-    last = _in_common(whole, other, most=len(whole), backwards=True)
-    tokens = isinstance(whole, list)
-    # a tool is put in between, and what was there stays; tokens merge where it is put in
-    if first + last < len(whole) - 4 * tokens:
+    prefix = _common_length(original, variant, limit=len(original))
+    suffix = _common_length(original, variant, limit=len(original), backwards=True)
+    # Tokens can merge where the tool is inserted, so token ids get some tolerance.
+    is_tokens = isinstance(original, list)
+    if prefix + suffix < len(original) - 4 * is_tokens:
         raise PartError("the chat template writes them in more than one place")
-    start = max(len(whole) - last - tokens, 0) if front else 0
-    stop = len(whole) if front else min(first + tokens, len(whole))
-    if isinstance(whole, str) and not all(name in whole[start:stop] for name in names):
+    start = max(len(original) - suffix - is_tokens, 0) if front else 0
+    stop = len(original) if front else min(prefix + is_tokens, len(original))
+    if isinstance(original, str) and not all(name in original[start:stop] for name in names):
         raise PartError("the chat template puts them in another order")
     return start, stop

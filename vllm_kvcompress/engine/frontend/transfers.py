@@ -1,6 +1,6 @@
-"""VllmHook `transfers`: what requests to a decode server may ask of its connector and their prompt.
+"""Checks of requests to a decode server: their KV transfer parameters and their look-ahead.
 
-Where there is no connector, nothing is asked and nothing is refused.
+Without a KV connector nothing is refused.
 """
 
 from collections import OrderedDict
@@ -15,23 +15,26 @@ from vllm_kvcompress.settings.config import CompressionConfig
 PARAMETERS = "kv_transfer_params"
 
 
-def check_lookahead(config: VllmConfig, own: CompressionConfig | None) -> None:
-    """Refuse a prompt that its answer is not to judge.
+def check_lookahead(config: VllmConfig, request_settings: CompressionConfig | None) -> None:
+    """Refuse a pulled prompt that would be compressed without output tokens.
 
     Args:
-        config: the engine's.
-        own: the request's settings; None where its prompt is left whole.
+        config: configuration of the engine.
+        request_settings: settings of the request; None if its prompt stays uncompressed.
 
     Raises:
-        OverrideError: it is to be packed when it comes.
+        OverrideError: the look-ahead is 0.
     """
-    if config.kv_transfer_config is None or own is None or own.resolved_lookahead:
+    if (
+        config.kv_transfer_config is None
+        or request_settings is None
+        or request_settings.resolved_lookahead
+    ):
         return
     raise OverrideError(
         "not_allowed",
-        "this server pulls prompts from another, and compresses them by their answers' first"
-        " tokens: kv_lookahead must be at least 1, got 0; leave kv_lookahead out, or ask for"
-        " kv_compress off",
+        "this server pulls prompts from a prefill server and scores them with output tokens:"
+        " kv_lookahead must be at least 1, got 0; remove kv_lookahead, or set kv_compress to off",
     )
 
 
@@ -43,71 +46,72 @@ def check_transfer(
     *,
     beams: bool = False,
 ) -> None:
-    """Refuse to hand a prompt on to another server, and to pull one for several answers.
+    """Refuse to send a prompt to another server, and to pull a prompt more than once.
 
     Args:
-        config: the engine's.
-        extra_args: the request's.
-        choices: how many answers it asks for.
-        prompts: how many prompts it brings.
-        beams: whether its answers are searched for, by requests that pull nothing.
+        config: configuration of the engine.
+        extra_args: extra arguments of the request.
+        choices: number of outputs per prompt (`n`).
+        prompts: number of prompts in the request.
+        beams: whether the request uses beam search, whose own requests pull nothing.
 
     Raises:
-        OverrideError: its blocks would be read where they are packed, are gone, or are kept for
-            nobody.
+        OverrideError: the blocks would be read after compression, after they are freed, or never.
     """
-    asked = (extra_args or {}).get(PARAMETERS)
-    if config.kv_transfer_config is None or not isinstance(asked, Mapping):
+    transfer = (extra_args or {}).get(PARAMETERS)
+    if config.kv_transfer_config is None or not isinstance(transfer, Mapping):
         return
-    if asked.get("do_remote_decode"):
+    if transfer.get("do_remote_decode"):
         raise OverrideError(
             "not_allowed",
-            f"{PARAMETERS} must not have do_remote_decode here: this server compresses prompts, and"
-            " no other can read their blocks; send it to a prefill server",
+            f"{PARAMETERS} must not have do_remote_decode, because other servers cannot read"
+            " compressed blocks; send the request to a prefill server",
         )
-    if asked.get("do_remote_prefill") and prompts > 1:
+    if transfer.get("do_remote_prefill") and prompts > 1:
         raise OverrideError(
             "not_allowed",
-            f"{PARAMETERS} are those of one prompt, got {prompts} prompts; send each by itself",
+            f"{PARAMETERS} must be for one prompt, got {prompts} prompts; send each by itself",
         )
-    if asked.get("do_remote_prefill") and beams:
+    if transfer.get("do_remote_prefill") and beams:
         raise OverrideError(
             "not_allowed",
-            "beam search makes other prompts of this one, and pulls none of them, so the prefill"
-            " server would keep its blocks for nobody; send it without use_beam_search, or without"
+            "beam search starts other requests, which pull nothing, so the prefill server would"
+            " keep the blocks of this prompt; send it without use_beam_search, or without"
             f" {PARAMETERS}",
         )
-    if asked.get("do_remote_prefill") and (choices or 1) > 1:
+    if transfer.get("do_remote_prefill") and (choices or 1) > 1:
         raise OverrideError(
             "not_allowed",
-            f"a prompt that is pulled must have one answer, got n={choices}: a prefill server keeps"
-            " its blocks until they were read once; ask several times",
+            f"a pulled prompt must have n=1, got n={choices}, because the prefill server frees its"
+            " blocks after one read; send several requests",
         )
 
 
 def prompts_of(request: Any) -> int:
-    """How many prompts a request to a server brings: completions and batches of chats may several.
+    """Return the number of prompts in a request; completions and chat batches can have several.
 
     Args:
-        request: as vLLM's server has parsed it.
+        request: the request as vLLM's server parsed it.
     """
     messages: Any = getattr(request, "messages", None)
     prompt: Any = getattr(request, "prompt", None)
     if messages and isinstance(messages[0], list):
         return len(messages)
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     embeddings = getattr(request, "prompt_embeds", None)
-    more = len(embeddings) if isinstance(embeddings, list) else int(embeddings is not None)
-    return (len(prompt) if several else int(bool(prompt))) + more
+    num_embeddings = (
+        len(embeddings) if isinstance(embeddings, list) else int(embeddings is not None)
+    )
+    return (len(prompt) if is_list else int(bool(prompt))) + num_embeddings
 
 
 class Pulls:
-    """Which request has pulled which prompt: a prefill server keeps its blocks for one alone.
+    """The latest pulled prompts and the request that pulled each.
 
-    Of the latest ones, as this process has seen them.
+    A prefill server keeps the blocks of a prompt for one request only.
     """
 
-    MOST = 4096
+    MAX_PROMPTS = 4096
 
     def __init__(self) -> None:
         self._by_prompt: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -123,28 +127,32 @@ class Pulls:
         """Refuse to pull a prompt that another request has pulled.
 
         Args:
-            begins: a request begins here. Whoever asks again may give it the same id: routers do
-                that by `X-Request-Id`.
+            config: configuration of the engine.
+            extra_args: extra arguments of the request.
+            request_id: vLLM's id of the request.
+            begins: whether a new request starts here. A retry can have the same id as the first
+                try: routers set it with `X-Request-Id`.
 
         Raises:
-            OverrideError: its blocks may be another prompt's by now, or those of two requests.
+            OverrideError: the prefill server may have freed or reused the blocks.
         """
-        asked = (extra_args or {}).get(PARAMETERS)
-        if config.kv_transfer_config is None or not isinstance(asked, Mapping):
+        transfer = (extra_args or {}).get(PARAMETERS)
+        if config.kv_transfer_config is None or not isinstance(transfer, Mapping):
             return
-        remote = asked.get("remote_request_id")
-        if not asked.get("do_remote_prefill") or remote is None:
+        remote = transfer.get("remote_request_id")
+        if not transfer.get("do_remote_prefill") or remote is None:
             return
-        prompt = (str(asked.get("remote_engine_id")), str(remote))
+        prompt = (str(transfer.get("remote_engine_id")), str(remote))
         known = begins and prompt in self._by_prompt
         if known or self._by_prompt.setdefault(prompt, request_id) != request_id:
-            if isinstance(asked, dict):
-                # vLLM would tell the prefill server to free what the other may still be pulling
-                asked["do_remote_prefill"] = False
+            if isinstance(transfer, dict):
+                # vLLM would tell the prefill server to free blocks that the first request may
+                # still be pulling.
+                transfer["do_remote_prefill"] = False
             raise OverrideError(
                 "not_allowed",
-                f"{PARAMETERS} must be those of one request, and another has pulled this prompt"
-                f" (remote_request_id {remote!r}); ask the prefill server again",
+                f"{PARAMETERS} can be used by one request, and another has pulled this prompt"
+                f" (remote_request_id {remote!r}); send the prompt to the prefill server again",
             )
-        if len(self._by_prompt) > self.MOST:
+        if len(self._by_prompt) > self.MAX_PROMPTS:
             self._by_prompt.popitem(last=False)

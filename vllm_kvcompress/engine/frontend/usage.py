@@ -1,8 +1,8 @@
-"""VllmHook `usage`: say in a compressed answer's usage how much of its prompt was kept.
+"""VllmHook `usage`: report in the usage of compressed requests how many tokens were kept.
 
-The scheduler's notes (`usage_notes`) are taken off vLLM's outputs as they come in, kept with the
-request's own state, and put on each of its results as `kv_compress`. The handler of an HTTP request
-collects them there, and writes them into the usage.
+The scheduler attaches its report to vLLM's outputs. `process_outputs` takes it off and stores it in
+the request's state, from where it goes to each `RequestOutput` as `kv_compress`. The handler of the
+HTTP request collects these reports and writes them into the usage.
 """
 
 import contextlib
@@ -22,29 +22,28 @@ from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from vllm_kvcompress.engine.messages.usage import Kept, take_kept
+from vllm_kvcompress.engine.messages.usage import USAGE_KEY, CompressionUsage, take_usage
 
-KEY = "kv_compress"
 _INSTALLED = "_kvcompress_usage"
 _KEPT = "_kvcompress_kept"
 
 
 @dataclass(slots=True)
 class Collected:
-    """The tokens kept of the prompts of one HTTP request, by vLLM's id of each prompt."""
+    """Reports of all prompts of one HTTP request, by vLLM's request id."""
 
-    _kept: dict[str, Kept] = field(default_factory=dict)
+    _kept: dict[str, CompressionUsage] = field(default_factory=dict)
 
     def note(self, output: Any) -> None:
-        """Collect what one result of vLLM's says."""
-        if (kept := getattr(output, KEY, None)) is not None:
+        """Collect the report of one `RequestOutput`, if it has one."""
+        if (kept := getattr(output, USAGE_KEY, None)) is not None:
             self._kept[output.request_id] = kept
 
     def total(self) -> dict[str, Any] | None:
-        """Add up what the usage must say; None when every prompt was left whole.
+        """Return the sum of the reports for the usage; None if every prompt stayed uncompressed.
 
-        Tokens are added up over the prompts, as vLLM adds up theirs. Choices of one prompt (n > 1)
-        count once.
+        Tokens are summed over the prompts, as vLLM sums its counts. The outputs of one prompt
+        (n > 1) count once.
         """
         kept = list(self._kept.values())
         if not kept:
@@ -67,12 +66,12 @@ class Collected:
 
 
 def _by_role(prompts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Of each role the tokens of all prompts, and the share of them that is kept."""
+    """Return each role's tokens in all prompts and the share of them that was kept."""
     total = dict[str, dict[str, Any]]()
     for role in dict.fromkeys(role for each in prompts for role in each):
-        own = [each[role] for each in prompts if role in each]
-        tokens = sum(each["tokens"] for each in own)
-        kept = sum(each["tokens"] * each["kept"] for each in own)
+        reports = [each[role] for each in prompts if role in each]
+        tokens = sum(each["tokens"] for each in reports)
+        kept = sum(each["tokens"] * each["kept"] for each in reports)
         total[role] = {"tokens": tokens, "kept": round(kept / tokens, 4)}
     return total
 
@@ -80,38 +79,40 @@ def _by_role(prompts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, An
 _collected: ContextVar[Collected | None] = ContextVar("kvcompress_collected", default=None)
 
 
-def merge(kept: Kept, news: Kept) -> None:
-    """Update what is known of a request's compression.
+def merge(kept: CompressionUsage, update: CompressionUsage) -> None:
+    """Update the report of a request in place.
 
     Args:
-        kept: what is known; results that were handed out hold the same object.
-        news: a new compression, with or without its layers, or the layers of one that is known.
+        kept: the report; outputs that vLLM has returned share this object.
+        update: the report of a new compression, with or without its layers, or the layers of the
+            compression in `kept`.
     """
-    if "kept_tokens" in news:
+    if "kept_tokens" in update:
         kept.clear()
-    elif kept.get("prompt_tokens") != news["prompt_tokens"]:
+    elif kept.get("prompt_tokens") != update["prompt_tokens"]:
         return
-    kept.update(news)
+    kept.update(update)
 
 
 def add_to(usage: Any, details: str, total: dict[str, Any]) -> None:
-    """Write into a usage of vLLM's how much was kept.
+    """Write the report into a usage object of vLLM.
 
     Args:
-        usage: vLLM's usage, whose class takes further fields.
-        details: its field for details of the prompt.
+        usage: vLLM's usage, whose class allows further fields.
+        details: name of its field for prompt details.
         total: see `Collected.total`.
     """
     if getattr(usage, details) is None:
         setattr(usage, details, PromptTokenUsageInfo())
-    setattr(getattr(usage, details), KEY, total)
+    setattr(getattr(usage, details), USAGE_KEY, total)
 
 
 def with_usage(event: Any, collected: Collected) -> Any:
-    """Add to the usage in a server-sent event how much was kept; return other events as they are.
+    """Return a server-sent event with the report added to its usage; other events unchanged.
 
     Args:
-        event: an event of a stream: text in OpenAI's form, or anything else.
+        event: an event of a stream: text in OpenAI's format, or anything else.
+        collected: reports of the HTTP request.
     """
     if not isinstance(event, str) or not event.startswith("data: ") or '"usage":{' not in event:
         return event
@@ -121,15 +122,15 @@ def with_usage(event: Any, collected: Collected) -> Any:
     if total is None or not isinstance(usage, dict) or "prompt_tokens" not in usage:
         return event
     details = usage.get("prompt_tokens_details") or {}
-    usage["prompt_tokens_details"] = {**details, KEY: total}
+    usage["prompt_tokens_details"] = {**details, USAGE_KEY: total}
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def install() -> None:
-    """Wrap where outputs come in and where answers are written; safe to call twice."""
+    """Wrap the methods that process outputs and write responses; safe to call twice."""
     if getattr(OutputProcessor, _INSTALLED, False):
         return
-    _take_off_news()
+    _read_reports()
     _collect_results()
     for serving, name in (
         (OpenAIServingChat, "create_chat_completion"),
@@ -145,27 +146,28 @@ def install() -> None:
     setattr(OutputProcessor, _INSTALLED, True)
 
 
-def _take_off_news() -> None:
+def _read_reports() -> None:
+    """Wrap `process_outputs` and `make_request_output` to move reports to request outputs."""
     process_outputs = OutputProcessor.process_outputs
     make_request_output = RequestState.make_request_output
 
     @functools.wraps(process_outputs)
     def processing(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            if (news := take_kept(output)) is None:
+            if (update := take_usage(output)) is None:
                 continue
             state = self.request_states.get(output.request_id)
-            # The choices of one prompt share what is known of it.
+            # The outputs of one prompt share one report.
             if state is not None:
-                about = vars(state.parent_req or state)
-                merge(about.setdefault(_KEPT, {}), news)
+                owner = vars(state.parent_req or state)
+                merge(owner.setdefault(_KEPT, {}), update)
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 
     @functools.wraps(make_request_output)
     def making(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = make_request_output(self, *args, **kwargs)
         if output is not None and (kept := vars(self.parent_req or self).get(_KEPT)):
-            setattr(output, KEY, kept)
+            setattr(output, USAGE_KEY, kept)
         return output
 
     OutputProcessor.process_outputs = processing
@@ -173,32 +175,33 @@ def _take_off_news() -> None:
 
 
 def _collect_results() -> None:
+    """Wrap `AsyncLLM.generate` to collect the reports of each HTTP request."""
     generate = AsyncLLM.generate
 
     @functools.wraps(generate)
     def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = generate(self, *args, **kwargs)
         collected = _collected.get()
-        return outputs if collected is None else _noting(outputs, collected)
+        return outputs if collected is None else _collecting(outputs, collected)
 
     AsyncLLM.generate = generating
 
 
-async def _noting(outputs: Any, collected: Collected) -> AsyncGenerator[Any, None]:
+async def _collecting(outputs: Any, collected: Collected) -> AsyncGenerator[Any, None]:
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             collected.note(output)
             yield output
 
 
-def _adding_usage(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a handler of the server, so that the usage in its answer or events says it."""
+def _adding_usage(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a server handler so that the usage in its response or events includes the report."""
 
-    @functools.wraps(answer)
-    async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(handler)
+    async def handling(self: Any, *args: Any, **kwargs: Any) -> Any:
         collected = Collected()
         _collected.set(collected)
-        response = await answer(self, *args, **kwargs)
+        response = await handler(self, *args, **kwargs)
         if hasattr(response, "__aiter__"):
             return _events_with_usage(response, collected)
         usage = getattr(response, "usage", None)
@@ -206,26 +209,26 @@ def _adding_usage(answer: Callable[..., Any]) -> Callable[..., Any]:
             add_to(usage, "prompt_tokens_details", total)
         return response
 
-    return answering
+    return handling
 
 
 async def _events_with_usage(events: Any, collected: Collected) -> AsyncGenerator[Any, None]:
-    # A stream runs in another task than the handler that made it.
+    # A stream runs in another task than the handler that created it.
     _collected.set(collected)
     async with contextlib.aclosing(events):
         async for event in events:
             yield with_usage(event, collected)
 
 
-def _adding_usage_to_responses(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the one place where responses end, whether they are returned, streamed or stored."""
+def _adding_usage_to_responses(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method that completes every response: returned, streamed or stored."""
 
-    @functools.wraps(answer)
-    async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        response = await answer(self, *args, **kwargs)
+    @functools.wraps(generator)
+    async def completing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        response = await generator(self, *args, **kwargs)
         collected, usage = _collected.get(), getattr(response, "usage", None)
         if usage is not None and collected is not None and (total := collected.total()):
             add_to(usage, "input_tokens_details", total)
         return response
 
-    return answering
+    return completing

@@ -1,1 +1,1 @@
-"""What travels between processes on vLLM's own objects, each with how to attach and read it."""
+"""Messages between processes, carried by vLLM's own objects: how to attach and read each one."""

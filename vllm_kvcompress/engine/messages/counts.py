@@ -1,7 +1,7 @@
-"""What a scheduler counted since it last reported, beside a KV connector's statistics.
+"""Counts that the scheduler sends with vLLM's `SchedulerStats`, for the Prometheus metrics.
 
-They lie in the connector's place under a key of their own. vLLM serialises what lies there as plain
-values, so that `Counts` are.
+They travel in `kv_connector_stats` under a key of their own, beside a KV connector's statistics.
+vLLM serialises that field as plain values, so `Counts` holds only plain values.
 """
 
 from typing import TypedDict
@@ -12,53 +12,56 @@ _KEY = "kvcompress"
 
 
 class Counts(TypedDict):
-    """Differences since the last report, which add up to the same whichever server is told."""
+    """Changes since the last report. Sums over reports are right whichever API server gets them."""
 
     planned: dict[str, int]
-    """Prompts that the scheduler gave to the workers to compress, by method."""
+    """Requests whose prompts the scheduler told the workers to compress, by method."""
     packed: dict[str, int]
-    """Prompts that the workers have compressed, by method."""
+    """Planned requests that the workers have compressed, by method."""
     skipped: dict[str, int]
-    """Prompts left whole, by reason."""
+    """Requests whose prompts stayed uncompressed, by reason."""
     in_place: int
     """Prompts packed into their own blocks."""
     freed_blocks: int
-    """The prompts' own blocks that went back to the pool."""
+    """Blocks of uncompressed prompts that went back to the pool."""
     packed_blocks: int
-    """Blocks taken for what is kept."""
+    """Blocks taken from the pool for kept tokens."""
     prompt_tokens: int
-    """Tokens of the compressed prompts, before."""
+    """Tokens of the compressed prompts before compression."""
     kept_tokens: float
-    """Tokens of the compressed prompts, after: the mean of their layers."""
+    """Tokens of the compressed prompts after compression, mean over the layers."""
     layer_tokens: dict[str, int]
-    """Tokens that each layer keeps of them, by its index in the model."""
+    """Tokens that each layer keeps of the compressed prompts, by the layer's index in the model."""
     ratios: list[float]
-    """Per compressed prompt, what is kept of it as a share."""
+    """Share of each compressed prompt that is kept."""
     seconds: list[float]
-    """Per compressed prompt, what scoring and packing took on the worker's device."""
-    repacked: int
-    """Times that an answer was packed again."""
-    answer_blocks: int
-    """Blocks that went back to the pool by that."""
-    pieces: int
-    """Times that a prompt was packed piecewise, its end included."""
-    slotless: int
-    """Prompts that found no slot for a look-ahead."""
+    """Device time to score and pack a prompt, one entry per packing."""
+    repacked_answers: int
+    """Times that a request's cache was packed again during decoding."""
+    freed_answer_blocks: int
+    """Blocks that these repackings returned to the pool."""
+    packed_pieces: int
+    """Times that a prompt under ``max_whole`` was packed, its last packing included."""
+    slotless_lookaheads: int
+    """Prompts that found no free look-ahead slot."""
     protected_tokens: int
-    """Tokens of compressed prompts that are kept whatever their score, as parts or as spans."""
+    """Tokens of compressed prompts that are kept regardless of their score."""
     raised_budgets: int
-    """Prompts whose budget was raised to what is protected."""
+    """Prompts whose budget was raised to hold their protected tokens."""
     cut_lookaheads: dict[str, int]
-    """Times that a prompt was packed before its look-ahead was over, by what to."""
+    """Prompts packed before their look-ahead was over, by target (`half` or `budget`)."""
 
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:
-    """Send the counts with a step's statistics."""
+    """Add the counts to a step's statistics."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: counts}
 
 
 def take_counts(stats: SchedulerStats) -> Counts | None:
-    """Take the counts off a step's statistics: vLLM's loggers expect a connector's there alone."""
+    """Remove and return the counts of a step's statistics, None if there are none.
+
+    vLLM's loggers expect only a connector's statistics in that field.
+    """
     if not stats.kv_connector_stats:
         return None
     counts: Counts | None = stats.kv_connector_stats.pop(_KEY, None)

@@ -1,51 +1,86 @@
-"""The compression settings in a vLLM configuration, as ``additional_config["kvcompress"]``.
+"""The compression settings in a vLLM configuration: ``additional_config["kvcompress"]``.
 
-vLLM hashes that mapping into the key of its compile cache, and takes it to every process.
+vLLM includes that mapping in the key of its compile cache and sends it to every process.
 """
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.lookahead import RENAMED_KEYS
 
 _KEY = "kvcompress"
+_MIN_SIMILARITY = 0.82
+"""Least `difflib` ratio (0 to 1) of a misspelling of ``kvcompress``; ``compressor`` is below."""
+_SETTING_BY_LETTERS = {
+    f"kv{name.replace('_', '')}": RENAMED_KEYS.get(name, name)
+    for name in (*CompressionConfig.model_fields, *RENAMED_KEYS)
+}
 _parsed: dict[str, CompressionConfig] = {}
-"""Settings are frozen: a process parses the same ones once, however many places ask."""
+"""Parsed settings by their `repr`. Settings are frozen, so one parse per process is enough."""
 
 
 def attach_settings(additional_config: Any, settings: CompressionConfig) -> dict[str, Any]:
-    """A vLLM configuration's mapping with these settings; what nobody gave is left out."""
+    """Return a copy of `additional_config` with these settings added. Unset ones are left out."""
     return {**(additional_config or {}), _KEY: settings.to_additional_config()}
 
 
 def has_settings(additional_config: Any) -> bool:
-    """Whether a vLLM configuration says anything of compression, be it that it is off."""
+    """Return whether a vLLM configuration mentions compression, even to switch it off."""
     return isinstance(additional_config, Mapping) and _KEY in additional_config
 
 
-def written_settings(additional_config: Any) -> Any:
-    """What a vLLM configuration says of compression, as it was written; nothing is checked."""
+def refuse_misspelt_settings(additional_config: Any) -> None:
+    """Refuse a misspelt ``kvcompress`` key, and settings outside ``kvcompress``.
+
+    Raises:
+        ConfigError: a key resembles ``kvcompress``, or is a setting's name prefixed with ``kv_``.
+    """
+    if not isinstance(additional_config, Mapping):
+        return
+    for key, value in additional_config.items():
+        if key == _KEY or not isinstance(key, str):
+            continue
+        letters = re.sub(r"[\W_]", "", key[:40].lower()).removeprefix("vllm")
+        if difflib.get_close_matches(letters, [_KEY], 1, _MIN_SIMILARITY):
+            raise ConfigError(
+                f"compression settings must be in additional_config[{_KEY!r}], got"
+                f" {key[:40]!r}; did you mean {_KEY!r}?"
+            )
+        name = _SETTING_BY_LETTERS.get(letters)
+        if name is not None:
+            raise ConfigError(
+                f"compression settings must be in additional_config[{_KEY!r}], got"
+                f" {key[:40]!r}; write {{{_KEY!r}: {{{name!r}: {value!r}}}}}"
+            )
+
+
+def raw_settings(additional_config: Any) -> Any:
+    """Return the unchecked compression settings of a vLLM configuration, ``{}`` if it has none."""
     return additional_config[_KEY] if has_settings(additional_config) else {}
 
 
-def settings_given(additional_config: Any) -> CompressionConfig:
-    """The compression settings of a vLLM configuration; the default, which is off, without any.
+def parsed_settings(additional_config: Any) -> CompressionConfig:
+    """Return the compression settings of a vLLM configuration. The default is off.
 
     Raises:
-        ConfigError: the settings are wrong.
+        ConfigError: a setting is invalid.
     """
-    written = written_settings(additional_config)
-    key = repr(written)
+    raw = raw_settings(additional_config)
+    key = repr(raw)
     if key not in _parsed:
-        _parsed[key] = CompressionConfig.parse(written)
+        _parsed[key] = CompressionConfig.parse(raw)
     return _parsed[key]
 
 
 def active_settings(additional_config: Any) -> CompressionConfig | None:
-    """The compression settings of a vLLM configuration; None when nothing can be compressed.
+    """Return the compression settings of a vLLM configuration, None if nothing is compressed.
 
     Raises:
-        ConfigError: the settings are wrong.
+        ConfigError: a setting is invalid.
     """
-    settings = settings_given(additional_config)
+    settings = parsed_settings(additional_config)
     return settings if settings.active else None

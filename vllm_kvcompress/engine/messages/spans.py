@@ -1,8 +1,8 @@
-"""What is known of a request's prompt, in its sampling parameters' extra arguments.
+"""Spans of a request's prompt, carried in the extra arguments of its sampling parameters.
 
-Which tokens are protected, and which are each role's where the request asks what is kept of them.
-The API server, or the process of `LLM`, finds them and puts them there. A client cannot: whatever
-it sends under these names is replaced.
+They say which tokens are protected, and which tokens belong to each role if the request wants
+kept-token counts by role. The API server (or the `LLM` process) computes and attaches them. A
+client cannot set them: whatever it sends under these keys is replaced.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,38 +10,44 @@ from collections.abc import Iterable, Sequence
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.methods.spans import Roles, Spans
-
-_PROTECTED, _ROLES = "kvcompress_spans", "kvcompress_roles"
+from vllm_kvcompress.settings.request_keys import ROLES, SPANS
 
 
 def attach_spans(params: SamplingParams, spans: Spans, roles: Roles) -> None:
-    """Send a prompt's spans with its request, whose own parameters these are.
+    """Store a prompt's spans in the request's sampling parameters, in place.
 
     Args:
-        spans: what is protected.
-        roles: the tokens of each role; empty where nobody asks.
+        params: must belong to this request alone.
+        spans: protected tokens.
+        roles: tokens of each role. Empty if the request does not ask for counts by role.
     """
-    given = (params.extra_args or {}).items()
-    others = {key: value for key, value in given if key not in (_PROTECTED, _ROLES)}
+    extra_args = {
+        key: value for key, value in (params.extra_args or {}).items() if key not in (SPANS, ROLES)
+    }
     if spans:
-        others[_PROTECTED] = [list(span) for span in spans]
+        extra_args[SPANS] = [list(span) for span in spans]
     if roles:
-        others[_ROLES] = {role: [list(span) for span in own] for role, own in roles.items()}
-    if others or params.extra_args:
-        params.extra_args = others or None
+        extra_args[ROLES] = {
+            role: [list(span) for span in role_spans] for role, role_spans in roles.items()
+        }
+    if extra_args or params.extra_args:
+        params.extra_args = extra_args or None
 
 
 def spans_of(params: SamplingParams | None) -> Spans:
-    """The protected spans that came with a request."""
+    """Return the protected spans of a request."""
     extra_args = None if params is None else params.extra_args
-    return _spans((extra_args or {}).get(_PROTECTED, ()))
+    return _parse_spans((extra_args or {}).get(SPANS, ()))
 
 
 def roles_of(params: SamplingParams | None) -> Roles:
-    """The tokens of each role that came with a request; none where it does not ask."""
+    """Return the tokens of each role of a request, ``{}`` if it does not ask for them."""
     extra_args = None if params is None else params.extra_args
-    return {role: _spans(own) for role, own in (extra_args or {}).get(_ROLES, {}).items()}
+    return {
+        role: _parse_spans(role_spans)
+        for role, role_spans in (extra_args or {}).get(ROLES, {}).items()
+    }
 
 
-def _spans(found: Iterable[Sequence[int]]) -> Spans:
-    return tuple((int(start), int(stop)) for start, stop in found)
+def _parse_spans(raw_spans: Iterable[Sequence[int]]) -> Spans:
+    return tuple((int(start), int(stop)) for start, stop in raw_spans)

@@ -1,7 +1,8 @@
-"""What the scheduler tells the workers about one step, and what they tell back.
+"""Messages between the scheduler and the workers about one step.
 
-A plan is pickled with vLLM's SchedulerOutput, a report with its ModelRunnerOutput: both are an
-attribute ``kvcompress`` that vLLM's own classes do not know.
+The scheduler attaches a `StepPlan` to vLLM's `SchedulerOutput`, and the workers attach a
+`StepReport` to `ModelRunnerOutput`. Both are pickled with the object, as an attribute
+``kvcompress`` that vLLM does not know.
 """
 
 from dataclasses import dataclass
@@ -14,30 +15,32 @@ from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.settings.config import CompressionConfig
 
-# what a look-ahead that is cut short packs its prompt to: values of the metric's label `to`
+# Targets of an early compression under memory pressure, and values of the metric's label `to`.
 HALF, BUDGET = "half", "budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackRequest:
-    """One request that is packed after this step.
+    """Instruction to pack one request after this step.
 
     Args:
         request_id: vLLM's request id.
-        settings: what chooses.
-        plan: pages over all layers, and how many of its tokens no layer exceeds.
-        tokens: tokens computed when the step ends; a multiple of the block but at a prompt's end.
-        destination: vLLM block ids that receive the kept tokens; None where layers keep the pages
-            that they have.
-        prefill: it is a prompt, and not an answer that is packed again.
-        answered: of a prompt that looked ahead, tokens of its answer that were computed by then;
-            perhaps 0. The latest queries choose, which the ring has: the answer's, and before them
-            the prompt's. None where it is packed in its prefill, by what its chunks left.
-        whole: nothing of it was dropped yet, so that a token's slot is its position.
-        ends: this is the prompt's end.
-        in_place: some of the pages that are written may be read, so that all are staged.
-        cut: of a prompt that is packed before its look-ahead is over, to what: HALF, and again
-            later, or BUDGET.
+        settings: the settings that choose which tokens to keep.
+        plan: pages kept over all layers, and the maximum tokens of a layer.
+        tokens: tokens computed when the step ends. A multiple of the block size, except at the end
+            of a prompt.
+        destination: vLLM block ids that receive the kept tokens. None if each layer keeps the pages
+            that it has.
+        prefill: True to pack a prompt, False to pack a decoding request again to `decode_budget`.
+        output_tokens: for a prompt with a look-ahead, output tokens computed so far (may be 0). The
+            latest queries in the query ring then score the prompt: the output's, and before them
+            the prompt's. None if the prompt is packed during its prefill, by the attention that was
+            recorded from its chunks.
+        nothing_dropped: nothing was dropped before, so a token's slot is its position.
+        completes_prompt: this is the prompt's last packing.
+        in_place: some written pages may also be read, so all pages are staged.
+        early_target: for a prompt packed before its look-ahead is over, HALF (it is packed again
+            later) or BUDGET. Empty otherwise.
     """
 
     request_id: str
@@ -46,99 +49,95 @@ class PackRequest:
     tokens: int
     destination: tuple[int, ...] | None
     prefill: bool = True
-    answered: int | None = None
-    whole: bool = True
-    ends: bool = True
+    output_tokens: int | None = None
+    nothing_dropped: bool = True
+    completes_prompt: bool = True
     in_place: bool = False
-    cut: str = ""
+    early_target: str = ""
 
     @property
     def uses_ring_queries(self) -> bool:
-        """Whether the ring has the queries that choose, and not what its chunks left."""
-        return not self.prefill or self.answered is not None
+        """Return whether queries from the ring score the tokens, not the chunks' attention."""
+        return not self.prefill or self.output_tokens is not None
 
     @property
     def protected_tokens(self) -> int:
-        """Tokens of the prompt that are kept whatever their score."""
+        """Return the number of prompt tokens that are kept regardless of their score."""
         return count_before(self.plan.spans, self.prompt_tokens)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens without those that were answered."""
-        return self.tokens - (self.answered or 0)
+        """Return the number of tokens without the output tokens."""
+        return self.tokens - (self.output_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Addition:
-    """One growing request whose latest queries' attention is added to that of the earlier ones.
+class AttentionAddition:
+    """Instruction to add the attention of a decoding request's latest queries to its sums.
 
     Args:
         request_id: vLLM's request id.
-        tokens: computed when the step ends; a multiple of the block.
-        latest: queries that were not added yet.
-        most: tokens that no layer exceeds.
+        tokens: tokens computed when the step ends, a multiple of the block size.
+        num_queries: latest queries that were not added yet.
+        max_tokens: maximum tokens that a layer holds.
     """
 
     request_id: str
     tokens: int
-    latest: int
-    most: int
+    num_queries: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What the workers have to do in one step, when there is something to do.
+    """The workers' instructions for one step. There is no plan if there is nothing to do.
 
     Args:
-        number: of this plan, counted by its scheduler; a worker acknowledges it by that.
-        observe: requests that run a chunk of their prefill and are not packed after this step, with
-            their settings: what its end needs must be kept, or what their answer will.
-        grow: requests whose prefill ends in this step, and whose answer will judge what they hold:
-            from now on their queries must be kept.
-        keep: requests that will look ahead, whose prefill goes on but has come to its last queries:
-            likewise.
-        add: requests whose latest attention is added up after this step, before any is packed.
-        pack: requests that are packed after this step.
+        number: counts this scheduler's plans. A worker acknowledges a plan by its number.
+        observe: requests with a prefill chunk in this step that are not packed after it, with their
+            settings. The workers record what scoring will need later.
+        keep_output_queries: requests whose prefill ends in this step and whose output will score
+            their cache. The workers store their queries from now on.
+        keep_prompt_queries: requests with a look-ahead whose current chunk reaches the prompt's
+            last queries, but not the end of the prefill. The workers store these queries.
+        add_attention: requests whose latest attention is added to their sums after this step,
+            before any packing.
+        pack: requests to pack after this step.
     """
 
     number: int
     observe: tuple[tuple[str, CompressionConfig], ...] = ()
-    grow: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
-    add: tuple[Addition, ...] = ()
+    keep_output_queries: tuple[str, ...] = ()
+    keep_prompt_queries: tuple[str, ...] = ()
+    add_attention: tuple[AttentionAddition, ...] = ()
     pack: tuple[PackRequest, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """The requests that this step has something to do for."""
+        """Return the ids of all requests in this plan, each once."""
         observed = [request_id for request_id, _ in self.observe]
         packed = [pack_request.request_id for pack_request in self.pack]
-        added = [pack_request.request_id for pack_request in self.add]
-        return tuple(dict.fromkeys((*observed, *packed, *added, *self.grow, *self.keep)))
+        added = [addition.request_id for addition in self.add_attention]
+        ring = (*self.keep_output_queries, *self.keep_prompt_queries)
+        return tuple(dict.fromkeys((*observed, *packed, *added, *ring)))
 
     @property
-    def ended(self) -> tuple[PackRequest, ...]:
-        """The prompts whose compression this step completes."""
-        return tuple(
-            pack_request for pack_request in self.pack if pack_request.prefill and pack_request.ends
-        )
-
-    @property
-    def told(self) -> tuple[PackRequest, ...]:
-        """The prompts of which this step decides what is kept from now on, perhaps for a while."""
+    def reported_prompts(self) -> tuple[PackRequest, ...]:
+        """Return the prompts whose new size the client is told: completed or compressed early."""
         return tuple(
             pack_request
             for pack_request in self.pack
-            if pack_request.prefill and (pack_request.ends or pack_request.cut)
+            if pack_request.prefill and (pack_request.completes_prompt or pack_request.early_target)
         )
 
 
 class RoleKept(NamedTuple):
-    """How much is kept of one role's tokens.
+    """How much of one role's tokens is kept.
 
     Args:
-        tokens: that it has in the prompt.
-        share: that is kept of them, mean of all layers and KV heads.
+        role: name of the role in the chat.
+        tokens: tokens of the role in the prompt.
+        share: kept share of these tokens, mean over all layers and KV heads.
     """
 
     role: str
@@ -147,18 +146,19 @@ class RoleKept(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """One prompt that a worker has packed. Pickled with the step's output.
+class PackedPrompt:
+    """A worker's report about one packed prompt. Pickled with the step's output.
 
     Args:
         request_id: vLLM's request id.
-        method: what compressed it.
+        method: name of the compression method.
         tokens: prompt length.
-        answered: tokens of its answer that were computed when it was packed.
-        layers: indices of the model's layers that are compressed.
-        layer_tokens: tokens that each of these keeps, those of the answer included.
-        seconds: what scoring and packing took on the worker's device.
-        by_role: where the request asks, and nothing of its prompt was dropped before.
+        layers: model-wide indices of the compressed layers.
+        layer_tokens: tokens that each of `layers` keeps, output tokens included.
+        seconds: device time to score and pack.
+        output_tokens: output tokens that were computed when the prompt was packed.
+        by_role: kept tokens by role. Empty unless the request asks for it and nothing of its prompt
+            was dropped before.
     """
 
     request_id: str
@@ -167,47 +167,47 @@ class Packed:
     layers: tuple[int, ...]
     layer_tokens: tuple[int, ...]
     seconds: float
-    answered: int = 0
+    output_tokens: int = 0
     by_role: tuple[RoleKept, ...] = ()
 
     @property
-    def kept(self) -> float:
-        """Mean tokens kept per layer beside the answer's."""
-        return sum(self.layer_tokens) / len(self.layer_tokens) - self.answered
+    def kept_tokens(self) -> float:
+        """Return the mean number of kept prompt tokens per layer."""
+        return sum(self.layer_tokens) / len(self.layer_tokens) - self.output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What the workers have done, when there is something to tell.
+    """The workers' report after one step. There is no report if there is nothing to say.
 
     Args:
-        carried_out: number of the step's plan, if it had one: the host has laid out its batch,
-            watched every layer and launched the packing. A device may still be at it.
-        packed: prompts that the device has packed since the last report, of this step or of
-            earlier ones.
+        executed_plan: number of the step's plan, None if it had none. The host has prepared the
+            batch, observed every layer and launched the packing. The device may still be busy.
+        packed: prompts whose packing the device has finished since the last report, from this step
+            or earlier ones.
     """
 
-    carried_out: int | None
-    packed: tuple[Packed, ...]
+    executed_plan: int | None
+    packed: tuple[PackedPrompt, ...]
 
 
 def attach_plan(output: SchedulerOutput, plan: StepPlan | None) -> None:
-    """Send a step's plan to the workers with the step."""
+    """Attach a plan to the step that is sent to the workers."""
     output.kvcompress = plan
 
 
 def plan_of(output: SchedulerOutput) -> StepPlan | None:
-    """The plan that came with a step; None where there is none, or it was lost on its way."""
+    """Return the plan attached to a step, None if it has none or it was lost on the way."""
     plan: StepPlan | None = getattr(output, "kvcompress", None)
     return plan
 
 
 def attach_report(output: ModelRunnerOutput, report: StepReport) -> None:
-    """Send a report to the scheduler with a step's output."""
+    """Attach a report to the step's output that is sent to the scheduler."""
     output.kvcompress = report
 
 
 def report_of(output: ModelRunnerOutput) -> StepReport | None:
-    """The report that came with a step's output, if any."""
+    """Return the report attached to a step's output, None if it has none."""
     report: StepReport | None = getattr(output, "kvcompress", None)
     return report

@@ -1,31 +1,49 @@
-"""What was kept of a request's prompt, beside a KV connector's parameters.
+"""A request's compression result, carried on its outputs to the API server.
 
-It lies in the connector's place on the request's output, under a key of its own.
+It travels in `EngineCoreOutput.kv_transfer_params` under a key of its own, beside a KV connector's
+parameters.
 """
 
 from typing import Any
 
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput
 
+USAGE_KEY = "kv_compress"
+"""The attribute that vLLM's RequestOutput gets, and the key in a response's usage."""
 _KEY = "kvcompress"
 
-Kept = dict[str, Any]
-"""``method``, ``budget``, ``prompt_tokens`` and ``kept_tokens`` of a new compression, ``lookahead``
-and ``protected_tokens`` where it has some, and ``layer_tokens`` once the workers have told them,
-with ``by_role`` where the request asks: ``tokens`` of each role, and the share ``kept`` of them."""
+CompressionUsage = dict[str, Any]
+"""What a request's usage says about its compression.
+
+A new compression has ``method``, ``budget``, ``prompt_tokens`` and ``kept_tokens``, and where they
+apply ``lookahead`` and ``protected_tokens``. The workers add ``layer_tokens`` later, and
+``by_role`` if the request asks: the ``tokens`` of each role and the share ``kept`` of them.
+"""
 
 
-def attach_kept(output: EngineCoreOutput, kept: Kept) -> None:
-    """Send what was kept with the request's next output."""
-    output.kv_transfer_params = {**(output.kv_transfer_params or {}), _KEY: kept}
+def default_usage_to_none() -> None:
+    """Give every `RequestOutput` of this process a ``kv_compress`` of None. Idempotent.
+
+    Offline code can then read the attribute of any output. The outputs of a compressed prompt
+    override it.
+    """
+    setattr(RequestOutput, USAGE_KEY, None)
 
 
-def take_kept(output: EngineCoreOutput) -> Kept | None:
-    """Take it off the output: vLLM hands on to the client what else is there, as a connector's."""
-    carried = output.kv_transfer_params
-    if not carried or _KEY not in carried:
+def attach_usage(output: EngineCoreOutput, usage: CompressionUsage) -> None:
+    """Attach a compression result to one of the request's outputs."""
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), _KEY: usage}
+
+
+def take_usage(output: EngineCoreOutput) -> CompressionUsage | None:
+    """Remove and return the compression result of an output, None if there is none.
+
+    vLLM passes everything left in that field to the client as the connector's parameters.
+    """
+    params = output.kv_transfer_params
+    if not params or _KEY not in params:
         return None
-    kept: Kept = carried[_KEY]
-    others = {key: value for key, value in carried.items() if key != _KEY}
-    output.kv_transfer_params = others or None
-    return kept
+    usage: CompressionUsage = params[_KEY]
+    output.kv_transfer_params = {key: value for key, value in params.items() if key != _KEY} or None
+    return usage

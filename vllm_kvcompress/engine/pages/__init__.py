@@ -1,1 +1,1 @@
-"""The KV cache as one array of pages, and how keys and values lie in one."""
+"""The KV cache as one array of pages, and the memory layout of a page."""

@@ -1,18 +1,19 @@
-"""How K and V lie inside a page, per attention backend.
+"""Memory layout of K and V in a page, for each attention backend.
 
-Above this file, keys are ``[N, Hkv, D, block_size]`` and values ``[N, Hkv, block_size, D]``. Where
-a backend's layout is a strided view of that shape (`Strided`), ops read and write the cache itself.
+The rest of the code uses keys ``[N, Hkv, D, block_size]`` and values ``[N, Hkv, block_size, D]``.
+If a backend's layout is a strided view of these shapes (`Strided`), ops read and write the cache
+directly.
 
-CPU_ATTN's kernels differ by processor, and so do their layouts: `find_layout` reads them off, by
-writing numbered tokens through vLLM's own kernel. The AMX kernels store tiles, in which a token has
-no single stride, per KV head and page of bs tokens:
+CPU_ATTN's kernels and their layouts depend on the processor, so `find_layout` determines the layout
+by writing numbered tokens through vLLM's own kernel. The AMX kernels store tiles, in which a token
+has no single stride. For a KV head in a page of bs tokens:
 
     K: offset(t, d) = (t // 16) * 16 * D  + (d // 2) * 32 + (t % 16) * 2 + d % 2
     V: offset(t, d) = (d // 16) * 16 * bs + (t // 2) * 32 + (d % 16) * 2 + t % 2
 
-Such pages (`Tiled`) are unpacked whole before an op reads them, and written whole; the tokens that
-are kept are read one by one. Pairs of elements move as one where they can; what each costs is in
-benchmarks/bench_layouts.py.
+`Tiled` pages are unpacked before an op reads them and are written page by page; kept tokens are
+read one by one. Elements that are adjacent on both sides are copied as one wider word.
+benchmarks/bench_layouts.py measures these costs.
 """
 
 import math
@@ -27,32 +28,32 @@ from vllm_kvcompress.errors import ConfigError
 PageViews = tuple[torch.Tensor, torch.Tensor]
 
 
-class Opened(NamedTuple):
-    """Some pages of the pool as ops read them."""
+class ReadablePages(NamedTuple):
+    """Pages in a form that ops can read."""
 
     keys: torch.Tensor
     """``[n, Hkv, D, bs]``."""
     values: torch.Tensor
     """``[n, Hkv, bs, D]``."""
     pages: torch.Tensor
-    """The pages that were asked for, as they are numbered there."""
+    """Indices of the requested pages in `keys` and `values`."""
 
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Digits = tuple[tuple[int, int], ...]
-"""An index in mixed radix, the fastest digit first: ``(values, stride in elements)`` of each."""
+"""An index in mixed radix, fastest digit first: ``(number of values, stride in elements)`` each."""
 
 _RADIX, _FLOAT8_RADIX = 128, 8
-"""Whole numbers below it are exact in every dtype of a cache; in those of one byte."""
+"""Integers below the radix are exact in every cache dtype; below the second, also in float8."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """K and V of all pages as two views, which ops read and write.
+    """A layout in which K and V of all pages are two strided views.
 
     Args:
-        views: from pages ``[N, ...]``, any strides, to keys and values.
+        views: maps pages ``[N, ...]``, any strides, to views of their keys and values.
     """
 
     views: Callable[[torch.Tensor], PageViews]
@@ -64,15 +65,22 @@ def _halves_of_tokens(pages: torch.Tensor) -> PageViews:
 
 
 INTERLEAVED = Strided(_halves_of_tokens)
-"""FLASH_ATTN and TRITON_ATTN: pages ``[N, Hkv, block_size, 2 * D]``, any strides, K in the first
-half of a token's row; heads or tokens outermost."""
+"""Layout of FLASH_ATTN and TRITON_ATTN: pages ``[N, Hkv, block_size, 2 * D]``.
+
+K is the first half of a token's row. Strides are arbitrary: heads or tokens may be outermost.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """Where K, or V, of one KV head lies in its part of a page.
+    """Memory layout of K or V of one KV head in a page.
 
-    Element (t, d) lies at `start` plus its digits' strides times their values.
+    The offset of element (t, d) is `start` plus the sum of each digit times its stride.
+
+    Args:
+        start: offset of element (0, 0).
+        tokens: digits of the token index t.
+        dims: digits of the head dim index d.
     """
 
     start: int
@@ -81,11 +89,11 @@ class Elements:
 
     @property
     def strided(self) -> bool:
-        """Whether tokens and dims have one stride each."""
+        """Whether the token and dim indices have one stride each."""
         return len(self.tokens) == len(self.dims) == 1
 
     def view(self, pages: torch.Tensor) -> torch.Tensor:
-        """``[N, Hkv, block_size, D]`` of pages ``[N, Hkv, ...]``, where `strided`."""
+        """Return a view ``[N, Hkv, block_size, D]`` of pages ``[N, Hkv, ...]``; needs `strided`."""
         (block, token_step), (dim, dim_step) = self.tokens[0], self.dims[0]
         return pages.as_strided(
             (*pages.shape[:2], block, dim),
@@ -95,9 +103,9 @@ class Elements:
 
 
 class _Tiles:
-    """Copies between a cache and ``[n, Hkv, block_size, D]``, of whole pages or of single tokens.
+    """Copies pages or single tokens between a cache and ``[n, Hkv, block_size, D]``.
 
-    Elements that are neighbours in memory on both sides move as one word.
+    Elements that are adjacent in memory on both sides are copied as one word.
     """
 
     def __init__(self, elements: Elements) -> None:
@@ -112,15 +120,15 @@ class _Tiles:
         self._span = 1 + sum((n - 1) * step for n, step in self._digits)
 
     def _word(self, pages: torch.Tensor) -> int:
-        """Elements that move as one."""
+        """Return the number of elements that are copied as one word."""
         run = next((n for n, step in self._digits if step == 1), 1)
-        others = [step for _, step in self._digits if step != 1]
-        aligned = math.gcd(run, self._start, self._span, *others, *pages.stride()[:2])
+        other_steps = [step for _, step in self._digits if step != 1]
+        aligned = math.gcd(run, self._start, self._span, *other_steps, *pages.stride()[:2])
         aligned = math.gcd(aligned, pages.storage_offset())
         return math.gcd(aligned, 8 // pages.element_size())
 
     def _split(self, heads: torch.Tensor, word: int, digits: list[tuple[int, int]]) -> torch.Tensor:
-        """Heads ``[n, Hkv, span]`` of words, one axis per digit."""
+        """Return a view of heads ``[n, Hkv, span]`` of words with one axis per digit."""
         sizes = [n // word if step == 1 else n for n, step in digits]
         steps = [1 if step == 1 else step // word for _, step in digits]
         return heads.as_strided(
@@ -128,7 +136,7 @@ class _Tiles:
         )
 
     def _words(self, pages: torch.Tensor, word: int) -> torch.Tensor:
-        """``[N, Hkv, span]``: this part of every page."""
+        """Return K or V of every page as words ``[N, Hkv, span]``."""
         part = pages.as_strided(
             (*pages.shape[:2], self._span),
             (*pages.stride()[:2], 1),
@@ -137,45 +145,51 @@ class _Tiles:
         return part.view(_WORDS[word * pages.element_size()])
 
     def unpack(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """A copy ``[n, Hkv, block_size, D]`` of the pages `ids`; one of the last axes is dense."""
+        """Return a copy ``[n, Hkv, block_size, D]`` of the pages `ids`.
+
+        One of the last two axes has stride 1.
+        """
         word, shape = self._word(pages), (len(ids), pages.shape[1])
         tiles = self._split(self._words(pages, word)[ids], word, self._digits).contiguous()
         copy = tiles.view(pages.dtype).view(*shape, self._rows, self._columns)
         return copy if self._by_token else copy.mT
 
     def pack(self, pages: torch.Tensor, ids: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write the pages `ids` whole: the inverse of `unpack`; `tokens` in any strides."""
+        """Write the pages `ids`, the inverse of `unpack`; `tokens` may have any strides."""
         if not len(ids):
-            return  # no elements are contiguous in any strides, and not a word's then
+            return  # An empty tensor counts as contiguous with strides that break `view(dtype)`.
         word = self._word(pages)
         cache = self._split(self._words(pages, word), word, self._digits)
         rows = (tokens if self._by_token else tokens.mT).contiguous()
         cache[ids] = rows.view(cache.dtype).view(len(ids), *cache.shape[1:])
 
     def tokens(self, pages: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """A copy ``[Hkv, n, D]`` of single tokens: page and slot of each ``[Hkv, n]`` int64."""
+        """Return a copy ``[Hkv, n, D]`` of the tokens in pages `ids`, slots `slots`.
+
+        Both are ``[Hkv, n]`` int64.
+        """
         word = self._word(pages) if self._by_token else 1
         cache = self._split(self._words(pages, word), word, self._tokens + self._dims)
         head = torch.arange(pages.shape[1])[:, None]
-        place, digits = self._rows if self._by_token else self._columns, []
+        place_value, digits = self._rows if self._by_token else self._columns, []
         for count, _ in self._tokens:
-            place //= count
-            digits.append(slots // place % count)
+            place_value //= count
+            digits.append(slots // place_value % count)
         return cache[ids, head, *digits].flatten(2).view(pages.dtype)
 
 
 class Tiled:
-    """K and V that no strided view can name: whole pages are copied out and in.
+    """A layout without a strided view, so pages are read and written by copy.
 
     Args:
-        keys, values: where their elements lie.
+        keys, values: layout of their elements.
     """
 
     def __init__(self, keys: Elements, values: Elements) -> None:
         self._keys, self._values = _Tiles(keys), _Tiles(values)
 
     def unpack_keys(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """A copy ``[n, Hkv, D, block_size]`` of the keys in some pages.
+        """Return a copy ``[n, Hkv, D, block_size]`` of the keys in the pages `ids`.
 
         Args:
             pages: ``[N, Hkv, block_size, 2 * D]``, the last two axes contiguous.
@@ -184,22 +198,22 @@ class Tiled:
         return self._keys.unpack(pages, ids).mT
 
     def unpack_values(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """A copy ``[n, Hkv, block_size, D]`` of the values in some pages."""
+        """Return a copy ``[n, Hkv, block_size, D]`` of the values in the pages `ids`."""
         return self._values.unpack(pages, ids)
 
     def tokens(self, pages: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> PageViews:
-        """A copy of the keys and values ``[Hkv, n, D]`` of single tokens.
+        """Return copies of the keys and values ``[Hkv, n, D]`` of single tokens.
 
         Args:
             pages: as in `unpack_keys`.
-            ids, slots: ``[Hkv, n]`` int64: the page of each token, and its place there.
+            ids, slots: ``[Hkv, n]`` int64, the page of each token and its slot in that page.
         """
         return self._keys.tokens(pages, ids, slots), self._values.tokens(pages, ids, slots)
 
     def pack(
         self, pages: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Write the pages `ids` from keys and values of the unpacked shapes, any strides."""
+        """Write the pages `ids` from keys and values in the unpacked shapes, any strides."""
         self._keys.pack(pages, ids, keys.mT)
         self._values.pack(pages, ids, values)
 
@@ -209,10 +223,11 @@ Layout = Strided | Tiled
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Writes numbers into a page by `write`, and finds where they arrived (`find_layout`).
+    """Writes numbers into a page with `write` and reads where they were stored (`find_layout`).
 
     Args:
-        shape: of the keys and the values, ``block_size, Hkv, D``.
+        write, dtype, stored: as in `find_layout`.
+        shape: shape of the keys and of the values, ``(block_size, Hkv, D)``.
     """
 
     write: Write
@@ -221,7 +236,7 @@ class _Probe:
     stored: torch.dtype | None
 
     def written(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Write these keys and values into a page of zeros; its ``[Hkv, elements]``."""
+        """Write keys and values into a page of zeros and return it as ``[Hkv, elements]``."""
         block_size, kv_heads, head_dim = self.shape
         raw = self.dtype if self.stored is None else torch.uint8
         page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=raw)
@@ -229,14 +244,18 @@ class _Probe:
         self.write(tensors[0], tensors[1], page)
         return page.view(self.stored or self.dtype)[0].flatten(1)
 
-    def arrived(self, number: torch.Tensor) -> torch.Tensor:
-        """Where each element of a head with this number is, by digits."""
+    def stored_numbers(self, number: torch.Tensor) -> torch.Tensor:
+        """Write `number` as keys and values, digit by digit, and read it back.
+
+        Returns:
+            ``[Hkv, elements]`` int64: the number stored at each element of the page.
+        """
         radix = _RADIX if self.stored is None else _FLOAT8_RADIX
-        numbers, place = torch.zeros_like(self.written(number, number), dtype=torch.int64), 1
-        while place <= int(number.max()):
-            digit = number // place % radix
-            numbers += self.written(digit, digit).to(self.dtype).long() * place
-            place *= radix
+        numbers, place_value = torch.zeros_like(self.written(number, number), dtype=torch.int64), 1
+        while place_value <= int(number.max()):
+            digit = number // place_value % radix
+            numbers += self.written(digit, digit).to(self.dtype).long() * place_value
+            place_value *= radix
         return numbers
 
 
@@ -250,39 +269,45 @@ def find_layout(
     name: str,
     stored: torch.dtype | None = None,
 ) -> Layout:
-    """The layout in which `write` leaves its tokens.
+    """Return the layout in which `write` stores keys and values.
 
-    Each element's token and dim are written as digits, and read where they arrived; then a page of
-    random numbers must be found again bit for bit.
+    Writes the token and dim index of each element as digits and reads back where they were stored.
+    Then checks that the layout reproduces a page of random numbers exactly.
 
     Args:
-        write: puts keys and values ``[block_size, Hkv, D]``, contiguous, into the slots of one page
-            ``[1, Hkv, block_size, 2 * D]`` in order: of `dtype`, or bytes that are `stored`.
-        dtype: of the keys and values that are written.
-        name: what the kernels are called, for an error.
-        stored: the float8 that a quantised cache holds, at a scale of 1; None for `dtype`.
+        write: writes contiguous keys and values ``[block_size, Hkv, D]`` to the slots of one page
+            ``[1, Hkv, block_size, 2 * D]``, in order. The page has dtype `dtype`, or uint8 if
+            `stored` is given.
+        block_size: tokens in a page.
+        kv_heads: KV heads of a layer.
+        head_dim: head dim D.
+        dtype: dtype of the written keys and values.
+        name: name of the kernels, for the error message.
+        stored: the float8 dtype of a quantised cache, at a scale of 1; None if the cache has
+            `dtype`.
 
     Raises:
-        ConfigError: elements are missing, or no digits of t and d say where they lie.
+        ConfigError: an element is missing, or its offset is no mixed-radix function of t and d.
     """
     shape = block_size, kv_heads, head_dim
-    refused = ConfigError(
-        f"--kv-compress must know how the kernels {name!r} store keys and values, and found no"
-        f" order in a page of {block_size} tokens with head dim {head_dim} in {stored or dtype};"
+    unknown_layout = ConfigError(
+        f"--kv-compress does not know the layout in which the kernels {name!r} store keys and"
+        f" values in a page of {block_size} tokens with head dim {head_dim} in {stored or dtype};"
         " serve without --kv-compress on this machine"
     )
 
     probe = _Probe(write, shape, dtype, stored)
     is_value = probe.written(torch.zeros(1), torch.ones(1)).to(dtype).long()
-    token = probe.arrived(torch.arange(block_size)[:, None, None])
-    number = (is_value * block_size + token) * head_dim + probe.arrived(torch.arange(head_dim))
+    token = probe.stored_numbers(torch.arange(block_size)[:, None, None])
+    dim = probe.stored_numbers(torch.arange(head_dim))
+    number = (is_value * block_size + token) * head_dim + dim
     offset = number[0].argsort()
-    every = torch.arange(2 * block_size * head_dim)
-    if not bool((number == number[0]).all()) or not torch.equal(number[0][offset], every):
-        raise refused
+    all_numbers = torch.arange(2 * block_size * head_dim)
+    if not bool((number == number[0]).all()) or not torch.equal(number[0][offset], all_numbers):
+        raise unknown_layout
     keys, values = (_elements(part) for part in offset.view(2, block_size, head_dim))
     if keys is None or values is None:
-        raise refused
+        raise unknown_layout
     layout: Layout = Tiled(keys, values)
     if keys.strided and values.strided:
         layout = Strided(lambda pages: (keys.view(pages).mT, values.view(pages)))
@@ -291,22 +316,22 @@ def find_layout(
         for n in (0, 1)
     )
     page = probe.written(k, v).view(1, kv_heads, block_size, 2 * head_dim)
-    if not _finds(layout, page, k, v, dtype):
-        raise refused
+    if not _reads_back(layout, page, k, v, dtype):
+        raise unknown_layout
     return layout
 
 
-def _finds(
+def _reads_back(
     layout: Layout, page: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
 ) -> bool:
-    """Whether a layout reads the keys and values ``[block_size, Hkv, D]`` that a page holds."""
+    """Return whether `layout` reads keys and values ``[block_size, Hkv, D]`` back from `page`."""
     keys, values = read(layout, page, torch.zeros(1, dtype=torch.int64))
-    found = (keys, k.permute(1, 2, 0)), (values, v.permute(1, 0, 2))
-    return all(torch.equal(own[0].to(dtype), wanted.to(dtype)) for own, wanted in found)
+    pairs = (keys, k.permute(1, 2, 0)), (values, v.permute(1, 0, 2))
+    return all(torch.equal(actual[0].to(dtype), expected.to(dtype)) for actual, expected in pairs)
 
 
 def read(layout: Layout, pages: torch.Tensor, ids: torch.Tensor) -> PageViews:
-    """A copy of the keys and values in some pages, whatever the layout."""
+    """Return copies of the keys and values in the pages `ids`, for any layout."""
     if isinstance(layout, Strided):
         keys, values = layout.views(pages)
         return keys[ids], values[ids]
@@ -314,7 +339,7 @@ def read(layout: Layout, pages: torch.Tensor, ids: torch.Tensor) -> PageViews:
 
 
 def _elements(offset: torch.Tensor) -> Elements | None:
-    """`Elements` of offsets ``[block_size, D]``, if digits of t and d explain them all."""
+    """Return the `Elements` that produce `offset` ``[block_size, D]``; None if none do."""
     start = int(offset[0, 0])
     tokens, dims = _digits(offset[:, 0] - start), _digits(offset[0] - start)
     if tokens is None or dims is None:
@@ -325,7 +350,7 @@ def _elements(offset: torch.Tensor) -> Elements | None:
 
 
 def _digits(offset: torch.Tensor) -> Digits | None:
-    """The digits that make ``offset[i]`` of i; ``offset[0]`` is 0."""
+    """Return the digits of i that produce ``offset[i]``, or None; ``offset[0]`` is 0."""
     digits: list[tuple[int, int]] = []
     while len(offset) > 1:
         step = int(offset[1])

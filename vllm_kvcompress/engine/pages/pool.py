@@ -1,15 +1,15 @@
-"""The flat page pool: every layer can read every page, and every layer has its own table.
+"""The flat page pool: any layer can read any page through its own block table.
 
-A vLLM block id is L pages, one per layer, inside one backing allocation. One strided view over
-that allocation makes the whole cache an array of pages, whatever ``VLLM_KV_CACHE_LAYOUT`` says:
+A vLLM block id stands for L pages, one per layer, in one allocation. A strided view over that
+allocation turns the cache into one array of pages, for every ``VLLM_KV_CACHE_LAYOUT``:
 
     flat page of (layer l, block b) = layer_offset[l] + block_stride * b
         LBHNC, LBNHC:  l * num_blocks + b
         BLHNC, BLNHC:  b * L + l
-        LHBNC:         l * Hkv * num_blocks + b     (a page's heads lie num_blocks pages apart)
-        BHLNC:         b * Hkv * L + l              (and here L pages)
+        LHBNC:         l * Hkv * num_blocks + b     (the heads of a page are num_blocks pages apart)
+        BHLNC:         b * Hkv * L + l              (the heads of a page are L pages apart)
 
-In the last two, ids between these name no page and are never used.
+In the last two layouts, the ids in between do not refer to pages and are never used.
 """
 
 from collections.abc import Sequence
@@ -21,35 +21,34 @@ from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.page_tables import page_tables
+from vllm_kvcompress.engine.pages.method_state import AttentionSums, Protected, Thresholds
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-from vllm_kvcompress.engine.pages.remembered import AttentionSums, Protected, Thresholds
 from vllm_kvcompress.errors import VllmHookError
 
 
 def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """One view over the caches of all layers.
+    """Return one view over the caches of all layers.
 
     Args:
-        layers: each layer's cache ``[num_blocks, ...]``, equal shapes and strides, views of one
-            storage.
+        layers: each layer's cache ``[num_blocks, ...]``; shapes, strides and storage must be equal.
 
     Returns:
         The flat view ``[pages, ...]``, `layer_offset` ``[L]`` int32 and `block_stride`.
 
     Raises:
-        VllmHookError: the layers do not lie in one allocation at equal distances.
+        VllmHookError: the layers are not in one allocation at equal distances.
     """
     first = layers[0]
     blocks = first.shape[0]
     starts = [layer.storage_offset() for layer in layers]
     order = sorted(range(len(layers)), key=starts.__getitem__)
-    one_storage = {layer.untyped_storage().data_ptr() for layer in layers}
-    alike = {(layer.shape, layer.stride()) for layer in layers}
+    storages = {layer.untyped_storage().data_ptr() for layer in layers}
+    shapes = {(layer.shape, layer.stride()) for layer in layers}
     gaps = {int(starts[b]) - int(starts[a]) for a, b in pairwise(order)}
-    if len(one_storage) != 1 or len(alike) != 1 or len(gaps) > 1:
+    if len(storages) != 1 or len(shapes) != 1 or len(gaps) > 1:
         raise VllmHookError(
             "compression needs all layers' KV caches in one allocation at equal distances; got"
-            f" {len(one_storage)} allocations, {len(alike)} shapes, distances {sorted(gaps)}"
+            f" {len(storages)} allocations, {len(shapes)} shapes, distances {sorted(gaps)}"
         )
     block_step = int(first.stride(0))
     layer_step = gaps.pop() if gaps else block_step * blocks
@@ -72,7 +71,7 @@ def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
 
 
 class LayerTables(NamedTuple):
-    """What each layer reads for the rows of a batch."""
+    """Block tables and lengths of each layer for the rows of a batch."""
 
     tables: Sequence[torch.Tensor]
     """Per layer ``[R, W]`` int32: flat pages."""
@@ -81,16 +80,18 @@ class LayerTables(NamedTuple):
 
 
 class PagePool:
-    """Where each compressed request's kept tokens lie, per layer.
+    """Tracks the packed pages of each compressed request in each layer.
 
-    Slot 0 belongs to every request that was not compressed: no packed pages.
+    Every compressed request has a slot. All uncompressed requests share slot 0, which has no packed
+    pages.
 
     Args:
         layers: the layers' caches, in layer order (see `flat_pages`).
-        max_requests: requests that may be compressed at once.
-        max_rows: rows of the largest batch, padding included.
-        max_blocks: pages that a layer of a request has at most, packed and ordinary ones.
-        stored: the float8 that a quantised cache holds; None for the layers' own dtype.
+        max_requests: maximum number of concurrent compressed requests.
+        max_rows: rows of the largest batch, including padding.
+        max_blocks: maximum pages per request and layer, packed pages plus vLLM's blocks.
+        block_size: tokens in a page.
+        stored: the float8 dtype of a quantised cache; None if the cache has the layers' dtype.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class PagePool:
         stored: torch.dtype | None = None,
     ) -> None:
         self.pages, self.layer_offset, self.block_stride = flat_pages(layers)
-        # The same in the dtype of what they hold: vLLM's own are bytes where that is a float8.
+        # vLLM allocates a float8 cache as uint8; `elements` views it in the stored dtype.
         self.elements = self.pages if stored is None else self.pages.view(stored)
         self.block_size = block_size
         count, device = len(layers), self.pages.device
@@ -113,178 +114,186 @@ class PagePool:
         )
         self._num_packed = torch.zeros(max_requests + 1, count, dtype=torch.int32, device=device)
         self._first_block = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
-        # What attention reads, at addresses that never change: CUDA graphs keep them.
+        # Attention reads these. Their addresses never change, because CUDA graphs record them.
         self._tables = torch.zeros(count, max_rows, max_blocks, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(count, max_rows, dtype=torch.int32, device=device)
         self._row_slots = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._live = torch.zeros((), dtype=torch.int32, device=device)
-        # What `_row_slots` holds.
-        self._uploaded: list[int] = []
+        # Host copy of `_row_slots`.
+        self._uploaded_slots: list[int] = []
         self._views: dict[int, LayerTables] = {}
-        # Told of each step's rows: where the queries of requests go.
+        # Stores the last queries of requests, if a method needs them later.
         self.ring: QueryRing | None = None
-        # What methods that add up attention, and that merge, remember of growing answers.
+        # State of methods that accumulate attention, or that merge dropped tokens.
         self.sums: AttentionSums | None = None
         self.thresholds: Thresholds | None = None
-        # Where protected tokens lie in what was packed of requests that may be packed again.
+        # Slots of protected tokens in requests that may be packed again.
         self.protected: dict[str, Protected] = {}
         self._num_blocks = int(layers[0].shape[0])
         self._slots: dict[str, int] = {}
-        # Those of requests that read packed pages.
-        self._reading: set[int] = set()
+        # Slots of requests that read packed pages.
+        self._slots_with_pages: set[int] = set()
         self._free = list(range(max_requests, 0, -1))
 
     @property
-    def longest(self) -> int:
-        """Tokens that a layer of a request holds at most: what the tables have room for."""
-        return self.columns * self.block_size
+    def max_layer_tokens(self) -> int:
+        """Maximum tokens that a layer can hold of one request."""
+        return self.max_layer_pages * self.block_size
 
     @property
-    def columns(self) -> int:
-        """Pages that a layer of a request has at most."""
+    def max_layer_pages(self) -> int:
+        """Maximum pages that a layer can hold of one request."""
         return self._packed.shape[2]
 
     @property
-    def busy(self) -> bool:
-        """Whether any request is compressed."""
+    def has_requests(self) -> bool:
+        """Whether any request has a slot."""
         return bool(self._slots)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slots
 
-    def remember(self, kv_heads: int, *, sums: bool, thresholds: bool) -> None:
-        """Make room for what methods remember of answers that grow."""
+    def allocate_method_state(self, kv_heads: int, *, sums: bool, thresholds: bool) -> None:
+        """Allocate the state of methods that pack requests again.
+
+        Args:
+            kv_heads: KV heads of a layer.
+            sums: whether a method accumulates attention.
+            thresholds: whether a method merges dropped tokens.
+        """
         device, layers = self.pages.device, len(self.layer_offset)
         if sums:
-            every = self.every_layer(torch.arange(self._num_blocks, device=device))
-            self.sums = AttentionSums(every, len(self.pages), kv_heads, self.block_size)
+            pages = self.flat_ids_in_all_layers(torch.arange(self._num_blocks, device=device))
+            self.sums = AttentionSums(pages, len(self.pages), kv_heads, self.block_size)
         if thresholds:
             slots = len(self._first_block)
             self.thresholds = Thresholds(slots, layers, kv_heads, device)
 
     def flat_ids(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Flat pages, int64, of vLLM block ids in one layer."""
+        """Return the flat pages, int64, of vLLM block ids in one layer."""
         return blocks.long() * self.block_stride + self.layer_offset[layer]
 
-    def every_layer(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Flat pages ``[L, n]``, int64, of n vLLM block ids in all layers."""
+    def flat_ids_in_all_layers(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the flat pages ``[L, n]``, int64, of n vLLM block ids in all layers."""
         return blocks.long() * self.block_stride + self.layer_offset[:, None]
 
     def destination(self, blocks: Sequence[int]) -> torch.Tensor:
-        """All ``len(blocks) * L`` flat pages of some blocks, int64, block by block."""
+        """Return the ``len(blocks) * L`` flat pages of the blocks, int64, block by block."""
         ids = async_tensor_h2d(list(blocks), device=self.pages.device, dtype=torch.int64)
-        return self.every_layer(ids).T.flatten()
+        return self.flat_ids_in_all_layers(ids).T.flatten()
 
     def admit(self, request_id: str) -> None:
-        """Give a request a slot before anything of it is packed; one that has a slot keeps it."""
+        """Give a request a slot with no packed pages; do nothing if it has one already."""
         if request_id in self._slots:
             return
         slot = self._slots[request_id] = self._free.pop()
-        self._first_block[slot].fill_(0)  # a number put there would be copied, and waited for
+        self._first_block[slot].fill_(0)  # assigning a Python number would copy it with a sync
         self._num_packed[slot] = 0
         if self.thresholds is not None:
             self.thresholds.reset(slot)
 
     def keep_queries(self, request_id: str) -> None:
-        """From now on the request has a slot, and its last queries are kept if any are."""
+        """Give the request a slot and start storing its last queries, if there is a ring."""
         self.admit(request_id)
         if self.ring is not None:
             self.ring.admit(self._slots[request_id])
 
     def drop_queries(self, request_id: str) -> None:
-        """Its last queries are no longer needed."""
+        """Stop storing the request's last queries."""
         if self.ring is not None:
             self.ring.release(self._slots[request_id])
 
-    def held(self, rows: Sequence[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What some rows of this step's batch hold, as `tables` found it.
+    def row_tables(self, rows: Sequence[int], max_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block tables and lengths of batch rows, as of the last `tables` call.
 
         Returns:
-            Flat pages ``[R, L, W]`` int64, W at most `columns`, and tokens ``[R, L]`` int32.
+            Flat pages ``[R, L, W]`` int64, with W at most `max_pages`, and tokens ``[R, L]`` int32.
         """
-        at = async_tensor_h2d(list(rows), device=self.pages.device, dtype=torch.int64)
-        tables = self._tables[:, :, :columns].index_select(1, at)
-        lengths = self._lengths.index_select(1, at)
+        indices = async_tensor_h2d(list(rows), device=self.pages.device, dtype=torch.int64)
+        tables = self._tables[:, :, :max_pages].index_select(1, indices)
+        lengths = self._lengths.index_select(1, indices)
         return tables.transpose(0, 1).long(), lengths.T.contiguous()
 
-    def held_in(self, layer: int, row: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `held`, of one layer and row: flat pages ``[1, 1, W]`` and tokens ``[1, 1]``."""
-        table, length = self._tables[layer, row, :columns], self._lengths[layer, row]
+    def row_table(self, layer: int, row: int, max_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `row_tables` of one layer and row: pages ``[1, 1, W]`` and tokens ``[1, 1]``."""
+        table, length = self._tables[layer, row, :max_pages], self._lengths[layer, row]
         return table.long()[None, None], length.view(1, 1)
 
     def put_null_block_in_row(self, tokens: int) -> None:
-        """From now on row 0 of the batch holds `tokens` of the null block in every layer."""
+        """Fill batch row 0 with `tokens` tokens of the null block in every layer."""
         self._tables[:, 0] = 0
         self._lengths[:, 0] = tokens
 
     def packed(self, request_id: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A request's packed pages ``[L, max_blocks]`` and how many each layer has ``[L]``, int32.
+        """Return views of a request's packed pages ``[L, max_blocks]`` and page counts ``[L]``.
 
-        Views of the pool's own.
+        Both are int32.
         """
         slot = self._slots[request_id]
         return self._packed[slot], self._num_packed[slot]
 
-    def advance(self, request_id: str, first_block: int) -> None:
-        """From now on the request reads its packed pages, then its blocks from `first_block` on."""
+    def set_first_block(self, request_id: str, first_block: int) -> None:
+        """Make the request read its packed pages, then its blocks starting at `first_block`."""
         self._first_block[self._slots[request_id]].fill_(first_block)
 
     def assign(
         self, request_id: str, pages: torch.Tensor, counts: torch.Tensor, first_block: int
     ) -> torch.Tensor:
-        """From now on the request reads packed pages, then its blocks from `first_block` on.
+        """Make the request read packed pages, then its blocks starting at `first_block`.
 
         Args:
-            pages: flat pages int64; the first ``counts[0]`` are layer 0's, and so on.
+            request_id: the request.
+            pages: flat pages, int64; the first ``counts[0]`` belong to layer 0, and so on.
             counts: ``[L]`` int32, with sum ``len(pages)``.
+            first_block: index of the request's first block that is not packed.
 
         Returns:
-            ``[L, max_blocks]`` int32, each layer's pages, 0 behind them: a view of the pool's own.
+            A view ``[L, max_blocks]`` int32 of each layer's pages, padded with 0.
         """
         self.admit(request_id)
         slot = self._slots[request_id]
-        self._reading.add(slot)
+        self._slots_with_pages.add(slot)
         self._first_block[slot].fill_(first_block)
         self._num_packed[slot] = counts
         column = torch.arange(self._packed.shape[2], device=pages.device)
         start = counts.cumsum(0) - counts
-        at = (start[:, None] + column).where(column < counts[:, None], len(pages))
-        self._packed[slot] = pad(pages, (0, 1))[at]
+        indices = (start[:, None] + column).where(column < counts[:, None], len(pages))
+        self._packed[slot] = pad(pages, (0, 1))[indices]
         return self._packed[slot]
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that finished or was preempted; nothing happens if it is unknown."""
+        """Drop a request that finished or was preempted; do nothing if it has no slot."""
         slot = self._slots.pop(request_id, None)
         self.protected.pop(request_id, None)
         if slot is not None:
-            self._reading.discard(slot)
+            self._slots_with_pages.discard(slot)
             if self.ring is not None:
                 self.ring.release(slot)
             self._free.append(slot)
 
     def none_packed(self, slots: Sequence[int]) -> bool:
-        """Whether all of these requests read nothing but vLLM's own blocks."""
-        return self._reading.isdisjoint(slots)
+        """Return whether none of the slots has packed pages."""
+        return self._slots_with_pages.isdisjoint(slots)
 
     def slots(self, request_ids: Sequence[str]) -> list[int]:
-        """The slot of each request of a batch; 0 where it was not compressed."""
+        """Return the slot of each request, 0 for requests without one."""
         if not self._slots:
             return [0] * len(request_ids)
-        find = self._slots.get
-        return [find(request_id, 0) for request_id in request_ids]
+        slot_of = self._slots.get
+        return [slot_of(request_id, 0) for request_id in request_ids]
 
     def tables(
         self, slots: list[int], block_table: torch.Tensor, seq_lens: torch.Tensor, rows: int
     ) -> LayerTables:
-        """Refresh what every layer reads in this step (`page_tables`); no sync.
+        """Refresh every layer's tables and lengths for this step (`page_tables`), without a sync.
 
         Args:
-            slots: of the batch's requests, in row order.
-            block_table: ``[>= len(slots), W]`` int32: vLLM's block ids.
+            slots: slots of the batch's requests, in row order.
+            block_table: ``[>= len(slots), W]`` int32, vLLM's block ids.
             seq_lens: ``[>= len(slots)]`` int32, in tokens.
-            rows: rows of the batch, padding included; padded ones have length 0.
+            rows: rows of the batch, including padding, which gets length 0.
         """
-        self.follow(slots, seq_lens, rows)
+        self.set_batch_rows(slots, seq_lens, rows)
         page_tables(
             block_table,
             seq_lens,
@@ -304,16 +313,16 @@ class PagePool:
             self._views[rows] = LayerTables(tables.unbind(), lengths.unbind())
         return self._views[rows]
 
-    def follow(self, slots: list[int], seq_lens: torch.Tensor, rows: int) -> None:
-        """Tell the device whose rows these are, and the ring where their queries go; no sync.
+    def set_batch_rows(self, slots: list[int], seq_lens: torch.Tensor, rows: int) -> None:
+        """Copy the slots of the batch's rows to the device and to the ring, without a sync.
 
         Args:
             slots, seq_lens, rows: as in `tables`.
         """
-        if slots != self._uploaded:
-            if len(slots) != len(self._uploaded):
+        if slots != self._uploaded_slots:
+            if len(slots) != len(self._uploaded_slots):
                 self._live.fill_(len(slots))
-            self._uploaded = slots
+            self._uploaded_slots = slots
             async_tensor_h2d(slots, out=self._row_slots[: len(slots)])
         if self.ring is not None:
-            self.ring.follow(self._row_slots, seq_lens, self._live, rows)
+            self.ring.set_batch_rows(self._row_slots, seq_lens, self._live, rows)

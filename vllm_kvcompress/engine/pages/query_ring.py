@@ -1,4 +1,4 @@
-"""The last queries of requests, kept for the step that packs them."""
+"""Stores the last queries of requests until a later step packs them."""
 
 from collections.abc import Sequence
 
@@ -7,23 +7,25 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 
 class QueryRing:
-    """Per layer and request slot the queries of the last w tokens, token p at ``p % w``.
+    """Ring buffers with the queries of the last w tokens, by layer and ring slot.
 
-    Every step writes the queries of each row's tokens, the last w of them where there are more:
-    what a decode step computes, and what a chunk of a prompt leaves. Addresses never change and
-    nothing is read on the host, so that a CUDA graph may hold the writing. Slot 0, of requests that
-    have none, takes what nobody reads, and so do tokens that pad a graph.
+    The query of token p is at index ``p % w`` of its slot. Every step, of prefill or decode, writes
+    the queries of the last w tokens of each batch row. Addresses never change and the host reads
+    nothing, so a CUDA graph can record the writes. Queries of requests without a ring slot, and of
+    padding tokens, go to slot 0, which is never read.
 
-    How tokens are found depends on the sizes of a batch alone, which are those of its graph. Each
-    has a place; but where that would be more than w of every row, each row has w.
+    A batch has a number of write positions that depends only on its shape, and so on its graph: one
+    for each token if those are at most w per row on average, else w for each row.
 
     Args:
-        layers: L.
-        slots: requests that have one at once, and slot 0.
-        requests: the page pool's slots, slot 0 among them.
-        window: w.
-        heads, dim: of a query.
-        max_rows: rows of the largest batch, padding included.
+        layers: compressed layers on this worker, L.
+        slots: ring slots, including slot 0.
+        requests: slots of the page pool, including slot 0.
+        window: stored queries per request, w.
+        heads, dim: query heads and head dim.
+        max_rows: rows of the largest batch, including padding.
+        dtype: dtype of a query.
+        device: device of the page pool.
     """
 
     def __init__(
@@ -42,146 +44,149 @@ class QueryRing:
         self.window = window
         self._queries = torch.zeros(layers, slots * window, heads, dim, dtype=dtype, device=device)
         self._layers = self._queries.unbind()
-        # The slot here of each slot of the page pool, on the device and on the host.
-        self._own = torch.zeros(requests, dtype=torch.int32, device=device)
+        # The ring slot of each slot of the page pool, on the device and on the host.
+        self._ring_slots = torch.zeros(requests, dtype=torch.int32, device=device)
         self._slots: dict[int, int] = {}
         self._free = list(range(slots - 1, 0, -1))
 
-        def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
 
-        most = max_rows * window
-        # Of each row: its slot's first place, its last token, how many of its tokens are kept, and
-        # whether it is no padding.
-        self._start, self._last, self._length = (numbers(max_rows) for _ in range(3))
-        self._live = numbers(max_rows, torch.bool)
-        # Of each place in a batch: the row, how far the token is from the row's last one, the token
-        # of the batch, and where its query goes.
-        self._row, self._back = numbers(most, torch.int64), numbers(most)
-        self._tokens, self._index = numbers(most, torch.int64), numbers(most, torch.int64)
-        self._at = numbers(most)
-        self._kept, self._real = numbers(most, torch.bool), numbers(most, torch.bool)
-        self._count = torch.arange(most, dtype=torch.int32, device=device)
-        self._rows = self._places = 0
+        max_writes = max_rows * window
+        # By row: first index of its ring slot, index of its last token, number of its tokens to
+        # store, and whether it is a real row (not padding).
+        self._start, self._last, self._length = (zeros(max_rows) for _ in range(3))
+        self._live = zeros(max_rows, torch.bool)
+        # By write: its row, the token's distance from the row's last token, the token's index in
+        # the batch, and the index in the ring that is written.
+        self._row, self._distance = zeros(max_writes, torch.int64), zeros(max_writes)
+        self._tokens, self._index = zeros(max_writes, torch.int64), zeros(max_writes, torch.int64)
+        self._scratch = zeros(max_writes)
+        self._in_window, self._real = zeros(max_writes, torch.bool), zeros(max_writes, torch.bool)
+        self._count = torch.arange(max_writes, dtype=torch.int32, device=device)
+        self._rows = self._num_writes = 0
         self._by_row = False
 
-    def admit(self, request: int) -> None:
-        """From now on the queries of the request in this slot of the page pool are kept."""
-        if request not in self._slots:
-            slot = self._slots[request] = self._free.pop()
-            self._own[request].fill_(slot)  # a number put there would be copied, and waited for
+    def admit(self, pool_slot: int) -> None:
+        """Start storing the queries of the request in this slot of the page pool."""
+        if pool_slot not in self._slots:
+            slot = self._slots[pool_slot] = self._free.pop()
+            # Assigning a Python number would copy it with a sync.
+            self._ring_slots[pool_slot].fill_(slot)
 
-    def release(self, request: int) -> None:
-        """They are no longer needed; nothing happens if they were not kept."""
-        slot = self._slots.pop(request, None)
+    def release(self, pool_slot: int) -> None:
+        """Stop storing the request's queries; do nothing if none are stored."""
+        slot = self._slots.pop(pool_slot, None)
         if slot is not None:
-            self._own[request].fill_(0)
+            self._ring_slots[pool_slot].fill_(0)
             self._free.append(slot)
 
-    def follow(
+    def set_batch_rows(
         self, row_slots: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, rows: int
     ) -> None:
-        """Learn whose rows this step's are, and how long they are after it.
+        """Set the slot and length of each row in this step's batch.
 
         Args:
             row_slots: ``[>= rows]`` int32, the page pool's slot of each row.
-            seq_lens: ``[>= live]`` int32, in tokens.
-            live: ``[]`` int32: rows that are no padding.
-            rows: rows of the batch, padding included.
+            seq_lens: ``[>= live]`` int32, tokens of each row after this step.
+            live: ``[]`` int32, number of real rows.
+            rows: rows of the batch, including padding.
         """
         self._rows = rows
         known = min(rows, len(seq_lens))
         torch.sub(seq_lens[:known], 1, out=self._last[:known])
         torch.lt(self._count[:rows], live, out=self._live[:rows])
-        start = torch.index_select(self._own, 0, row_slots[:rows], out=self._start[:rows])
+        start = torch.index_select(self._ring_slots, 0, row_slots[:rows], out=self._start[:rows])
         start.mul_(self._live[:rows]).mul_(self.window)
 
-    def lay_out(self, query_start: torch.Tensor, tokens: int, longest: int) -> None:
-        """Find where the batch's queries go, once `follow` knows the rows.
+    def lay_out(self, query_start: torch.Tensor, tokens: int, max_query_len: int) -> None:
+        """Compute the ring index of each write of this batch, after `set_batch_rows`.
 
         Args:
-            query_start: ``[>= rows + 1]`` int32 token offsets of the rows.
-            tokens: of the batch, padding included.
-            longest: tokens that no row exceeds.
+            query_start: ``[>= rows + 1]`` int32, token offsets of the rows.
+            tokens: tokens in the batch, including padding.
+            max_query_len: maximum tokens of a row in the batch.
         """
         rows, ends = self._rows, query_start[1 : self._rows + 1]
         self._by_row = tokens > rows * self.window
-        self._places = rows * self.window if self._by_row else tokens
-        if longest == 1 and not self._by_row:
-            # a decode step: the rows are the tokens, and those behind them pad it
-            at = torch.remainder(self._last[:rows], self.window, out=self._at[:rows])
-            self._index[:rows].copy_(at.add_(self._start[:rows]))
+        self._num_writes = rows * self.window if self._by_row else tokens
+        if max_query_len == 1 and not self._by_row:
+            # In a decode step every row has one token; tokens after the rows are padding.
+            index = torch.remainder(self._last[:rows], self.window, out=self._scratch[:rows])
+            self._index[:rows].copy_(index.add_(self._start[:rows]))
             if tokens > rows:
                 self._index[rows:tokens].zero_()
             return
         if self._by_row:
-            self._find_rows_last(ends)
+            self._find_last_tokens(ends)
         else:
-            self._find_tokens(ends)
+            self._find_all_tokens(ends)
         torch.sub(ends, query_start[:rows], out=self._length[:rows]).clamp_(max=self.window)
-        self._place()
+        self._compute_indices()
 
-    def _find_tokens(self, ends: torch.Tensor) -> None:
-        """Each place is a token's: its row, and how far it is from that row's last one."""
-        places = self._places
-        token, row, back = self._count[:places], self._row[:places], self._back[:places]
+    def _find_all_tokens(self, ends: torch.Tensor) -> None:
+        """Assign one write to each token: set its row and its distance from the row's end."""
+        n = self._num_writes
+        token, row, distance = self._count[:n], self._row[:n], self._distance[:n]
         torch.searchsorted(ends, token, right=True, out=row)
         row.clamp_(max=self._rows - 1)
-        torch.index_select(ends, 0, row, out=back)
-        back.sub_(1).sub_(token)
+        torch.index_select(ends, 0, row, out=distance)
+        distance.sub_(1).sub_(token)
 
-    def _find_rows_last(self, ends: torch.Tensor) -> None:
-        """Each row has w places, for its last tokens."""
-        places, window = self._places, self.window
-        row, back = self._row[:places].view(-1, window), self._back[:places].view(-1, window)
+    def _find_last_tokens(self, ends: torch.Tensor) -> None:
+        """Assign w writes to each row, for its last w tokens."""
+        n, window = self._num_writes, self.window
+        row, distance = self._row[:n].view(-1, window), self._distance[:n].view(-1, window)
         row.copy_(self._count[: self._rows, None])
-        back.copy_(self._count[:window])
-        token = self._tokens[:places].view(-1, window)
-        token.copy_(ends[:, None]).sub_(1).sub_(back).clamp_(min=0)
+        distance.copy_(self._count[:window])
+        token = self._tokens[:n].view(-1, window)
+        token.copy_(ends[:, None]).sub_(1).sub_(distance).clamp_(min=0)
 
-    def _place(self) -> None:
-        """Where the query of each place's token goes: of all but the last w into slot 0."""
-        places, window = self._places, self.window
-        row, back, at = self._row[:places], self._back[:places], self._at[:places]
-        torch.index_select(self._length, 0, row, out=at)
-        kept = torch.lt(back, at, out=self._kept[:places])
-        kept.logical_and_(torch.ge(back, 0, out=self._real[:places]))
-        index = self._index[:places]
-        index.copy_(torch.index_select(self._start, 0, row, out=at).mul_(kept))
-        torch.index_select(self._last, 0, row, out=at)
-        index.add_(at.sub_(back).remainder_(window))
+    def _compute_indices(self) -> None:
+        """Compute the ring index of each write; tokens before the last w go to slot 0."""
+        n, window = self._num_writes, self.window
+        row, distance, scratch = self._row[:n], self._distance[:n], self._scratch[:n]
+        torch.index_select(self._length, 0, row, out=scratch)
+        in_window = torch.lt(distance, scratch, out=self._in_window[:n])
+        in_window.logical_and_(torch.ge(distance, 0, out=self._real[:n]))
+        index = self._index[:n]
+        index.copy_(torch.index_select(self._start, 0, row, out=scratch).mul_(in_window))
+        torch.index_select(self._last, 0, row, out=scratch)
+        index.add_(scratch.sub_(distance).remainder_(window))
 
     def store(self, layer: int, query: torch.Tensor) -> None:
-        """Keep the queries of one layer.
+        """Write the queries of one layer to the ring.
 
         Args:
+            layer: layer index on this worker.
             query: ``[tokens, Hq, D]``, rotated.
         """
-        places = self._places
-        own = query[:places]
+        n = self._num_writes
+        queries = query[:n]
         if self._by_row:
-            own = query.index_select(0, self._tokens[:places])
-        self._layers[layer].index_copy_(0, self._index[:places], own)
+            queries = query.index_select(0, self._tokens[:n])
+        self._layers[layer].index_copy_(0, self._index[:n], queries)
 
-    def latest(self, requests: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
-        """The last queries ``[R * L, count, Hq, D]`` of R requests, in the order of positions.
-
-        The layers of a request lie one after the other.
+    def latest(self, pool_slots: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
+        """Return the last `count` queries of R requests, in the order of their positions.
 
         Args:
-            requests: their slots in the page pool.
-            tokens: how many of each were computed.
-            count: how many queries of each, at most w.
+            pool_slots: slots of the requests in the page pool.
+            tokens: tokens computed of each request.
+            count: queries to return for each request, at most w.
+
+        Returns:
+            ``[R * L, count, Hq, D]``; the L layers of a request are consecutive.
         """
-        w, (layers, places) = self.window, self._queries.shape[:2]
-        slots = [self._slots[request] for request in requests]
+        w, (layers, layer_size) = self.window, self._queries.shape[:2]
+        slots = [self._slots[pool_slot] for pool_slot in pool_slots]
         latest = [
             slot * w + (computed - count + i) % w
             for slot, computed in zip(slots, tokens, strict=True)
             for i in range(count)
         ]
-        at = async_tensor_h2d(latest, device=self._queries.device, dtype=torch.int64)
-        layer = torch.arange(layers, device=self._queries.device)[:, None] * places
-        every = at.view(len(slots), 1, count) + layer
-        found = self._queries.flatten(0, 1).index_select(0, every.flatten())
-        return found.view(len(slots) * layers, count, *found.shape[1:])
+        index_in_layer = async_tensor_h2d(latest, device=self._queries.device, dtype=torch.int64)
+        layer_start = torch.arange(layers, device=self._queries.device)[:, None] * layer_size
+        index = index_in_layer.view(len(slots), 1, count) + layer_start
+        queries = self._queries.flatten(0, 1).index_select(0, index.flatten())
+        return queries.view(len(slots) * layers, count, *queries.shape[1:])

@@ -1,4 +1,4 @@
-"""What a layer's attention adds to the numbers in its cache: their scales, and its sinks."""
+"""Scales and attention sinks of each layer."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,15 @@ import torch
 
 
 class Scales:
-    """Factors of every layer of this worker, all positive.
+    """Scales of every compressed layer on this worker, all positive.
 
     Args:
-        logits: on query times cached key: the model's, times the scale of a quantised key, times
-            that of queries which arrive quantised.
-        values: on a cached value.
-        device: where rows of several layers are scored.
-        sinks: ``[L, Hq]`` float32 there, the logits of the query heads' sinks; None without.
+        logits: by layer, the factor on query times cached key: the model's softmax scale, times the
+            scale of quantised keys and of quantised queries.
+        values: by layer, the factor on a cached value.
+        device: device on which tokens are scored.
+        sinks: ``[L, Hq]`` float32 on `device`, the sink logit of each query head; None if the model
+            has no sinks.
     """
 
     def __init__(
@@ -25,32 +26,32 @@ class Scales:
     ) -> None:
         self.logits, self.values = tuple(logits), tuple(values)
         self.sinks = sinks
-        self._same = len(set(self.logits)) == 1
-        self._every = torch.tensor(self.logits, dtype=torch.float32, device=device)
+        self._uniform = len(set(self.logits)) == 1
+        self._logits_on_device = torch.tensor(self.logits, dtype=torch.float32, device=device)
 
     def of_layers(self, layers: Sequence[int]) -> float | torch.Tensor:
-        """Scales of some layers' logits: one number where all layers share it, else ``[n]``.
+        """Return the logit scales of n layers: one number if all layers are equal, else ``[n]``.
 
-        No value leaves the device or comes to it.
+        Copies nothing between host and device.
         """
-        if self._same:
+        if self._uniform:
             return self.logits[0]
-        return torch.cat([self._every[layer : layer + 1] for layer in layers])
+        return torch.cat([self._logits_on_device[layer : layer + 1] for layer in layers])
 
     def of_requests(self, count: int) -> float | torch.Tensor:
-        """Scales of the logits of all layers of `count` requests, one request after the other."""
-        return self.logits[0] if self._same else self._every.repeat(count)
+        """Return the logit scales of all layers, repeated for `count` requests."""
+        return self.logits[0] if self._uniform else self._logits_on_device.repeat(count)
 
     def sinks_of(self, layer: int) -> torch.Tensor | None:
-        """Sinks ``[Hq]`` of one layer."""
+        """Return the sinks ``[Hq]`` of one layer."""
         return None if self.sinks is None else self.sinks[layer]
 
     def sinks_of_layers(self, layers: Sequence[int]) -> torch.Tensor | None:
-        """Sinks ``[n, Hq]`` of some layers; no value leaves the device or comes to it."""
+        """Return the sinks ``[n, Hq]`` of n layers, without copies between host and device."""
         if self.sinks is None:
             return None
         return torch.cat([self.sinks[layer : layer + 1] for layer in layers])
 
     def sinks_of_requests(self, count: int) -> torch.Tensor | None:
-        """Sinks of all layers of `count` requests, one request after the other."""
+        """Return the sinks of all layers, repeated for `count` requests."""
         return None if self.sinks is None else self.sinks.repeat(count, 1)

@@ -1,1 +1,1 @@
-"""What runs in the scheduler: admission, plans, blocks, counts."""
+"""The scheduler side of compression: admission, packing plans, block management, statistics."""

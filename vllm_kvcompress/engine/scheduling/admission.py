@@ -1,7 +1,7 @@
-"""Which prompts are compressed, and why the others are not.
+"""Admission: which prompts are compressed, and why the others are not.
 
-Decided when a request is admitted, from what it asks for and from the pool as it is then; it stays
-so until the request ends, whatever preempts it.
+The decision is made when a request is admitted, from the request's settings and the current state
+of the pool. It stays until the request ends, even if the request is preempted.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from vllm_kvcompress.engine.messages.spans import spans_of
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.planning.pieces import EveryPiece, pieces_of
+from vllm_kvcompress.planning.pieces import PieceSchedule, piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
 logger = init_logger("vllm.kvcompress")
 
-# why a prompt is left whole: values of the metric's label `reason`
+# Reasons why a prompt stays uncompressed, and values of the metric's label `reason`.
 OFF = "off"
 SHORT_PROMPT = "short_prompt"
 SHORT_OUTPUT = "short_output"
@@ -30,11 +30,16 @@ WITHIN_BUDGET = "within_budget"
 LOW_PRESSURE = "low_pressure"
 UNSUPPORTED = "unsupported"
 INVALID = "invalid"
-# more than half of it is protected, or all is kept beside what is
+# More than half of the prompt is protected, or the budget with the protected tokens is everything.
 PROTECTED = "protected"
-# its answer ended before it was to be judged by it
+# The output ended before the look-ahead was over.
 ANSWERED = "answered"
-# it was pulled, no slot for a look-ahead was free, and the pool had no blocks to pack it into
+# The request was aborted before its prompt was compressed, for example by a client that hung up.
+ABORTED = "aborted"
+# The request failed before its prompt was compressed.
+FAILED = "failed"
+# The prompt was pulled from another server, no look-ahead slot was free, and the pool had too few
+# blocks to pack it.
 FULL_POOL = "full_pool"
 REASONS = (
     OFF,
@@ -46,51 +51,56 @@ REASONS = (
     INVALID,
     PROTECTED,
     ANSWERED,
+    ABORTED,
+    FAILED,
     FULL_POOL,
 )
 
 
 @dataclass(slots=True)
 class Decision:
-    """What becomes of one request's prompt.
+    """The decision about one request's prompt.
 
     Args:
-        settings: what compresses it; None when it is left whole.
-        reason: why it is left whole, one of REASONS; empty when it is compressed.
-        growing: what bounds its answer; None when it may grow.
-        final: the request was admitted, so that this will not change.
-        error: for INVALID, what is wrong with what it asks for.
-        spans: what of its prompt is protected.
+        settings: settings to compress it with. None if it stays uncompressed.
+        skip_reason: why it stays uncompressed, one of REASONS. Empty if it is compressed.
+        output_settings: settings with the `decode_budget` that bounds the request's cache during
+            decoding. None if the cache may grow.
+        is_final: the request was admitted, so the decision no longer changes.
+        error: for INVALID, what is wrong with the request's settings.
+        spans: protected tokens of the prompt.
     """
 
     settings: CompressionConfig | None
-    reason: str = ""
-    growing: CompressionConfig | None = None
-    final: bool = False
+    skip_reason: str = ""
+    output_settings: CompressionConfig | None = None
+    is_final: bool = False
     error: str = ""
     spans: Spans = ()
 
     @property
-    def bound_again(self) -> CompressionConfig | None:
-        """What packs a bounded answer that is computed again with its prompt; None if it may grow.
+    def recompute_settings(self) -> CompressionConfig | None:
+        """Return settings to pack an uncompressed prompt that is recomputed with its output.
 
-        It keeps what the answer held: the budget of a short prompt would be its whole.
+        None if the cache may grow during decoding. After a preemption, prompt and output are
+        computed together and packed to what the output was bounded to. The prompt's own budget
+        would be all of a short prompt.
         """
-        own = self.growing
-        if own is None or own.decode_budget is None:
+        settings = self.output_settings
+        if settings is None or settings.decode_budget is None:
             return None
-        return own.variant(budget=max(own.decode_budget, own.resolved_window + 1))
+        return settings.variant(budget=max(settings.decode_budget, settings.resolved_window + 1))
 
 
 class Admissions:
-    """Decides for one scheduler's requests.
+    """Decides for one scheduler which requests are compressed.
 
     Args:
-        settings: the engine's.
+        settings: the engine's settings.
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
-        pool: vLLM's blocks; block 0 is the null block.
-        others: what layers that are not compressed take of a request; None where there are none.
+        pool: vLLM's block pool. Block 0 is the null block.
+        other_layers: blocks that the uncompressed layers use. None if all are compressed.
     """
 
     def __init__(
@@ -99,94 +109,96 @@ class Admissions:
         num_layers: int,
         block_size: int,
         pool: BlockPool,
-        others: OtherLayers | None = None,
+        other_layers: OtherLayers | None = None,
     ) -> None:
-        self._others = others
-        self._engine = settings if settings.active else None
+        self._other_layers = other_layers
+        self._engine_settings = settings if settings.active else None
         self._num_layers = num_layers
         self._block_size = block_size
         self._pool = pool
         self._decisions: WeakKeyDictionary[Request, Decision] = WeakKeyDictionary()
 
     def consider(self, request: Request) -> Decision:
-        """Decide about a request that waits, as the pool is now; admitted ones keep theirs."""
+        """Return the decision for the pool's current state. A final decision does not change."""
         decision = self._decisions.get(request)
-        if decision is None or not decision.final:
+        if decision is None or not decision.is_final:
             decision = self._decisions[request] = self._decide(request)
         return decision
 
     def admit(self, request: Request) -> str:
-        """From now on what was decided stays; returns the reason of one that was not final."""
-        decision = self.of(request)
-        if decision.final:
-            return ""
-        decision.final = True
-        if decision.error:
-            logger.warning("request %s is left whole: %s", request.request_id, decision.error)
-        return decision.reason
+        """Make the decision final.
 
-    def of(self, request: Request) -> Decision:
-        """What was decided last."""
+        Returns:
+            The reason why the prompt stays uncompressed. Empty if it is compressed, or if the
+            decision was final before.
+        """
+        decision = self.decision_of(request)
+        if decision.is_final:
+            return ""
+        decision.is_final = True
+        if decision.error:
+            logger.warning("request %s stays uncompressed: %s", request.request_id, decision.error)
+        return decision.skip_reason
+
+    def decision_of(self, request: Request) -> Decision:
+        """Return the latest decision about a request."""
         decision = self._decisions.get(request)
         return self.consider(request) if decision is None else decision
 
     @property
     def pool_blocks(self) -> int:
-        """Blocks that requests can have."""
+        """Return the number of blocks in the pool, without the null block."""
         return int(self._pool.num_gpu_blocks) - 1
 
     @property
-    def room(self) -> int:
-        """Blocks that the compressed layers of one request can have."""
-        return self.pool_blocks - (self._others.blocks() if self._others else 0)
+    def max_request_blocks(self) -> int:
+        """Return the maximum number of blocks for the compressed layers of one request."""
+        return self.pool_blocks - (self._other_layers.blocks() if self._other_layers else 0)
 
-    def other_blocks(self, tokens: int) -> int:
-        """Blocks of a request of so many tokens for layers that are not compressed."""
-        return 0 if self._others is None else self._others.blocks(tokens)
+    def other_layer_blocks(self, tokens: int) -> int:
+        """Return the blocks that a request of `tokens` tokens needs in the uncompressed layers."""
+        return 0 if self._other_layers is None else self._other_layers.blocks(tokens)
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
-        """How much of a prefill of `tokens` is kept; None when that is everything."""
+        """Return the pages kept of a prefill of `tokens` tokens, None if nothing is dropped."""
         return settings.page_plan(self._num_layers, tokens, self._block_size, spans)
 
-    def share_in_use(self, tokens: int) -> float:
-        """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""
+    def usage_with_prompt(self, tokens: int) -> float:
+        """Return the share of the pool in use once an uncompressed prompt of `tokens` is added."""
         total = self.pool_blocks
         used = total - self._pool.get_num_free_blocks()
-        prompt = -(-tokens // self._block_size) + self.other_blocks(tokens)
+        prompt = -(-tokens // self._block_size) + self.other_layer_blocks(tokens)
         return float((used + prompt) / max(total, 1))
+
+    def piece_schedule(
+        self, settings: CompressionConfig, tokens: int, spans: Spans = ()
+    ) -> PieceSchedule | None:
+        """Return the schedule to pack a prefill of `tokens` in pieces, None if it is not."""
+        return piece_schedule(settings, self._num_layers, self._block_size, tokens, spans)
 
     def _decide(self, request: Request) -> Decision:
         if request.pooling_params is not None or request.resumable:
             return Decision(None, UNSUPPORTED)
         params = request.sampling_params
         try:
-            settings = settings_for(self._engine, params.extra_args if params else None)
+            settings = settings_for(self._engine_settings, params.extra_args if params else None)
         except OverrideError as e:
             # The request did not come through a front end that checks it (`frontend.api`).
             return Decision(None, INVALID, error=str(e))
         if settings is None:
             return Decision(None, OFF)
-        decision = self._of_prompt(request, settings, spans_of(params))
-        if settings.decode_budget is not None:
-            decision.growing = settings
-        return decision
-
-    def pieces(
-        self, settings: CompressionConfig, tokens: int, spans: Spans = ()
-    ) -> EveryPiece | None:
-        """How a prefill of `tokens` goes piecewise; None where it stands whole."""
-        return pieces_of(settings, self._num_layers, self._block_size, tokens, spans)
-
-    def _of_prompt(self, request: Request, settings: CompressionConfig, spans: Spans) -> Decision:
-        decision = self._packed_or_whole(request, settings, spans)
+        spans = spans_of(params)
+        decision = self._decide_prompt(request, settings, spans)
         decision.spans = spans
+        if settings.decode_budget is not None:
+            decision.output_settings = settings
         return decision
 
-    def _packed_or_whole(
+    def _decide_prompt(
         self, request: Request, settings: CompressionConfig, spans: Spans
     ) -> Decision:
-        if self.pieces(settings, request.num_prompt_tokens, spans) is not None:
-            # Whatever it is asked for and however much room there is: it must not stand whole.
+        if self.piece_schedule(settings, request.num_prompt_tokens, spans) is not None:
+            # It exceeds `max_whole`, so it must be compressed whatever the checks below say.
             return Decision(settings)
         if request.num_prompt_tokens < settings.min_prompt:
             return Decision(None, SHORT_PROMPT)
@@ -197,6 +209,6 @@ class Admissions:
         if self.plan(settings, request.num_tokens, spans) is None:
             unprotected = self.plan(settings, request.num_tokens)
             return Decision(None, WITHIN_BUDGET if unprotected is None else PROTECTED)
-        if settings.pressure and self.share_in_use(request.num_tokens) < settings.pressure:
+        if settings.pressure and self.usage_with_prompt(request.num_tokens) < settings.pressure:
             return Decision(None, LOW_PRESSURE)
         return Decision(settings)

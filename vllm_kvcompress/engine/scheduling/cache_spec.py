@@ -1,4 +1,4 @@
-"""VllmHook `cache_spec`: what vLLM knows of a compressed group of layers, and of its manager."""
+"""VllmHook `cache_spec`: the KV cache spec of compressed layers, registered with its manager."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,25 +18,27 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.obstacles import why_not_in_blocks
+from vllm_kvcompress.planning.obstacles import block_multiple_refusal
 from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SCALED = KVQuantMode.FP8_PER_TENSOR
-# Specs of layers that stay vLLM's.
-_OTHERS = (SlidingWindowSpec, MambaSpec)
+# Specs of layers that stay uncompressed and that vLLM manages.
+_UNCOMPRESSED = (SlidingWindowSpec, MambaSpec)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedSpec(FullAttentionSpec):
-    """A full-attention layer whose prompts are compressed. Module level: vLLM pickles specs.
+    """The KV cache spec of a compressed full-attention layer.
+
+    It is defined at module level because vLLM pickles specs.
 
     Args:
         num_compressed_layers: layers that share the page pool, L.
         settings: the engine's compression settings.
-        ring_slots: requests whose last queries the workers keep at once.
+        ring_slots: maximum number of requests whose latest queries the workers store.
     """
 
     num_compressed_layers: int
@@ -44,23 +46,28 @@ class CompressedSpec(FullAttentionSpec):
     ring_slots: int
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """What one request takes of this layer at most: vLLM asks whether that fits the pool."""
-        longest = vllm_config.model_config.max_model_len
+        """Return the most memory that one request uses in this layer, in bytes.
+
+        vLLM checks that it fits the pool.
+        """
+        max_tokens = vllm_config.model_config.max_model_len
         blocks = uncompressed_prompt_blocks(
-            self.settings, self.num_compressed_layers, self.block_size, longest
+            self.settings, self.num_compressed_layers, self.block_size, max_tokens
         )
         return int(min(super().max_memory_usage_bytes(vllm_config), blocks * self.page_size_bytes))
 
     @classmethod
     def merge(cls, specs: list["CompressedSpec"]) -> "CompressedSpec":
-        """vLLM's merge rebuilds the listed fields of its own class; ours are added back.
+        """Return one spec for a group of layers.
+
+        vLLM's merge keeps only the fields of its own class, so we add ours again.
 
         Raises:
-            AssertionError: a layer is of another kind. vLLM takes that for an answer: it groups
-                layers by trying.
+            AssertionError: a layer is not compressed. vLLM groups layers by trying to merge them,
+                and catches this error.
         """
         if not all(isinstance(spec, CompressedSpec) for spec in specs):
-            raise AssertionError("layers that are compressed are a group of their own")
+            raise AssertionError("compressed layers must form a group of their own")
         plain = FullAttentionSpec.merge([_plain(spec) for spec in specs])
         first = specs[0]
         return _compressed(plain, first.num_compressed_layers, first.settings, first.ring_slots)
@@ -73,37 +80,39 @@ def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
 def _compressed(
     spec: FullAttentionSpec, num_layers: int, settings: CompressionConfig, ring_slots: int
 ) -> CompressedSpec:
-    own = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+    vllm_fields = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
     return CompressedSpec(
-        **own, num_compressed_layers=num_layers, settings=settings, ring_slots=ring_slots
+        **vllm_fields, num_compressed_layers=num_layers, settings=settings, ring_slots=ring_slots
     )
 
 
 def compressed_specs(
     specs: Mapping[str, KVCacheSpec], settings: CompressionConfig, ring_slots: int = 0
 ) -> dict[str, KVCacheSpec]:
-    """Replace the spec of every layer with full attention by a `CompressedSpec`.
+    """Return the layers' specs, with a `CompressedSpec` for every full-attention layer.
 
-    Those with a sliding window, and those that keep a state, stay as they are.
+    Layers with a sliding window and layers that keep a state are left as they are.
 
     Args:
-        settings: the engine's; an interval and a piece that nobody gave follow the block.
-        ring_slots: requests whose last queries the workers keep at once.
+        specs: vLLM's specs by layer name.
+        settings: the engine's settings. A decode interval and a piece size that are not set are
+            derived from the block size.
+        ring_slots: maximum number of requests whose latest queries the workers store.
 
     Raises:
-        ConfigError: the model has a layer that is neither, no full one, or layers differ in
-            shape: their pages could not be exchanged.
+        ConfigError: the model has an unsupported layer or no full-attention layer, or its layers
+            differ in shape, so that they cannot exchange pages.
     """
     if not specs:
         raise ConfigError(
-            "--kv-compress needs a model with a KV cache, and this model has none;"
+            "--kv-compress needs a model with a KV cache, but this model has none;"
             " serve it without --kv-compress"
         )
-    others = {name: spec for name, spec in specs.items() if type(spec) in _OTHERS}
+    others = {name: spec for name, spec in specs.items() if type(spec) in _UNCOMPRESSED}
     full = {name: spec for name, spec in specs.items() if name not in others}
     if not full:
         raise ConfigError(
-            "--kv-compress needs a layer with full attention, and all of this model's have a"
+            "--kv-compress needs a full-attention layer, but all layers of this model have a"
             " sliding window or keep a state; serve it without --kv-compress"
         )
     first_name, first = next(iter(full.items()))
@@ -112,16 +121,15 @@ def compressed_specs(
         plain = type(spec) is FullAttentionSpec and not spec.non_causal
         if not plain or spec.sliding_window or spec.attention_chunk_size:
             raise ConfigError(
-                "--kv-compress needs full attention in every layer, or a sliding window or a state,"
+                "--kv-compress supports layers with full attention, a sliding window or a state,"
                 f" but {name} is {_describe(spec)}; serve this model without --kv-compress"
             )
-        known = spec.dtype in _FLOATS or spec.kv_quant_mode == _SCALED
-        if not known or spec.head_size_v != spec.head_size:
+        supported_dtype = spec.dtype in _FLOATS or spec.kv_quant_mode == _SCALED
+        if not supported_dtype or spec.head_size_v != spec.head_size:
             raise ConfigError(
-                "--kv-compress needs keys and values of one size, in floats or in fp8 with one"
-                " scale per layer, but"
-                f" {name} keeps {spec.head_size} and {spec.head_size_v} of {spec.dtype}; serve"
-                " this model without --kv-compress"
+                "--kv-compress needs keys and values of the same head size, as floats or as fp8"
+                f" with one scale per layer, but {name} has head sizes {spec.head_size} and"
+                f" {spec.head_size_v} in {spec.dtype}; serve this model without --kv-compress"
             )
         if spec != first:
             raise ConfigError(
@@ -129,27 +137,32 @@ def compressed_specs(
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
     settings = in_whole_blocks(settings, first.block_size)
-    if (reason := why_not_in_blocks(settings, first.block_size)) is not None:
+    if (reason := block_multiple_refusal(settings, first.block_size)) is not None:
         raise ConfigError(reason)
-    ours = {name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()}
-    return {name: ours.get(name, spec) for name, spec in specs.items()}
+    compressed = {
+        name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()
+    }
+    return {name: compressed.get(name, spec) for name, spec in specs.items()}
 
 
 def _check_others(others: Mapping[str, KVCacheSpec], first_name: str, first: KVCacheSpec) -> None:
-    """Raise ConfigError unless the layers that stay vLLM's share a pool with the full ones.
+    """Check that the uncompressed layers can share a block pool with the full-attention layers.
 
-    A block of the pool is one group's pages, whatever they hold. A window's tokens are counted in
-    the same blocks; a state is none of a number of tokens, and without the prefix cache vLLM calls
-    the longest sequence its block.
+    All groups take their pages from the same blocks, so pages must have one size in bytes. A window
+    must also use the same block size in tokens. A state has no number of tokens: without the prefix
+    cache, vLLM sets its block size to the maximum sequence length.
+
+    Raises:
+        ConfigError: they cannot.
     """
     for name, spec in others.items():
         same_page = spec.page_size_bytes == first.page_size_bytes
-        stateful = isinstance(spec, MambaSpec)
-        if not same_page or not (stateful or spec.block_size == first.block_size):
+        keeps_state = isinstance(spec, MambaSpec)
+        if not same_page or not (keeps_state or spec.block_size == first.block_size):
             raise ConfigError(
-                "--kv-compress needs the same KV heads, head size and dtype in every layer, and"
-                f" pages of one size, but {name} differs from {first_name}; serve this model"
-                " without --kv-compress"
+                "--kv-compress needs the same KV heads, head size, dtype and page size in every"
+                f" layer, but {name} differs from {first_name}; serve this model without"
+                " --kv-compress"
             )
 
 
@@ -159,8 +172,8 @@ def _describe(spec: KVCacheSpec) -> str:
     return type(spec).__name__
 
 
-# On import, because every process must know the pair: the scheduler's class and a pickled spec
-# both import this module wherever they are used. Inert until a worker returns such a spec.
-# vLLM fills only an EMPTY registry by itself: ours first would hide every built-in spec.
+# Registered on import, because every process needs it: the scheduler class and a pickled spec both
+# import this module. It has no effect until a worker returns such a spec. vLLM registers its
+# built-in specs only in an EMPTY registry, so we make it do that first.
 register_all_kvcache_specs(None)
 KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, FullAttentionSpec)

@@ -1,12 +1,12 @@
-"""VllmHook `coordination`: what compression asks of all groups of a model's layers at once.
+"""VllmHook `coordination`: decisions about the blocks of all layer groups of a model.
 
-vLLM keeps a manager of blocks for each group, and a coordinator that asks one after the other.
-Layers with a sliding window, and those that keep a state, are groups of their own, which stay
-vLLM's. But their blocks come from the same pool, and what they compute after a compressed prompt
-follows from what that left: so how many blocks there are, and what may be shared with other
-requests, is decided over all groups.
+vLLM keeps one block manager per layer group, and a coordinator that calls them in turn. Layers with
+a sliding window and layers that keep a state form groups of their own, which vLLM manages. Their
+blocks come from the same pool as ours, and everything they compute after a compressed prompt
+depends on its kept tokens. So the number of blocks, and which of them may be shared with other
+requests, must be decided for all groups together.
 
-The coordinator's methods are wrapped, on the one instance of a scheduler.
+We wrap the coordinator's methods on the scheduler's one instance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,55 +21,59 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import VllmHookError
 
-# The managers of other groups that may stand beside ours.
-_KNOWN = (SlidingWindowManager, MambaManager)
+# Managers of the uncompressed layer groups that we support.
+_OTHER_MANAGERS = (SlidingWindowManager, MambaManager)
 
 
 class Coordination:
-    """Stands between one scheduler's `KVCacheManager` and its coordinator.
+    """Wraps one scheduler's `KVCacheManager` and its coordinator.
 
     Raises:
-        VllmHookError: No manager is ours, or one is neither ours nor for sliding windows or states.
+        VllmHookError: there is no `CompressedManager`, more than one, or a manager that is neither
+            ours nor for sliding windows or states.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
         coordinator: Any = cache.coordinator
         managers = coordinator.single_type_managers
-        ours = [manager for manager in managers if isinstance(manager, CompressedManager)]
-        others = [manager for manager in managers if type(manager) in _KNOWN]
-        if len(ours) != 1 or len(ours) + len(others) != len(managers):
+        compressed = [manager for manager in managers if isinstance(manager, CompressedManager)]
+        others = [manager for manager in managers if type(manager) in _OTHER_MANAGERS]
+        if len(compressed) != 1 or len(compressed) + len(others) != len(managers):
             names = [type(manager).__name__ for manager in managers]
             raise VllmHookError(
-                "compression needs one KV cache group managed by CompressedManager, and none beside"
-                f" it but those of sliding windows and states; got {names}"
+                "compression needs exactly one KV cache group managed by CompressedManager, and"
+                f" only sliding-window and state groups besides, got {names}"
             )
-        self.manager: CompressedManager = ours[0]
-        self._group = managers.index(ours[0])
-        self._others = others
+        self.manager: CompressedManager = compressed[0]
+        self._group_index = managers.index(compressed[0])
+        self._other_managers = others
+        # The waiting request whose prefix vLLM is looking up.
         self._looked_up: Request | None = None
-        self._lookup = cache.get_computed_blocks
-        self._slots = cache.allocate_slots
-        self._allocates = self._pulling = False
-        self._longest_hit = coordinator.find_longest_cache_hit
-        self._count = coordinator.get_num_blocks_to_allocate
-        self._allocate = coordinator.allocate_new_blocks
-        self._cache_blocks = coordinator.cache_blocks
+        # Whether vLLM is inside `allocate_slots`, and whether that is for a prompt that will be
+        # pulled from another server.
+        self._in_allocate_slots = self._is_pulling = False
+        self._vllm_get_computed_blocks = cache.get_computed_blocks
+        self._vllm_allocate_slots = cache.allocate_slots
+        self._vllm_find_longest_cache_hit = coordinator.find_longest_cache_hit
+        self._vllm_get_num_blocks_to_allocate = coordinator.get_num_blocks_to_allocate
+        self._vllm_allocate_new_blocks = coordinator.allocate_new_blocks
+        self._vllm_cache_blocks = coordinator.cache_blocks
         wrapped: Any = cache
-        wrapped.get_computed_blocks = self._looking_up
-        wrapped.allocate_slots = self._allocating_slots
-        coordinator.find_longest_cache_hit = self._hit
-        coordinator.get_num_blocks_to_allocate = self._counting
-        coordinator.allocate_new_blocks = self._allocating
-        coordinator.cache_blocks = self._caching
+        wrapped.get_computed_blocks = self._get_computed_blocks
+        wrapped.allocate_slots = self._allocate_slots
+        coordinator.find_longest_cache_hit = self._find_longest_cache_hit
+        coordinator.get_num_blocks_to_allocate = self._get_num_blocks_to_allocate
+        coordinator.allocate_new_blocks = self._allocate_new_blocks
+        coordinator.cache_blocks = self._cache_blocks
 
-    def other_blocks_held(self, request_id: str) -> int:
-        """Blocks that the layers which are not compressed hold of a request."""
-        held = (each.req_to_blocks.get(request_id, ()) for each in self._others)
+    def other_layer_blocks(self, request_id: str) -> int:
+        """Return the number of blocks that a request holds in the uncompressed layers."""
+        held = (manager.req_to_blocks.get(request_id, ()) for manager in self._other_managers)
         return sum(not block.is_null for blocks in held for block in blocks)
 
     @contextmanager
-    def looking_up(self, request: Request) -> Iterator[None]:
-        """While vLLM looks up the prefix of a request that waits: this one."""
+    def _look_up(self, request: Request) -> Iterator[None]:
+        """Remember, inside the context, whose prefix vLLM looks up."""
         self.manager.planner.admissions.consider(request)
         self._looked_up = request
         try:
@@ -77,32 +81,36 @@ class Coordination:
         finally:
             self._looked_up = None
 
-    def _looking_up(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        with self.looking_up(request):
-            found = self._lookup(request, *args, **kwargs)
-        if not self._others or len(found) < 3 or found[2]:
+    def _get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        with self._look_up(request):
+            found = self._vllm_get_computed_blocks(request, *args, **kwargs)
+        if not self._other_managers or len(found) < 3 or found[2]:
             return found
-        # Of a window, and of states, vLLM keeps what stands before the last boundary that a hit can
-        # end at, and one more that it is told of. A compressed prompt's hits end earlier.
-        return *found[:2], self._last_hit(request)
+        # The third value is a boundary at which vLLM keeps window blocks and states for later hits,
+        # besides the last possible end of a hit. Hits of a compressed prompt end earlier.
+        return *found[:2], self._last_hit_end(request)
 
-    def _last_hit(self, request: Request) -> int:
-        """Where the longest hit of another request for the same prompt ends, at a block; or 0."""
+    def _last_hit_end(self, request: Request) -> int:
+        """Return the block boundary where another request's longest hit for this prompt ends."""
         longest = self.manager.planner.longest_hit(request, int(request.num_tokens) - 1)
         return longest - longest % int(self.manager.block_size)
 
-    def _hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
-        """The longest hit of one request, cut by `Planner.longest_hit`.
+    def _find_longest_cache_hit(
+        self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return vLLM's longest hit, limited by `Planner.longest_hit`.
 
-        The coordinator is told of hashes alone; whose they are is known from the look-up.
+        vLLM passes only hashes. `_look_up` has recorded the request that they belong to.
         """
         if self._looked_up is not None:
             max_cache_hit_length = self.manager.planner.longest_hit(
                 self._looked_up, max_cache_hit_length
             )
-        return self._longest_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
+        return self._vllm_find_longest_cache_hit(
+            block_hashes, max_cache_hit_length, *args, **kwargs
+        )
 
-    def _counting(
+    def _get_num_blocks_to_allocate(
         self,
         request_id: str,
         num_tokens: int,
@@ -110,68 +118,81 @@ class Coordination:
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Blocks that all groups need, with fresh destinations if the pool has them too."""
-        needed = int(self._count(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
-        own = new_computed_blocks[self._group]
-        if self._allocates:
-            # vLLM counts other prompts that are pulled or computed, too, and adds all of them up
-            needed += self._promised(request_id, num_tokens, needed, own)
+        """Return the blocks that all groups need.
+
+        They include blocks from the pool for all destinations if the pool has enough.
+        """
+        needed = int(
+            self._vllm_get_num_blocks_to_allocate(
+                request_id, num_tokens, new_computed_blocks, *args, **kwargs
+            )
+        )
+        hit_blocks = new_computed_blocks[self._group_index]
+        if self._in_allocate_slots:
+            # Only here: vLLM also calls this for other prompts that are pulled or computed, and
+            # adds up the results.
+            needed += self._reserved_blocks(request_id, num_tokens, needed, hit_blocks)
         if kwargs.get("apply_admission_cap"):
             return needed
-        tokens = self.manager.probes.without(request_id, num_tokens)
-        with_fresh = needed + self.manager.destination_blocks(request_id, tokens, own).others
-        free = int(self.manager.block_pool.get_num_free_blocks())
-        return with_fresh if free >= with_fresh else needed
+        tokens = self.manager.probes.subtract(request_id, num_tokens)
+        destinations = self.manager.destination_blocks(request_id, tokens, hit_blocks)
+        with_fresh = needed + destinations.may_be_fresh
+        free_blocks = int(self.manager.block_pool.get_num_free_blocks())
+        return with_fresh if free_blocks >= with_fresh else needed
 
-    def _promised(
-        self, request_id: str, tokens: int, needed: int, touched: Sequence[KVCacheBlock]
+    def _reserved_blocks(
+        self, request_id: str, num_tokens: int, needed: int, hit_blocks: Sequence[KVCacheBlock]
     ) -> int:
-        """Blocks that a request must leave in the pool, for look-aheads that end."""
+        """Return the blocks that a request must leave in the pool for look-aheads that end."""
         lookaheads = self.manager.lookaheads
-        runs = self.manager.planner.request(request_id).status == RequestStatus.RUNNING
-        if not lookaheads or not (runs or needed):
-            # one that was pulled has its blocks, and takes none from anybody
+        request = self.manager.planner.request(request_id)
+        is_running = request.status == RequestStatus.RUNNING
+        if not lookaheads or not (is_running or needed):
+            # A pulled prompt has its blocks already and takes no more from the pool.
             return 0
-        free = int(self.manager.block_pool.get_num_free_blocks())
-        promised = lookaheads.promised(free - needed, {block.block_id for block in touched})
-        if runs:
-            return promised
-        own = self.manager.probes.without(request_id, tokens)
-        return promised + lookaheads.withheld(request_id, own)
+        free_blocks = int(self.manager.block_pool.get_num_free_blocks())
+        hit_ids = {block.block_id for block in hit_blocks}
+        reserved = lookaheads.reserved_blocks(free_blocks - needed, hit_ids)
+        if is_running:
+            return reserved
+        tokens = self.manager.probes.subtract(request_id, num_tokens)
+        return reserved + lookaheads.pipeline_blocks(request_id, tokens)
 
-    def missing(self, request_id: str, tokens: int, steps: int = 1) -> int:
-        """Blocks that a running request takes at most, of all groups, to have `tokens` computed.
+    def missing_blocks(self, request_id: str, num_tokens: int, num_steps: int = 1) -> int:
+        """Return the maximum blocks, over all groups, that a running request still takes.
 
-        A state is written where a step ends, so that a step takes one block for it, however many
-        blocks its tokens fill.
+        A state is written at the end of a step, so a step takes at most one block for it, however
+        many tokens it computes.
 
         Args:
-            steps: that the request takes part in until then.
+            request_id: the running request.
+            num_tokens: computed tokens to reach.
+            num_steps: steps of the request until then.
         """
         missing = 0
-        for manager in (self.manager, *self._others):
+        for manager in (self.manager, *self._other_managers):
             held = len(manager.req_to_blocks.get(request_id, ()))
-            taken = max(-(-tokens // int(manager.block_size)) - held, 0)
-            missing += min(taken, steps) if isinstance(manager, MambaManager) else taken
+            needed = max(-(-num_tokens // int(manager.block_size)) - held, 0)
+            missing += min(needed, num_steps) if isinstance(manager, MambaManager) else needed
         return missing
 
-    def shared_hit(self, request: Request) -> int:
-        """Blocks of a waiting prompt that others hold, which it would take no room for."""
+    def shared_prefix_blocks(self, request: Request) -> int:
+        """Return the blocks of a waiting prompt's prefix that running requests already hold."""
         if not request.block_hashes:
             return 0
-        with self.looking_up(request):
-            found = self._hit(request.block_hashes, int(request.num_tokens) - 1)
-        return sum(block.ref_cnt > 0 for block in found[0][self._group])
+        with self._look_up(request):
+            found = self._find_longest_cache_hit(request.block_hashes, int(request.num_tokens) - 1)
+        return sum(block.ref_cnt > 0 for block in found[0][self._group_index])
 
-    def _allocating_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
-        """While a prompt is pulled from another server, its blocks are not to be cached yet."""
-        self._allocates, self._pulling = True, delay_cache_blocks
+    def _allocate_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
+        """Allocate slots. `delay_cache_blocks` means the prompt will be pulled from a server."""
+        self._in_allocate_slots, self._is_pulling = True, delay_cache_blocks
         try:
-            return self._slots(*args, delay_cache_blocks=delay_cache_blocks, **kwargs)
+            return self._vllm_allocate_slots(*args, delay_cache_blocks=delay_cache_blocks, **kwargs)
         finally:
-            self._allocates = self._pulling = False
+            self._in_allocate_slots = self._is_pulling = False
 
-    def _allocating(
+    def _allocate_new_blocks(
         self,
         request_id: str,
         num_tokens: int,
@@ -179,32 +200,36 @@ class Coordination:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Every group takes its blocks before destinations are taken from what is left."""
-        new = self._allocate(request_id, num_tokens, num_tokens_main_model, *args, **kwargs)
-        if self._pulling:
-            # it takes part in no step: nothing is there yet that could be watched or packed
+        """Allocate the blocks of every group, and only then the destination blocks."""
+        new_blocks = self._vllm_allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model, *args, **kwargs
+        )
+        if self._is_pulling:
+            # The request is in no step yet, so there is nothing to observe or pack.
             planner = self.manager.planner
-            reason = planner.decide(planner.request(request_id))
-            self.manager.compression_stats.admitted(reason, slotless=False)
+            request = planner.request(request_id)
+            self.manager.compression_stats.admitted(
+                request, planner.admit_pulled(request), slotless=False
+            )
         else:
             self.manager.plan_step(request_id, num_tokens_main_model)
-        return new
+        return new_blocks
 
-    def _caching(
+    def _cache_blocks(
         self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Register no block, of any group, that was computed against a compressed context.
+        """Cache a request's blocks, except those computed from a compressed context.
 
-        A window's blocks, and states, follow from it too: beside another request's own prefix they
-        would be another prompt's.
+        This covers all groups. A window's blocks and a state depend on the context too, and would
+        be wrong for another request with the same prefix.
         """
-        tokens = self.manager.cacheable(request.request_id, num_computed_tokens)
-        told = int(request.shared_prefix_boundary)
-        cached = int(self.manager.num_cached_block.get(request.request_id, 0))
-        if cached * int(self.manager.block_size) < told <= tokens:
-            # What stands before the place where another prompt parts from this one is kept, and
-            # vLLM knows of one such place alone: the next is where hits for this prompt end. A step
-            # that computes both, as with windows, has to keep both.
-            self._cache_blocks(request, told, *args, **kwargs)
-            request.shared_prefix_boundary = max(told, self._last_hit(request))
-        return self._cache_blocks(request, tokens, *args, **kwargs)
+        cacheable = self.manager.cacheable_tokens(request.request_id, num_computed_tokens)
+        boundary = int(request.shared_prefix_boundary)
+        cached_blocks = int(self.manager.num_cached_block.get(request.request_id, 0))
+        if cached_blocks * int(self.manager.block_size) < boundary <= cacheable:
+            # vLLM keeps window blocks and states at one boundary, where another prompt's prefix
+            # ends. The next boundary is where hits for this prompt end. A step may compute both,
+            # and then has to keep both.
+            self._vllm_cache_blocks(request, boundary, *args, **kwargs)
+            request.shared_prefix_boundary = max(boundary, self._last_hit_end(request))
+        return self._vllm_cache_blocks(request, cacheable, *args, **kwargs)

@@ -1,8 +1,9 @@
-"""Where blocks go that the step that is being scheduled still reads.
+"""Free blocks that the step being scheduled still reads, immediately or once it has run.
 
-Steps run in order, so whoever is given such a block in a later one writes it when it was read. Not
-so a KV connector, which writes while steps run. Where steps overlap, vLLM therefore holds what is
-freed until the outputs of the last step that was scheduled are there, and so are our blocks held.
+Steps run in order. A block that is freed now and allocated again is written in a later step, after
+this step has read it, so freeing it immediately is safe. A KV connector breaks that rule, because
+it writes while steps run. Where steps overlap, vLLM therefore keeps freed blocks until the outputs
+of the last scheduled step arrive. We do the same with our blocks.
 """
 
 from collections import Counter
@@ -14,50 +15,51 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class DeferredFree:
-    """Frees blocks of one scheduler's pool, by vLLM's own rule.
+    """Frees blocks of one scheduler's pool by vLLM's rule.
 
     Args:
-        pool: vLLM's blocks.
-        scheduler: vLLM's; None where no scheduler of ours is there.
+        pool: vLLM's block pool.
+        scheduler: vLLM's scheduler. None if there is no compressing scheduler.
     """
 
     def __init__(self, pool: BlockPool, scheduler: Any = None) -> None:
         self._pool, self._scheduler = pool, scheduler
 
     @property
-    def holds(self) -> bool:
-        """Whether steps overlap and a connector may write at any time."""
+    def is_deferring(self) -> bool:
+        """Return whether steps overlap and a connector may write at any time."""
         return self._scheduler is not None and bool(self._scheduler.defer_block_free)
 
     def free(self, blocks: list[KVCacheBlock]) -> int:
-        """Free blocks once the step that is being scheduled is over, if they are to be held so.
+        """Free blocks, after the step being scheduled if frees are deferred.
 
         Returns:
-            How many of them go back to the pool by that: others may still read some.
+            Number of blocks that go back to the pool, now or later. Blocks shared with another
+            request do not.
         """
-        if not self.holds:
+        if not self.is_deferring:
             before = self._pool.get_num_free_blocks()
             self._pool.free_blocks(blocks)
             return int(self._pool.get_num_free_blocks() - before)
-        released = self._released()
-        returned = sum(int(block.ref_cnt) == released[block.block_id] + 1 for block in blocks)
+        deferred_refs = self._deferred_refs()
+        returned = sum(int(block.ref_cnt) == deferred_refs[block.block_id] + 1 for block in blocks)
         scheduler = self._scheduler
-        # it frees any blocks behind a step, though vLLM names it for what it frees there itself
+        # Despite its name, this vLLM method frees any blocks after the given step.
         scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq)
         return returned
 
-    def held(self) -> int:
-        """Blocks that go back to the pool when the steps under way are over."""
-        if not self.holds:
+    def deferred_blocks(self) -> int:
+        """Return the number of blocks that go back to the pool when the running steps end."""
+        if not self.is_deferring:
             return 0
-        released = self._released()
-        waiting = {block.block_id: block for block in self._waiting()}
-        return sum(int(block.ref_cnt) == released[at] for at, block in waiting.items())
+        deferred_refs = self._deferred_refs()
+        deferred = {block.block_id: block for block in self._deferred()}
+        return sum(int(block.ref_cnt) == deferred_refs[key] for key, block in deferred.items())
 
-    def _waiting(self) -> Iterator[KVCacheBlock]:
+    def _deferred(self) -> Iterator[KVCacheBlock]:
         for _, blocks in self._scheduler.deferred_frees:
             yield from blocks
 
-    def _released(self) -> Counter[int]:
-        """By block id, how many of those who read it have released it."""
-        return Counter(block.block_id for block in self._waiting())
+    def _deferred_refs(self) -> Counter[int]:
+        """Return the number of references to be released later, by block id."""
+        return Counter(block.block_id for block in self._deferred())

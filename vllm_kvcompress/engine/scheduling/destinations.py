@@ -1,4 +1,4 @@
-"""What packing a request takes of the pool, and what it changes in the scheduler."""
+"""Blocks that packing a request takes from the pool, and the scheduler's record of a packing."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,30 +10,37 @@ from vllm_kvcompress.planning.kv_footprint import KVFootprint
 
 
 class DestinationBlocks(NamedTuple):
-    """What a prompt's first packing takes of the pool beside the prompt's own blocks."""
+    """Destination blocks of a prompt's first packing."""
 
-    too_few: int
-    """Blocks that the prompt's own unshared ones are too few by, so that they must be fresh."""
-    others: int
-    """Destination blocks that may be fresh, or the prompt's own."""
+    must_be_fresh: int
+    """Destinations that must come from the pool, because the prompt has too few unshared blocks."""
+    may_be_fresh: int
+    """Destinations that can come from the pool or be blocks of the prompt."""
 
 
-class Pending(NamedTuple):
-    """A request that is packed after this step, and what that changes in the scheduler."""
+class PendingPack(NamedTuple):
+    """A packing planned for the step that is being scheduled."""
 
     pack: PackRequest
     footprint: KVFootprint
-    own: list[KVCacheBlock]
-    """Its ordinary blocks that become destinations."""
+    reused_blocks: list[KVCacheBlock]
+    """The request's unpacked blocks that become destinations."""
 
 
-def unshared(
-    held: Sequence[KVCacheBlock], start: int, stop: int, count: int
+def last_unshared_blocks(
+    request_blocks: Sequence[KVCacheBlock], start: int, stop: int, max_blocks: int
 ) -> list[tuple[int, KVCacheBlock]]:
-    """The last blocks of a request from `start` to `stop` that nobody else reads: `count` at most.
+    """Return the last unshared blocks of a request in ``[start, stop)``, each with its index.
 
     Args:
-        held: the request's.
+        request_blocks: all blocks of the request, by index.
+        start: first block index.
+        stop: block index behind the last one.
+        max_blocks: maximum number of blocks to return.
     """
-    mine = [(at, block) for at, block in enumerate(held[start:stop], start) if block.ref_cnt == 1]
-    return mine[max(len(mine) - count, 0) :]
+    unshared = [
+        (index, block)
+        for index, block in enumerate(request_blocks[start:stop], start)
+        if block.ref_cnt == 1
+    ]
+    return unshared[max(len(unshared) - max_blocks, 0) :]

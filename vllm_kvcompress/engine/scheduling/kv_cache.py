@@ -1,13 +1,14 @@
-"""VllmHook `kv_cache`: the manager of a compressed group's blocks.
+"""VllmHook `kv_cache`: the block manager of a compressed layer group.
 
-The manager plans a compression once the chunk that ends a prefill has its blocks, because that
-is the moment at which more can still be asked for. How much is kept depends on lengths
-alone (`page_plan`), so nothing is heard back from the workers. What concerns a model's other
-groups of layers too is asked of vLLM's coordinator, which calls this one (`coordination`).
+The manager plans a packing when it allocates the blocks of the chunk that ends a prefill, because
+blocks for the packing can still be requested then. The number of kept pages depends only on lengths
+(`page_plan`), so the scheduler waits for nothing from the workers. Decisions that concern the
+model's other layer groups too go through vLLM's coordinator, which calls this manager
+(`coordination`).
 
-A compressed request holds: null blocks for the full blocks of its prompt, the ordinary blocks
-of its tail, and the destination blocks, which never enter ``req_to_blocks``. vLLM's own
-arithmetic on that list (positions, slots, blocks still needed) therefore stays right.
+A packed request has null blocks in place of the full blocks of its prompt, the ordinary blocks
+behind them, and destination blocks that are not in ``req_to_blocks``. So vLLM's arithmetic on that
+list (positions, slots, blocks still needed) stays right.
 """
 
 import itertools
@@ -19,23 +20,32 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import OtherLayers
-from vllm_kvcompress.engine.messages.step import HALF, Addition, PackRequest, StepPlan
-from vllm_kvcompress.engine.scheduling.admission import ANSWERED, FULL_POOL
+from vllm_kvcompress.engine.messages.step import (
+    HALF,
+    AttentionAddition,
+    PackRequest,
+    StepPlan,
+)
+from vllm_kvcompress.engine.scheduling.admission import FULL_POOL
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
-from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending, unshared
-from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
+from vllm_kvcompress.engine.scheduling.destinations import (
+    DestinationBlocks,
+    PendingPack,
+    last_unshared_blocks,
+)
+from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, NextStepDemand
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.step_probes import StepProbes
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.pieces import PieceSchedule
 from vllm_kvcompress.planning.schedules import RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
-class _Spec(Protocol):
-    """What a `CompressedSpec` says: its module registers this one's manager."""
+class _CompressedSpecFields(Protocol):
+    """The fields used of `CompressedSpec`, whose module imports this one."""
 
     num_compressed_layers: int
     settings: CompressionConfig
@@ -43,70 +53,67 @@ class _Spec(Protocol):
 
 
 class CompressedManager(FullAttentionManager):
-    """Allocates destination blocks for what is packed, and frees the blocks that were read for it.
+    """Allocates destination blocks for packings and frees the blocks that packings read.
 
-    Not thread-safe, like every vLLM manager: it lives in the scheduler's loop.
+    Not thread-safe, like every vLLM manager. It runs in the scheduler's loop.
     """
 
-    def __init__(self, kv_cache_spec: _Spec, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: _CompressedSpecFields, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
         self._num_layers = kv_cache_spec.num_compressed_layers
         self._ring_slots = kv_cache_spec.ring_slots
-        self._others: OtherLayers | None = None
+        self._other_layers: OtherLayers | None = None
         self.replace_settings(kv_cache_spec.settings)
-        self.compression_stats, self.deferred_free = (
-            CompressionStats(),
-            DeferredFree(self.block_pool),
-        )
-        # The destination blocks of each packed request.
+        self.compression_stats = CompressionStats()
+        self.deferred_free = DeferredFree(self.block_pool)
+        # Destination blocks of each packed request.
         self._packed: dict[str, list[KVCacheBlock]] = {}
-        # How many tokens of a packed request may enter the prefix cache.
+        # Maximum tokens of each packed request that may enter the prefix cache.
         self._cacheable: dict[str, int] = {}
         self.probes = StepProbes()
-        # Of this step: prefills that are watched, requests whose answers judge from it on, those
-        # that come to their prefill's last queries, those whose latest attention is added up after
-        # it, and those that are packed.
+        # The plan of the step that is being scheduled, see `StepPlan`.
         self._observe: dict[str, CompressionConfig] = {}
-        self._grow: list[str] = []
-        self._keep: list[str] = []
-        self._add: dict[str, Addition] = {}
-        self._pending: dict[str, Pending] = {}
+        self._keep_output_queries: list[str] = []
+        self._keep_prompt_queries: list[str] = []
+        self._add_attention: dict[str, AttentionAddition] = {}
+        self._pending: dict[str, PendingPack] = {}
         self._plan_numbers = itertools.count(1)
 
     def replace_settings(self, settings: CompressionConfig) -> None:
-        """Set the engine's settings; benchmarks change them, while no request is there."""
+        """Set the engine's settings. Benchmarks change them while there are no requests."""
         self.settings = settings
-        self.lookaheads = LookAheads(self, settings.lookahead_yields)
+        self.lookaheads = LookAheads(self, settings.lookahead_on_pressure)
         self.planner = Planner(
             settings,
             self._num_layers,
             self.block_size,
             self.block_pool,
-            others=self._others,
+            other_layers=self._other_layers,
             requests=self._requests,
             ring_slots=self._ring_slots,
         )
 
-    def connect(self, requests: Mapping[str, Request], others: OtherLayers | None) -> None:
-        """Let the manager look up the requests whose blocks it allocates.
+    def connect(self, requests: Mapping[str, Request], other_layers: OtherLayers | None) -> None:
+        """Give the manager access to the scheduler's requests.
 
         Args:
-            requests: the scheduler's.
-            others: blocks of the pool that layers which are not compressed take; None without any.
+            requests: the scheduler's requests by id.
+            other_layers: blocks that the uncompressed layers use. None if all are compressed.
         """
-        self._requests, self._others = requests, others
+        self._requests, self._other_layers = requests, other_layers
         self.replace_settings(self.settings)
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
-        """False: a block after a compressed prompt does not hold what its tokens' hash says."""
+        """Return False: a block after a compressed prompt does not match its tokens' hash."""
         return False
 
     def num_blocks_held(self, request_id: str) -> int:
-        """Blocks that the request keeps out of the pool, shared ones included."""
-        own = self.req_to_blocks.get(request_id, ())
-        return sum(not block.is_null for block in own) + len(self._packed.get(request_id, ()))
+        """Return the number of blocks that a request holds, including shared blocks."""
+        request_blocks = self.req_to_blocks.get(request_id, ())
+        unpacked = sum(not block.is_null for block in request_blocks)
+        return unpacked + self.num_packed_blocks(request_id)
 
     # -- planning, while a step's blocks are allocated -----------------------------------------
 
@@ -119,7 +126,7 @@ class CompressedManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Count also the destination blocks for which the prompt's own are too few."""
+        """Return the blocks to allocate, including destinations that the pool must provide."""
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -131,117 +138,146 @@ class CompressedManager(FullAttentionManager):
         if self.planner.has_prefilled(request_id) or self.planner.waits_pulled(request_id):
             return needed
         if apply_admission_cap:
-            # Does the prompt fit at all? In place it always does, and piecewise while it grows.
+            # vLLM asks whether the prompt can ever fit. In-place packing needs no further block,
+            # and a prompt in pieces never holds more than its schedule's maximum.
             prefill = self.planner.schedule_of(self.planner.request(request_id)).prefill
-            return min(needed, prefill.most_blocks) if isinstance(prefill, EveryPiece) else needed
-        tokens = self.probes.without(request_id, num_tokens)
-        return needed + self.destination_blocks(request_id, tokens, new_computed_blocks).too_few
+            return min(needed, prefill.max_blocks) if isinstance(prefill, PieceSchedule) else needed
+        tokens = self.probes.subtract(request_id, num_tokens)
+        destinations = self.destination_blocks(request_id, tokens, new_computed_blocks)
+        return needed + destinations.must_be_fresh
 
     def destination_blocks(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock]
     ) -> DestinationBlocks:
-        """What the first packing of a prompt takes, if it is packed once `num_tokens` are there."""
+        """Return the destinations of a prompt's first packing, if `num_tokens` trigger it."""
         if self.planner.has_prefilled(request_id):
             return DestinationBlocks(0, 0)
         request = self.planner.request(request_id)
-        # beyond these are drafts, which are not of the prompt
+        # Tokens beyond this are drafts of speculative decoding, not part of the prompt.
         num_tokens = min(num_tokens, int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
-        plan, later = schedule.plan(num_tokens), num_tokens < int(request.num_tokens)
+        plan, packs_later = schedule.plan(num_tokens), num_tokens < int(request.num_tokens)
         if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
-            # promised from now on, and taken when it is packed (`lookaheads`)
-            later = self.settings.lookahead_yields != "never"
-            plan = schedule.lookahead.kept(schedule.footprint, num_tokens) if later else None
+            # Reserved from now on, and allocated when the look-ahead is packed (`lookaheads`).
+            packs_later = self.settings.lookahead_on_pressure != "never"
+            if packs_later:
+                plan = schedule.lookahead.plan_at(schedule.footprint, num_tokens)
         if plan is None or schedule.footprint.pages:
             return DestinationBlocks(0, 0)
         full_blocks = num_tokens // self.block_size
         prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
-        alone = sum(block.ref_cnt == 1 for block in prompt_blocks)
-        alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        alone += max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
-        too_few = max(plan.blocks - alone, 0)
-        return DestinationBlocks(too_few, 0 if later else plan.blocks - too_few)
+        unshared = sum(block.ref_cnt == 1 for block in prompt_blocks)
+        unshared += sum(block.ref_cnt == 0 for block in new_computed_blocks)
+        unshared += max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
+        must_be_fresh = max(plan.blocks - unshared, 0)
+        return DestinationBlocks(must_be_fresh, 0 if packs_later else plan.blocks - must_be_fresh)
 
     def plan_step(self, request_id: str, num_tokens: int) -> None:
-        """Plan this step of a request that has blocks for `num_tokens`, in every group of layers.
+        """Plan this step for a request whose blocks for `num_tokens` are allocated in all groups.
 
-        Where the step is followed by packing, this takes the destination blocks.
+        If the request is packed after the step, this takes the destination blocks.
         """
         if self.planner.has_prefilled(request_id):
-            self._plan_answer(request_id, num_tokens)
+            self._plan_decode(request_id, num_tokens)
             return
-        cached = self.num_cached_block.get(request_id, 0) * self.block_size
-        self.compression_stats.admitted(*self.planner.admit(request_id, cached))
+        cached_tokens = self.num_cached_block.get(request_id, 0) * self.block_size
         request = self.planner.request(request_id)
-        tokens = min(self.probes.without(request_id, num_tokens), int(request.num_tokens))
+        self.compression_stats.admitted(request, *self.planner.admit(request_id, cached_tokens))
+        tokens = min(self.probes.subtract(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
-        plan, ends = schedule.plan(tokens), tokens >= int(request.num_tokens)
+        plan, ends_prefill = schedule.plan(tokens), tokens >= int(request.num_tokens)
         if plan is not None and schedule.prefill is not None:
             settings = schedule.prefill.settings
-            if not self._reserve(
-                request_id, schedule, plan, tokens, settings, prefill=True, ends=ends
+            if not self._plan_pack(
+                request_id,
+                schedule,
+                plan,
+                tokens,
+                settings,
+                prefill=True,
+                completes_prompt=ends_prefill,
             ):
-                # it was pulled, so nothing was counted for it
-                self.compression_stats.skipped[FULL_POOL] += 1
+                # Only a pulled prompt can find no blocks here.
+                self.compression_stats.skip(request, FULL_POOL)
                 plan = None
-        if ends:
+        if ends_prefill:
             self.planner.end_prefill(request, schedule, plan)
-            if schedule.answer is not None or schedule.lookahead is not None:
-                self._grow.append(request_id)
-            self.lookaheads.take_part(request_id, schedule, tokens)
-        elif schedule.lookahead is not None and schedule.lookahead.begins(tokens):
-            self._keep.append(request_id)
+            if schedule.output is not None or schedule.lookahead is not None:
+                self._keep_output_queries.append(request_id)
+            self.lookaheads.note_step(request_id, schedule, tokens)
+        elif schedule.lookahead is not None and schedule.lookahead.keeps_queries(tokens):
+            self._keep_prompt_queries.append(request_id)
         self._observe.pop(request_id, None)
-        if plan is None and (watched := self.planner.watched_for(request, schedule)) is not None:
-            self._observe[request_id] = watched
+        if plan is None:
+            settings_to_observe = self.planner.observation_settings(request, schedule)
+            if settings_to_observe is not None:
+                self._observe[request_id] = settings_to_observe
 
-    def _plan_answer(self, request_id: str, tokens: int) -> None:
-        """Plan to pack what an answer holds, or to add up its attention, by this step's length."""
+    def _plan_decode(self, request_id: str, tokens: int) -> None:
+        """Plan a decode step: pack the request again, or add up its queries' attention."""
         schedule = self.planner.schedules[request_id]
-        answer, footprint = schedule.answer, schedule.footprint
+        output, footprint = schedule.output, schedule.footprint
         if schedule.lookahead is not None:
-            # drafts do not count: which of them are taken is known when the step has ended
+            # Drafts do not count: how many are accepted is known only after the step.
             request = self.planner.request(request_id)
-            known = int(request.num_tokens + request.num_output_placeholders)
-            self.lookaheads.take_part(request_id, schedule, min(tokens, known))
+            known_tokens = int(request.num_tokens + request.num_output_placeholders)
+            self.lookaheads.note_step(request_id, schedule, min(tokens, known_tokens))
             return
-        if answer is None:
+        if output is None:
             return
-        plan = answer.plan(footprint, tokens)
-        packs = plan is not None and self._reserve(
-            request_id, schedule, plan, tokens, answer.settings, prefill=False, ends=False
+        plan = output.plan(footprint, tokens)
+        packs = plan is not None and self._plan_pack(
+            request_id,
+            schedule,
+            plan,
+            tokens,
+            output.settings,
+            prefill=False,
+            completes_prompt=False,
         )
-        if latest := answer.add_up(tokens, self.block_size, packs=packs):
-            self._add[request_id] = Addition(
+        if num_queries := output.advance_sums(tokens, self.block_size, packs=packs):
+            self._add_attention[request_id] = AttentionAddition(
                 request_id=request_id,
                 tokens=tokens,
-                latest=latest,
-                most=footprint.most_tokens(tokens),
+                num_queries=num_queries,
+                max_tokens=footprint.max_layer_tokens(tokens),
             )
 
-    def pack_prompt(
-        self, request_id: str, schedule: RequestSchedule, plan: PagePlan, tokens: int, cut: str
+    def pack_lookahead(
+        self,
+        request_id: str,
+        schedule: RequestSchedule,
+        plan: PagePlan,
+        tokens: int,
+        early_target: str,
     ) -> bool:
-        """Plan to pack a prompt that looks ahead; returns whether the pool has what that takes.
+        """Plan to pack a prompt with a look-ahead.
 
         Args:
-            cut: as in `PackRequest`.
+            request_id: vLLM's request id.
+            schedule: the request's schedule.
+            plan: pages to keep.
+            tokens: tokens computed when the step ends.
+            early_target: as in `PackRequest`.
+
+        Returns:
+            False if the pool has too few blocks. Nothing is planned then.
         """
         lookahead = schedule.lookahead
         assert lookahead is not None, request_id
-        return self._reserve(
+        return self._plan_pack(
             request_id,
             schedule,
             plan,
             tokens,
             lookahead.settings,
             prefill=True,
-            ends=cut != HALF,
-            answered=lookahead.answered(tokens),
-            cut=cut,
+            completes_prompt=early_target != HALF,
+            output_tokens=lookahead.output_tokens(tokens),
+            early_target=early_target,
         )
 
-    def _reserve(
+    def _plan_pack(
         self,
         request_id: str,
         schedule: RequestSchedule,
@@ -250,157 +286,193 @@ class CompressedManager(FullAttentionManager):
         settings: CompressionConfig,
         *,
         prefill: bool,
-        ends: bool,
-        answered: int | None = None,
-        cut: str = "",
+        completes_prompt: bool,
+        output_tokens: int | None = None,
+        early_target: str = "",
     ) -> bool:
-        """Take the destination blocks that packing needs; returns whether the pool has them.
+        """Plan a packing and take its destination blocks.
 
-        A prompt takes fresh ones, if more are free than are promised to others (twice as many if it
-        goes on), else its own unshared ones, the latest first. It was admitted with them counted,
-        unless its answer judges it or it was pulled. An answer takes its own first.
+        A prompt takes blocks from the pool if enough are free beside those reserved for
+        look-aheads; it needs twice as many free blocks if it is packed again later. Otherwise it
+        takes its own unshared blocks, last ones first. Its admission counted the destinations,
+        unless it has a look-ahead or was pulled from another server. A decoding request takes its
+        own blocks first.
+
+        Args:
+            request_id, schedule, plan, tokens: as in `pack_lookahead`.
+            settings: the settings that choose which tokens to keep.
+            prefill, completes_prompt, output_tokens, early_target: as in `PackRequest`.
+
+        Returns:
+            False if the pool has too few blocks. Nothing is planned then.
         """
-        footprint, last = schedule.footprint, tokens // self.block_size
-        packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
+        footprint, full_blocks = schedule.footprint, tokens // self.block_size
+        packed = self._packed.get(request_id, [])
+        free_blocks = self.block_pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
-        mine: list[tuple[int, KVCacheBlock]] = []
-        needed = (1 if ends or cut else 2) * missing + self.lookaheads.promised(free - missing)
-        if missing and (not prefill or free < needed):
-            mine = unshared(self.req_to_blocks[request_id], footprint.first_block, last, missing)
-        if missing - len(mine) > free:
+        reusable: list[tuple[int, KVCacheBlock]] = []
+        needed = (1 if completes_prompt or early_target else 2) * missing
+        needed += self.lookaheads.reserved_blocks(free_blocks - missing)
+        if missing and (not prefill or free_blocks < needed):
+            reusable = last_unshared_blocks(
+                self.req_to_blocks[request_id], footprint.first_block, full_blocks, missing
+            )
+        if missing - len(reusable) > free_blocks:
             return False
-        self._cacheable.setdefault(request_id, last * self.block_size)
-        own = self._claim(request_id, mine)
-        fresh = missing - len(own)
-        self._packed[request_id] = packed + (self.block_pool.get_new_blocks(fresh) if fresh else [])
-        destination = (self._packed[request_id] + own)[: plan.blocks]
+        self._cacheable.setdefault(request_id, full_blocks * self.block_size)
+        reused = self._reuse_blocks(request_id, reusable)
+        num_fresh = missing - len(reused)
+        fresh = self.block_pool.get_new_blocks(num_fresh) if num_fresh else []
+        self._packed[request_id] = packed + fresh
+        destination = (self._packed[request_id] + reused)[: plan.blocks]
+        block_ids = tuple(block.block_id for block in destination)
+        is_piecewise = isinstance(schedule.prefill, PieceSchedule)
         pack = PackRequest(
             request_id=request_id,
             settings=settings,
             plan=plan,
             tokens=tokens,
-            destination=None
-            if footprint.frozen
-            else tuple(block.block_id for block in destination),
+            destination=None if footprint.frozen else block_ids,
             prefill=prefill,
-            answered=answered,
-            whole=prefill and not footprint.pages and not isinstance(schedule.prefill, EveryPiece),
-            ends=ends,
-            in_place=bool(own or footprint.pages) or not prefill,
-            cut=cut,
+            output_tokens=output_tokens,
+            nothing_dropped=prefill and not footprint.pages and not is_piecewise,
+            completes_prompt=completes_prompt,
+            in_place=bool(reused or footprint.pages) or not prefill,
+            early_target=early_target,
         )
-        self._pending[request_id] = Pending(pack, footprint, own)
+        self._pending[request_id] = PendingPack(pack, footprint, reused)
         return True
 
-    def ordinary(
+    def unpacked_blocks(
         self, request_id: str, footprint: KVFootprint, tokens: int
     ) -> Sequence[KVCacheBlock]:
-        """The full blocks that packing reads, without those that were packed before."""
+        """Return a request's full blocks that were not packed before. Packing reads them."""
         blocks: list[KVCacheBlock] = self.req_to_blocks[request_id]
         return blocks[footprint.first_block : tokens // self.block_size]
 
-    def packed_blocks(self, request_id: str) -> int:
-        """Blocks that a request has packed pages in."""
+    def num_packed_blocks(self, request_id: str) -> int:
+        """Return the number of blocks that hold a request's packed pages."""
         return len(self._packed.get(request_id, ()))
 
-    def _claim(
-        self, request_id: str, mine: Sequence[tuple[int, KVCacheBlock]]
+    def _reuse_blocks(
+        self, request_id: str, indexed_blocks: Sequence[tuple[int, KVCacheBlock]]
     ) -> list[KVCacheBlock]:
-        """Make destinations of a request's own blocks: they leave the prefix cache now.
+        """Evict the request's own destination blocks from the prefix cache.
 
-        Before any other request can find them; nor does any later block of it enter.
+        This happens before another request can find them. No later block of the request may enter
+        the prefix cache either.
         """
-        own = [block for _, block in mine]
-        self.block_pool.evict_blocks({block.block_id for block in own})
-        if mine:
-            limit = mine[0][0] * self.block_size
+        blocks = [block for _, block in indexed_blocks]
+        self.block_pool.evict_blocks({block.block_id for block in blocks})
+        if indexed_blocks:
+            first_index, _ = indexed_blocks[0]
+            limit = first_index * self.block_size
             self._cacheable[request_id] = min(self._cacheable[request_id], limit)
-        return own
+        return blocks
 
-    # -- handing over, once the step is scheduled ---------------------------------------------
+    # -- handing over the plan, once the step is scheduled -------------------------------------
 
-    def free_now(self) -> int:
-        """Blocks that packings of this step may still take."""
+    def free_blocks_now(self) -> int:
+        """Return the number of blocks that packings of this step may still take."""
         return int(self.block_pool.get_num_free_blocks())
 
-    def free_after(self) -> int:
-        """Blocks that are free once this step's plan is handed over, but for shared ones."""
-        free = self.block_pool.get_num_free_blocks() + self.deferred_free.held()
-        for request_id, (pack, footprint, _) in self._pending.items():
-            read = self.ordinary(request_id, footprint, pack.tokens)
-            free += sum(block.ref_cnt == 1 for block in read)
-            free += self.packed_blocks(request_id) - pack.plan.blocks
-        return int(free)
+    def free_blocks_after_step(self) -> int:
+        """Return the number of free blocks after this step's packings.
 
-    def take_step(self, following: Next | None = None) -> StepPlan | None:
-        """This step's plan; also frees the blocks that only this step still reads.
+        Shared blocks that the packings release are not counted.
+        """
+        free_blocks = self.block_pool.get_num_free_blocks() + self.deferred_free.deferred_blocks()
+        for request_id, (pack, footprint, _) in self._pending.items():
+            read_blocks = self.unpacked_blocks(request_id, footprint, pack.tokens)
+            free_blocks += sum(block.ref_cnt == 1 for block in read_blocks)
+            free_blocks += self.num_packed_blocks(request_id) - pack.plan.blocks
+        return int(free_blocks)
+
+    def take_step_plan(self, next_step: NextStepDemand | None = None) -> StepPlan | None:
+        """Return this step's plan, and free the blocks that only this step still reads.
+
+        Freeing them this early is safe, because the device runs steps in order: a new owner writes
+        such a block in a later step, after this step has read it. It is safe even if the workers
+        lose the plan, because outputs arrive in order: the scheduler notices the loss before any
+        tokens of a later step.
 
         Args:
-            following: the step after it, for which look-aheads may give way.
-
-        Stream order makes the early free safe: whoever is given such a block writes it in a
-        later step, after this step has read it. So does the order of outputs, if the workers
-        lose the plan: the scheduler hears of it before any later step's tokens.
+            next_step: demand of the following step, for which look-aheads are compressed early.
         """
-        self.lookaheads.pack(following)
-        if not any((self._observe, self._grow, self._keep, self._add, self._pending)):
+        self.lookaheads.plan_packs(next_step)
+        parts: tuple[list[str] | dict[str, Any], ...] = (
+            self._observe,
+            self._keep_output_queries,
+            self._keep_prompt_queries,
+            self._add_attention,
+            self._pending,
+        )
+        if not any(parts):
             return None
         plan = StepPlan(
             number=next(self._plan_numbers),
             observe=tuple(self._observe.items()),
-            grow=tuple(self._grow),
-            keep=tuple(self._keep),
-            add=tuple(self._add.values()),
-            pack=tuple(map(self._hand_over, self._pending.values())),
+            keep_output_queries=tuple(self._keep_output_queries),
+            keep_prompt_queries=tuple(self._keep_prompt_queries),
+            add_attention=tuple(self._add_attention.values()),
+            pack=tuple(map(self._apply_pack, self._pending.values())),
         )
-        for done in (self._observe, self._grow, self._keep, self._add, self._pending):
-            done.clear()
+        for part in parts:
+            part.clear()
         return plan
 
-    def _hand_over(self, pending: Pending) -> PackRequest:
-        """Free what the request holds no longer: ordinary blocks, and destinations left over."""
-        pack, footprint, own = pending
-        request_id, plan, last = pack.request_id, pack.plan, pack.tokens // self.block_size
-        blocks, kept = self.req_to_blocks[request_id], {block.block_id for block in own}
-        ordinary = blocks[footprint.first_block : last]
-        freed = [block for block in reversed(ordinary) if block.block_id not in kept]
-        blocks[footprint.first_block : last] = [self._null_block] * len(ordinary)
-        packed = self._packed[request_id] + own
-        # A tail leaves less for the pages before it: a prompt's end may need a block less.
-        self._packed[request_id] = packed[: plan.blocks]
-        freed += packed[plan.blocks :]
-        first = not footprint.pages
-        footprint.pack(plan, last, freeze=not pack.prefill)
-        returned = self.deferred_free.free(freed)
-        piecewise = isinstance(self.planner.schedules[request_id].prefill, EveryPiece)
-        self.compression_stats.pack(pack, returned, first=first, own=len(own), piecewise=piecewise)
-        if pack.answered is not None and pack.ends:
-            self.planner.looked_ahead(request_id)
+    def _apply_pack(self, pending: PendingPack) -> PackRequest:
+        """Update the request's blocks for a packing, and free those that it no longer holds."""
+        pack, footprint, reused = pending
+        request_id, plan = pack.request_id, pack.plan
+        first_block, full_blocks = footprint.first_block, pack.tokens // self.block_size
+        request_blocks = self.req_to_blocks[request_id]
+        reused_ids = {block.block_id for block in reused}
+        unpacked = request_blocks[first_block:full_blocks]
+        freed = [block for block in reversed(unpacked) if block.block_id not in reused_ids]
+        request_blocks[first_block:full_blocks] = [self._null_block] * len(unpacked)
+        destinations = self._packed[request_id] + reused
+        # The tokens in the tail count towards the budget, so a prompt's last packing may need one
+        # destination less than the packing before.
+        self._packed[request_id] = destinations[: plan.blocks]
+        freed += destinations[plan.blocks :]
+        is_first = not footprint.pages
+        footprint.pack(plan, full_blocks, freeze=not pack.prefill)
+        returned_blocks = self.deferred_free.free(freed)
+        is_piecewise = isinstance(self.planner.schedules[request_id].prefill, PieceSchedule)
+        self.compression_stats.pack(
+            pack,
+            returned_blocks,
+            request=self.planner.request(request_id),
+            is_first=is_first,
+            reused_blocks=len(reused),
+            is_piecewise=is_piecewise,
+        )
+        if pack.output_tokens is not None and pack.completes_prompt:
+            self.planner.release_lookahead_slot(request_id)
         return pack
 
     # -- the prefix cache ---------------------------------------------------------------------
 
-    def cacheable(self, request_id: str, num_tokens: int) -> int:
-        """Of so many tokens, those that may enter the prefix cache, of any group of layers.
+    def cacheable_tokens(self, request_id: str, num_tokens: int) -> int:
+        """Return how many of a request's tokens may enter the prefix cache, in any layer group.
 
-        A block that was computed against a compressed context must not.
+        Blocks computed from a compressed context must not.
         """
         return min(num_tokens, self._cacheable.get(request_id, num_tokens))
 
-    # -- the end ------------------------------------------------------------------------------
+    # -- the end of a request -----------------------------------------------------------------
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forget the request and give its destination blocks back with the others."""
-        if self.planner.answered_first(request_id):
-            self.compression_stats.skipped[ANSWERED] += 1
+        """Forget the request and return all its blocks, including the destinations."""
         self.planner.forget(request_id)
         self.lookaheads.forget(request_id)
         self._cacheable.pop(request_id, None)
         self._observe.pop(request_id, None)
-        self._add.pop(request_id, None)
+        self._add_attention.pop(request_id, None)
         self._pending.pop(request_id, None)
-        for named in (self._grow, self._keep):
-            if request_id in named:
-                named.remove(request_id)
+        for request_ids in (self._keep_output_queries, self._keep_prompt_queries):
+            if request_id in request_ids:
+                request_ids.remove(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks + self._packed.pop(request_id, [])

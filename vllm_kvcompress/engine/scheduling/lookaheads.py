@@ -1,13 +1,13 @@
-"""Prompts that their answers are to judge: which of them are packed after a step, due or early.
+"""Look-aheads: prompts that their first output tokens will score, and when each is packed.
 
-A look-ahead holds a whole prompt that would have been packed at its prefill's end. When the pool is
-short it gives way, by what `--kv-lookahead-yields` says: then its prompt is packed early, to half
-of it if that is enough, else to its budget. A packing runs behind a step that the request takes
-part in, and what it frees can be given out in the next step. So it is decided once a step is
-scheduled, by what the next one will take (`next_step`).
+A look-ahead keeps an uncompressed prompt in the pool that would otherwise have been packed when its
+prefill ended. If the pool runs short, `--kv-lookahead-on-pressure` allows compressing such prompts
+early: to half of the prompt if that is enough, otherwise to the budget. A prompt can only be packed
+after a step that its request takes part in, and the freed blocks can be allocated in the next step.
+So the decision is made once a step is scheduled, from the demand of the next step (`next_step`).
 
-What such a packing needs in blocks of the pool, where a prompt's own are shared, is promised to it
-from its prefill's end on. Without a look-ahead it would have been taken by then.
+If a prompt's blocks are shared, packing it also needs blocks from the pool. These are reserved for
+it when its prefill ends. Without a look-ahead it would have taken them by then.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,304 +20,379 @@ from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.schedules import LookAhead, RequestSchedule
+from vllm_kvcompress.planning.schedules import LookaheadSchedule, RequestSchedule
 from vllm_kvcompress.settings.method_of import lookahead_window
 
-NOTHING: frozenset[int] = frozenset()
+_NO_BLOCK_IDS: frozenset[int] = frozenset()
 
 
-class Next(Protocol):
-    """What the next step will take of the pool (`next_step.NextStep`)."""
+class NextStepDemand(Protocol):
+    """Blocks that the next step will take from the pool (`next_step.NextStep`)."""
 
-    def blocks(self, looking: Collection[str]) -> int:
-        """Of requests that run, until each of `looking` has taken part in a step."""
+    def blocks_for_running(self, lookahead_ids: Collection[str]) -> int:
+        """Return the blocks needed until every look-ahead has been scheduled again."""
 
-    def waiting(self) -> int:
-        """Of the request that is the next to be admitted; 0 where none is."""
+    def blocks_for_waiting(self) -> int:
+        """Return the blocks needed to admit the next waiting request, 0 if there is none."""
 
-    def admitted(self, request_id: str, tokens: int) -> int:
-        """Of one that is admitted with so many tokens, in the steps that follow in a pipeline."""
+    def blocks_after_admission(self, request_id: str, tokens: int) -> int:
+        """Return the blocks that a request needs in the steps that follow its first chunk."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether it is scheduled before the outputs of this one are known."""
+        """Return whether the next step is scheduled before this step's outputs are known."""
 
     @property
-    def pipelined(self) -> bool:
-        """Whether steps are under way before which nothing that this one frees is there."""
+    def is_pipelined(self) -> bool:
+        """Return whether steps are scheduled before the blocks freed by this one are available."""
 
 
-class Holder(Protocol):
-    """The manager of the blocks (`kv_cache.CompressedManager`), as far as this file asks it."""
+class BlockHolder(Protocol):
+    """The methods of the block manager (`kv_cache.CompressedManager`) that this module uses."""
 
-    def free_now(self) -> int:
-        """Blocks that packings of this step may still take."""
+    def free_blocks_now(self) -> int:
+        """Return the number of blocks that packings of this step may still take."""
 
-    def free_after(self) -> int:
-        """Blocks that are free once this step's plan is handed over, but for shared ones."""
+    def free_blocks_after_step(self) -> int:
+        """Return the number of free blocks after this step's packings."""
 
-    def ordinary(
+    def unpacked_blocks(
         self, request_id: str, footprint: KVFootprint, tokens: int
     ) -> Sequence[KVCacheBlock]:
-        """The full blocks that packing reads, without those that were packed before."""
+        """Return a request's full blocks that were not packed before. Packing reads them."""
 
-    def packed_blocks(self, request_id: str) -> int:
-        """Blocks that a request has packed pages in."""
+    def num_packed_blocks(self, request_id: str) -> int:
+        """Return the number of blocks that hold a request's packed pages."""
 
-    def pack_prompt(
-        self, request_id: str, schedule: RequestSchedule, plan: PagePlan, tokens: int, cut: str
+    def pack_lookahead(
+        self,
+        request_id: str,
+        schedule: RequestSchedule,
+        plan: PagePlan,
+        tokens: int,
+        early_target: str,
     ) -> bool:
-        """Plan to pack a prompt that looks ahead; returns whether the pool has what that takes."""
+        """Plan to pack a prompt with a look-ahead. Return False if the pool is too short."""
 
 
 @dataclass(slots=True)
-class _Ahead:
-    """A request whose prefill has ended, and whose answer is to judge its prompt.
+class _ActiveLookAhead:
+    """A request whose prefill has ended and whose prompt its output will score.
 
     Args:
-        schedule: the request's.
-        lookahead: the part of it that packs the prompt.
-        tokens: computed once the last step that it took part in ends.
-        here: it takes part in the step that is being scheduled.
+        schedule: the request's schedule.
+        lookahead: the part of `schedule` that packs the prompt.
+        tokens: tokens computed when the last step that it takes part in ends.
+        in_step: it takes part in the step that is being scheduled.
     """
 
     schedule: RequestSchedule
-    lookahead: LookAhead
+    lookahead: LookaheadSchedule
     tokens: int
-    here: bool = True
+    in_step: bool = True
 
 
-class _Choice(NamedTuple):
-    """One way to pack a prompt early."""
+class _PackChoice(NamedTuple):
+    """A prompt to pack after this step, and the plan for it.
+
+    Args:
+        request_id: vLLM's request id.
+        plan: pages to keep.
+        early_target: HALF or BUDGET for an early compression, empty if the look-ahead is over.
+    """
 
     request_id: str
     plan: PagePlan
-    to: str
+    early_target: str
 
 
 class _Candidate(NamedTuple):
-    """A prompt that can be packed behind this step.
+    """A prompt that can be compressed early, after this step.
 
     Args:
-        half: None where half of it is no less than what it may keep, or it was packed to it.
-        packed: blocks that it has packed pages in.
-        promised: blocks of the pool that are promised to it.
-        alone: blocks of its own that nobody else reads.
-        returning: blocks that go back with it and with the candidates before it, if all are packed.
+        request_id: vLLM's request id.
+        half_plan: plan to keep half of the prompt. None if that keeps no more than `budget_plan`,
+            or if the prompt was packed before.
+        budget_plan: plan to keep the budget.
+        packed_blocks: blocks that hold its packed pages.
+        reserved_blocks: blocks of the pool that are reserved for it.
+        unshared_blocks: its unpacked full blocks that no other request shares.
+        returning_blocks: unpacked blocks that go back to the pool if this candidate and all before
+            it are packed.
     """
 
     request_id: str
-    half: PagePlan | None
-    kept: PagePlan
-    packed: int
-    promised: int
-    alone: int
-    returning: int
+    half_plan: PagePlan | None
+    budget_plan: PagePlan
+    packed_blocks: int
+    reserved_blocks: int
+    unshared_blocks: int
+    returning_blocks: int
 
-    def fresh(self, plan: PagePlan) -> int:
-        """Blocks of the pool that packing it takes before anything goes back."""
-        return max(plan.blocks - self.packed - self.alone, 0)
+    def fresh_blocks(self, plan: PagePlan) -> int:
+        """Return the blocks that packing takes from the pool before it returns any."""
+        return max(plan.blocks - self.packed_blocks - self.unshared_blocks, 0)
 
-    def most(self) -> _Choice:
-        """As little as it may keep."""
-        return _Choice(self.request_id, self.kept, BUDGET)
+    def to_budget(self) -> _PackChoice:
+        """Return the choice to keep only the budget."""
+        return _PackChoice(self.request_id, self.budget_plan, BUDGET)
 
-    def least(self) -> _Choice:
-        """As much as it may keep for now."""
-        if self.half is None:
-            return self.most()
-        return _Choice(self.request_id, self.half, HALF)
+    def to_half(self) -> _PackChoice:
+        """Return the choice to keep half of the prompt, or the budget if half is not possible."""
+        if self.half_plan is None:
+            return self.to_budget()
+        return _PackChoice(self.request_id, self.half_plan, HALF)
 
 
 class LookAheads:
-    """The look-aheads of one scheduler, oldest first.
+    """The active look-aheads of one scheduler, oldest first.
 
     Args:
-        holder: has the blocks.
-        yields: when they give way, one of `YIELDS`.
+        holder: the block manager.
+        on_pressure: when prompts are compressed early, one of `ON_PRESSURE`.
     """
 
-    def __init__(self, holder: Holder, yields: str) -> None:
-        self._holder, self._yields = holder, yields
-        self._all: dict[str, _Ahead] = {}
-        # A bound on what is promised, so that nothing is counted while the pool has as much.
-        self._most_promised = 0
-        # Where steps of other requests are under way: what the next ones take.
-        self._pipeline: Next | None = None
+    def __init__(self, holder: BlockHolder, on_pressure: str) -> None:
+        self._holder, self._on_pressure = holder, on_pressure
+        self._by_id: dict[str, _ActiveLookAhead] = {}
+        # Upper bound on the reserved blocks. They are only counted if fewer blocks are free.
+        self._max_reserved_blocks = 0
+        # Demand of the next steps, if they are scheduled before freed blocks are available.
+        self._pipelined_demand: NextStepDemand | None = None
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._by_id)
 
-    def take_part(self, request_id: str, schedule: RequestSchedule, tokens: int) -> None:
-        """A request that looks ahead is in the step that is being scheduled."""
-        known = self._all.get(request_id)
-        if known is not None:
-            known.tokens, known.here = tokens, True
+    def note_step(self, request_id: str, schedule: RequestSchedule, tokens: int) -> None:
+        """Note that a request takes part in the step that is being scheduled.
+
+        Args:
+            request_id: vLLM's request id.
+            schedule: the request's schedule.
+            tokens: tokens computed when the step ends.
+        """
+        active = self._by_id.get(request_id)
+        if active is not None:
+            active.tokens, active.in_step = tokens, True
         elif schedule.lookahead is not None:
-            self._all[request_id] = _Ahead(schedule, schedule.lookahead, tokens)
-            self._most_promised += _most_kept(schedule.lookahead)
+            self._by_id[request_id] = _ActiveLookAhead(schedule, schedule.lookahead, tokens)
+            self._max_reserved_blocks += _max_kept_blocks(schedule.lookahead)
 
     def forget(self, request_id: str) -> None:
-        """It is packed for good, or ended, or was preempted; unknown ones may be named."""
-        gone = self._all.pop(request_id, None)
-        if gone is not None:
-            self._most_promised -= _most_kept(gone.lookahead)
+        """Remove a request that is packed for good, ended or preempted, if it is known."""
+        removed = self._by_id.pop(request_id, None)
+        if removed is not None:
+            self._max_reserved_blocks -= _max_kept_blocks(removed.lookahead)
 
-    def promised(self, free: int, touched: Collection[int] = NOTHING) -> int:
-        """Blocks of the pool that packing these prompts needs: their own are others' too.
+    def reserved_blocks(
+        self, free_blocks: int, newly_shared: Collection[int] = _NO_BLOCK_IDS
+    ) -> int:
+        """Return the blocks of the pool that packing the active look-aheads needs.
 
-        Args:
-            free: blocks that may be given out; where those are many, nobody needs to know.
-            touched: block ids that one more request is about to share.
-        """
-        if self._yields == "never" or free >= self._most_promised:
-            return 0
-        return sum(self._promised(name, ahead, touched) for name, ahead in self._all.items())
-
-    def withheld(self, request_id: str, tokens: int) -> int:
-        """Blocks that a waiting request must leave beside those that are promised.
-
-        In a pipeline, running requests, those that this step admits, and the rest of its own prompt
-        need blocks before a look-ahead of an earlier step can give any back.
+        A look-ahead needs blocks of the pool if other requests share its own blocks.
 
         Args:
-            tokens: of the request, once the step has computed its first chunk.
+            free_blocks: blocks available for allocation. If they cover the upper bound, nothing is
+                counted and 0 is returned.
+            newly_shared: ids of blocks that another request is about to share.
         """
-        if not self._all or self._pipeline is None:
+        if self._on_pressure == "never" or free_blocks >= self._max_reserved_blocks:
             return 0
-        return self._pipeline.blocks(self._all) + self._pipeline.admitted(request_id, tokens)
+        return sum(
+            self._reserved_for(request_id, active, newly_shared)
+            for request_id, active in self._by_id.items()
+        )
 
-    def _promised(self, request_id: str, ahead: _Ahead, touched: Collection[int] = NOTHING) -> int:
-        # what it takes behind the step that is being scheduled, or once one is behind the next
-        tokens = ahead.tokens if ahead.here else ahead.tokens + 1
-        plan = ahead.lookahead.kept(ahead.schedule.footprint, tokens)
+    def pipeline_blocks(self, request_id: str, tokens: int) -> int:
+        """Return the blocks that a waiting request must leave, beside the reserved ones.
+
+        In a pipeline, the running requests, the requests admitted in this step and the rest of the
+        request's own prompt need blocks before a look-ahead of an earlier step can return any.
+
+        Args:
+            request_id: the waiting request.
+            tokens: its computed tokens after its first chunk.
+        """
+        demand = self._pipelined_demand
+        if not self._by_id or demand is None:
+            return 0
+        running = demand.blocks_for_running(self._by_id)
+        return running + demand.blocks_after_admission(request_id, tokens)
+
+    def _reserved_for(
+        self,
+        request_id: str,
+        active: _ActiveLookAhead,
+        newly_shared: Collection[int] = _NO_BLOCK_IDS,
+    ) -> int:
+        # It is packed after the step being scheduled, or after the next one that it takes part in.
+        tokens = active.tokens if active.in_step else active.tokens + 1
+        plan = active.lookahead.plan_at(active.schedule.footprint, tokens)
         if plan is None:
             return 0
-        missing = plan.blocks - self._holder.packed_blocks(request_id)
-        # shared blocks are a prompt's first ones, so the last ones tell soonest
-        for block in reversed(
-            self._holder.ordinary(request_id, ahead.schedule.footprint, ahead.tokens)
-        ):
+        missing = plan.blocks - self._holder.num_packed_blocks(request_id)
+        unpacked = self._holder.unpacked_blocks(
+            request_id, active.schedule.footprint, active.tokens
+        )
+        # Shared blocks come first in a prompt, so counting from the end stops soonest.
+        for block in reversed(unpacked):
             if missing <= 0:
                 break
-            missing -= block.ref_cnt == 1 and block.block_id not in touched
+            missing -= block.ref_cnt == 1 and block.block_id not in newly_shared
         return max(missing, 0)
 
     # -- once a step is scheduled --------------------------------------------------------------
 
-    def pack(self, following: Next | None) -> None:
-        """Plan to pack the prompts that are due after this step, and early what must give way.
+    def plan_packs(self, next_step: NextStepDemand | None) -> None:
+        """Plan to pack the prompts that are due after this step, and some early if needed.
 
         Args:
-            following: None where no scheduler of ours is there.
+            next_step: demand of the next step. None if there is no compressing scheduler.
         """
-        here = {name: ahead for name, ahead in self._all.items() if ahead.here}
-        for request_id, ahead in here.items():
-            ahead.here = False
-            plan = ahead.lookahead.plan(ahead.schedule.footprint, ahead.tokens)
-            # where the pool has no block for that, the next step tries again
+        in_step = {
+            request_id: active for request_id, active in self._by_id.items() if active.in_step
+        }
+        for request_id, active in in_step.items():
+            active.in_step = False
+            plan = active.lookahead.plan(active.schedule.footprint, active.tokens)
+            # If the pool has too few blocks, the next step tries again.
             if plan is not None:
-                self._pack(_Choice(request_id, plan, ""))
-        left = {name: ahead for name, ahead in here.items() if name in self._all}
-        if left and following is not None and self._yields != "never":
-            self._give_way(left, following)
+                self._pack(_PackChoice(request_id, plan, ""))
+        remaining = {
+            request_id: active
+            for request_id, active in in_step.items()
+            if request_id in self._by_id
+        }
+        if remaining and next_step is not None and self._on_pressure != "never":
+            self._compress_early(remaining, next_step)
 
-    def _pack(self, choice: _Choice) -> bool:
-        request_id, plan, to = choice
-        ahead = self._all[request_id]
-        if not self._holder.pack_prompt(request_id, ahead.schedule, plan, ahead.tokens, to):
+    def _pack(self, choice: _PackChoice) -> bool:
+        request_id, plan, early_target = choice
+        active = self._by_id[request_id]
+        if not self._holder.pack_lookahead(
+            request_id, active.schedule, plan, active.tokens, early_target
+        ):
             return False
-        if to != HALF:
-            ahead.schedule.lookahead = None
+        if early_target != HALF:
+            active.schedule.lookahead = None
             self.forget(request_id)
         return True
 
-    def _give_way(self, left: dict[str, _Ahead], following: Next) -> None:
-        """Pack some of the prompts in this step early, if the next step would be short."""
-        free, needed = self._holder.free_after(), following.blocks(self._all)
-        self._pipeline = following if following.pipelined else None
-        admit = self._yields == "waiting"
-        head = following.waiting() if admit and free >= needed else 0
-        if free >= needed + head + self._most_promised:
+    def _compress_early(
+        self, in_step: dict[str, _ActiveLookAhead], next_step: NextStepDemand
+    ) -> None:
+        """Pack some of the prompts in this step early if the next step would lack blocks."""
+        free_blocks = self._holder.free_blocks_after_step()
+        needed = next_step.blocks_for_running(self._by_id)
+        self._pipelined_demand = next_step if next_step.is_pipelined else None
+        admits_waiting = self._on_pressure == "waiting"
+        waiting_blocks = 0
+        if admits_waiting and free_blocks >= needed:
+            waiting_blocks = next_step.blocks_for_waiting()
+        if free_blocks >= needed + waiting_blocks + self._max_reserved_blocks:
             return
-        candidates = list(self._candidates(left, overlaps=following.overlaps))
-        others = self.promised(0) - sum(each.promised for each in candidates)
-        now = self._holder.free_now() - others
-        chosen, enough = choose(candidates, now, free, needed + others)
-        if admit and enough and (head := following.waiting()):
-            for_both, fits = choose(candidates, now, free, needed + head + others)
-            chosen = for_both if fits else chosen
-        for choice in chosen:
-            if not self._pack(choice) and choice.to == HALF:
-                kept = next(each for each in candidates if each.request_id == choice.request_id)
-                self._pack(kept.most())
+        candidates = list(self._candidates(in_step, overlaps=next_step.overlaps))
+        reserved_for_others = self.reserved_blocks(0) - sum(
+            candidate.reserved_blocks for candidate in candidates
+        )
+        free_now = self._holder.free_blocks_now() - reserved_for_others
+        needed += reserved_for_others
+        choices, is_enough = choose_packs(candidates, free_now, free_blocks, needed)
+        if admits_waiting and is_enough and (waiting_blocks := next_step.blocks_for_waiting()):
+            more_choices, is_enough = choose_packs(
+                candidates, free_now, free_blocks, needed + waiting_blocks
+            )
+            choices = more_choices if is_enough else choices
+        for choice in choices:
+            if not self._pack(choice) and choice.early_target == HALF:
+                candidate = next(
+                    candidate
+                    for candidate in candidates
+                    if candidate.request_id == choice.request_id
+                )
+                self._pack(candidate.to_budget())
 
-    def _candidates(self, left: dict[str, _Ahead], *, overlaps: bool) -> Iterator[_Candidate]:
-        """What can be packed behind this step, oldest first.
+    def _candidates(
+        self, in_step: dict[str, _ActiveLookAhead], *, overlaps: bool
+    ) -> Iterator[_Candidate]:
+        """Yield the prompts that can be packed after this step, oldest first.
 
-        A request that ends with this step returns its blocks by itself, but where the next one is
-        scheduled before that.
+        A request that ends with this step returns its blocks anyway, unless the next step is
+        scheduled before that (`overlaps`).
         """
-        released: dict[int, int] = {}
-        returning = 0
-        for request_id, ahead in left.items():
-            lookahead, footprint, tokens = ahead.lookahead, ahead.schedule.footprint, ahead.tokens
-            if tokens + 1 >= lookahead.last and not overlaps:
+        releases: dict[int, int] = {}
+        returning_blocks = 0
+        for request_id, active in in_step.items():
+            lookahead, tokens = active.lookahead, active.tokens
+            footprint = active.schedule.footprint
+            if tokens + 1 >= lookahead.max_tokens and not overlaps:
                 continue
-            kept, half = lookahead.kept(footprint, tokens), lookahead.half(footprint, tokens)
-            if kept is None:
+            budget_plan = lookahead.plan_at(footprint, tokens)
+            half_plan = lookahead.early_plan(footprint, tokens)
+            if budget_plan is None:
                 continue
-            if half is not None and half.blocks <= kept.blocks:
-                half = None
-            alone = 0
-            for block in self._holder.ordinary(request_id, footprint, tokens):
-                alone += block.ref_cnt == 1
-                count = released[block.block_id] = released.get(block.block_id, 0) + 1
-                returning += block.ref_cnt == count
+            if half_plan is not None and half_plan.blocks <= budget_plan.blocks:
+                half_plan = None
+            unshared_blocks = 0
+            for block in self._holder.unpacked_blocks(request_id, footprint, tokens):
+                unshared_blocks += block.ref_cnt == 1
+                count = releases[block.block_id] = releases.get(block.block_id, 0) + 1
+                returning_blocks += block.ref_cnt == count
             yield _Candidate(
                 request_id,
-                half=half,
-                kept=kept,
-                packed=self._holder.packed_blocks(request_id),
-                promised=self._promised(request_id, ahead),
-                alone=alone,
-                returning=returning,
+                half_plan=half_plan,
+                budget_plan=budget_plan,
+                packed_blocks=self._holder.num_packed_blocks(request_id),
+                reserved_blocks=self._reserved_for(request_id, active),
+                unshared_blocks=unshared_blocks,
+                returning_blocks=returning_blocks,
             )
 
 
-def choose(
-    candidates: Sequence[_Candidate], now: int, free: int, needed: int
-) -> tuple[list[_Choice], bool]:
-    """Which prompts to pack, oldest first, so that so many blocks are free; and whether they are.
+def choose_packs(
+    candidates: Sequence[_Candidate], free_now: int, free_after: int, needed: int
+) -> tuple[list[_PackChoice], bool]:
+    """Choose the prompts to compress early so that `needed` blocks are free after the step.
 
-    To half of what they are as long as that is enough, else the oldest to what they may keep.
+    The oldest prompts are packed to half as long as that is enough. Otherwise all are packed, the
+    oldest of them to the budget.
 
     Args:
-        now: blocks that these packings may take, before anything goes back.
-        free: those that are free then, without them.
-        needed: blocks beside those that are promised to the candidates.
+        candidates: prompts that can be packed, oldest first.
+        free_now: blocks that the packings may take before they return any.
+        free_after: free blocks after the step, without these packings.
+        needed: blocks needed after the step, beside those reserved for candidates.
+
+    Returns:
+        The choices, and whether they free enough blocks. If not, the choices pack every candidate
+        to the budget.
     """
-    least, most = [each.least() for each in candidates], [each.most() for each in candidates]
-    ways = [least[:count] for count in range(len(least) + 1)]
-    ways += [most[:count] + least[count:] for count in range(1, len(most) + 1)]
-    for chosen in ways:
-        count = len(chosen)
-        then = free + (candidates[count - 1].returning if count else 0)
-        pairs = list(zip(candidates, chosen, strict=False))
-        then += sum(each.packed - choice.plan.blocks for each, choice in pairs)
-        left = sum(each.promised for each in candidates[count:])
-        fresh = sum(each.fresh(choice.plan) for each, choice in pairs)
-        # what is packed to half may not take what is promised to another
-        if then >= needed + left and (not chosen or now >= fresh + left):
-            return chosen, True
-    return most, False
+    to_half = [candidate.to_half() for candidate in candidates]
+    to_budget = [candidate.to_budget() for candidate in candidates]
+    options = [to_half[:count] for count in range(len(to_half) + 1)]
+    options += [to_budget[:count] + to_half[count:] for count in range(1, len(to_budget) + 1)]
+    for choices in options:
+        count = len(choices)
+        pairs = list(zip(candidates, choices, strict=False))
+        free_blocks = free_after + (candidates[count - 1].returning_blocks if count else 0)
+        free_blocks += sum(
+            candidate.packed_blocks - choice.plan.blocks for candidate, choice in pairs
+        )
+        still_reserved = sum(candidate.reserved_blocks for candidate in candidates[count:])
+        fresh_blocks = sum(candidate.fresh_blocks(choice.plan) for candidate, choice in pairs)
+        # A prompt packed to half must not take blocks that are reserved for another prompt.
+        can_start = not choices or free_now >= fresh_blocks + still_reserved
+        if free_blocks >= needed + still_reserved and can_start:
+            return choices, True
+    return to_budget, False
 
 
-def _most_kept(lookahead: LookAhead) -> int:
-    """Blocks that no packing of a prompt to its budget exceeds, if it is no later than due."""
-    tokens = lookahead.settings.prompt(lookahead.num_layers, lookahead.prompt).budget
+def _max_kept_blocks(lookahead: LookaheadSchedule) -> int:
+    """Return an upper bound on the destination blocks of packing a prompt to its budget."""
+    max_tokens = lookahead.settings.budget_spec(lookahead.num_layers, lookahead.prompt).budget
     if protected := count_before(lookahead.spans, lookahead.prompt):
-        # a budget that cannot hold it is raised, to hold others beside it
-        others = lookahead_window(lookahead.settings) + lookahead.block_size
-        tokens = protected + max(others, tokens)
-    return -(-(tokens + lookahead.settings.resolved_lookahead) // lookahead.block_size) + 2
+        # A budget too small for the protected tokens is raised to hold other tokens beside them.
+        unprotected = lookahead_window(lookahead.settings) + lookahead.block_size
+        max_tokens = protected + max(unprotected, max_tokens)
+    max_tokens += lookahead.settings.resolved_lookahead
+    return -(-max_tokens // lookahead.block_size) + 2

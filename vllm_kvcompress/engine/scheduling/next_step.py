@@ -1,7 +1,8 @@
-"""What the step after this one will take of the pool, before anybody knows how this one ends.
+"""Upper bound on the blocks that the next step takes from the pool.
 
-From lengths, and never too little: a request that turns out to have ended needs nothing, and gives
-back more than its share of the next step lets another's chunk take.
+It is computed from lengths alone, before this step's outputs are known, and is never too small: a
+request that turns out to have ended needs no blocks, and the blocks it returns outweigh what other
+requests' chunks can take of its share of the next step.
 """
 
 from collections.abc import Collection, Iterable
@@ -10,148 +11,168 @@ from typing import Any
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
-from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.pieces import PieceSchedule
 
 
 class NextStep:
-    """Goes through the requests that run as vLLM's scheduler will.
+    """Simulates how vLLM's scheduler will schedule the running requests.
 
     Args:
-        scheduler: vLLM's, ours on top of it.
-        coordination: of its groups of blocks.
+        scheduler: vLLM's scheduler with our mixin.
+        coordination: the coordination of its layer groups.
     """
 
     def __init__(self, scheduler: Any, coordination: Coordination) -> None:
         self._scheduler, self._coordination = scheduler, coordination
         self._manager = coordination.manager
         config = scheduler.vllm_config
-        self._stages = int(config.parallel_config.pipeline_parallel_size)
-        if self._manager.deferred_free.holds:
-            # what this step frees is there for the step after the next one
-            self._stages = max(self._stages, 2)
-        self.pipelined = self._stages > 1
-        self.overlaps = bool(config.scheduler_config.async_scheduling) or self.pipelined
+        self._num_stages = int(config.parallel_config.pipeline_parallel_size)
+        if self._manager.deferred_free.is_deferring:
+            # Blocks that this step frees are available one step later.
+            self._num_stages = max(self._num_stages, 2)
+        self.is_pipelined = self._num_stages > 1
+        self.overlaps = bool(config.scheduler_config.async_scheduling) or self.is_pipelined
 
-    def blocks(self, looking: Collection[str]) -> int:
-        """Blocks that running requests take until each of `looking` has been in a step again.
+    def blocks_for_running(self, lookahead_ids: Collection[str]) -> int:
+        """Return the blocks that running requests take until every look-ahead was scheduled again.
 
-        That is the next step, unless chunks of older prompts leave it no room, or steps of other
-        requests are under way in a pipeline. Only then may one be packed.
+        That takes one step, or more if chunks of older prompts fill the token budget or steps of
+        other requests are running in a pipeline. A look-ahead can only be packed when it is
+        scheduled.
+
+        Args:
+            lookahead_ids: ids of the requests with a look-ahead.
         """
         running: list[Request] = self._scheduler.running
-        ends = {request.request_id: int(request.num_computed_tokens) for request in running}
-        rows = dict(ends)
-        waiting = {name for name in looking if name in ends}
-        destinations, steps = 0, 0
-        while steps < self._stages or waiting:
-            destinations += self._go_through(running, ends, rows, waiting)
-            steps += 1
+        computed_tokens = {
+            request.request_id: int(request.num_computed_tokens) for request in running
+        }
+        allocated_tokens = dict(computed_tokens)
+        unscheduled = {request_id for request_id in lookahead_ids if request_id in computed_tokens}
+        destinations, num_steps = 0, 0
+        while num_steps < self._num_stages or unscheduled:
+            destinations += self._simulate_step(
+                running, computed_tokens, allocated_tokens, unscheduled
+            )
+            num_steps += 1
         return destinations + sum(
-            self._coordination.missing(request_id, most, steps) for request_id, most in rows.items()
+            self._coordination.missing_blocks(request_id, tokens, num_steps)
+            for request_id, tokens in allocated_tokens.items()
         )
 
-    def _go_through(
+    def _simulate_step(
         self,
         running: Iterable[Request],
-        ends: dict[str, int],
-        rows: dict[str, int],
-        waiting: set[str],
+        computed_tokens: dict[str, int],
+        allocated_tokens: dict[str, int],
+        unscheduled: set[str],
     ) -> int:
-        """Take every request a step further; returns destination blocks of what is packed then.
+        """Advance all requests by one step, and return the destination blocks of its packings.
 
         Args:
-            ends: by request, tokens computed by then.
-            rows: by request, those that it has had blocks for, a probe's rows among them.
-            waiting: those that were in no step yet.
+            running: the running requests, in vLLM's order.
+            computed_tokens: computed tokens by request id. Updated.
+            allocated_tokens: tokens with allocated blocks by request id, including probes. Updated.
+            unscheduled: ids of look-aheads that no step has scheduled yet. Updated.
         """
         scheduler, destinations = self._scheduler, 0
-        room = int(scheduler.max_num_scheduled_tokens)
-        cap = self._longest_chunk(room)
+        token_budget = int(scheduler.max_num_scheduled_tokens)
+        max_chunk = self._max_chunk(token_budget)
         for request in running:
             request_id = request.request_id
-            computed = ends[request_id]
+            computed = computed_tokens[request_id]
             known = int(request.num_tokens) + int(request.num_output_placeholders)
-            # the last token of an answer is not computed
-            last = int(request.num_prompt_tokens + request.max_tokens) - 1
-            longest = min(last, int(scheduler.max_model_len) - 1) - computed
-            if longest <= 0:
-                waiting.discard(request_id)
+            # The last output token is never computed.
+            last_token = int(request.num_prompt_tokens + request.max_tokens) - 1
+            remaining = min(last_token, int(scheduler.max_model_len) - 1) - computed
+            if remaining <= 0:
+                unscheduled.discard(request_id)
                 continue
-            new, probe = min(max(known - computed, 1), longest, cap, room), 0
-            if new > 1:
-                # vLLM may end it earlier, where a state is to be kept; it takes no more for that
-                new, probe = scheduler.step_of(request, computed, new)
-            if new <= 0:
+            num_new = min(max(known - computed, 1), remaining, max_chunk, token_budget)
+            probe_tokens = 0
+            if num_new > 1:
+                # vLLM may end the chunk earlier to save a state. That takes no more blocks.
+                num_new, probe_tokens = scheduler.chunk_and_probe(request, computed, num_new)
+            if num_new <= 0:
                 continue
-            ends[request_id] = computed + self._with_drafts(request, computed, new, known)
-            rows[request_id] = max(rows[request_id], ends[request_id] + probe)
-            waiting.discard(request_id)
-            taken = self._manager.destination_blocks(request_id, computed + new, ())
-            destinations += taken.too_few + taken.others
-            # a limit per chunk depends on who waits, so what it leaves to others is not known
-            room -= self._scheduled(request, computed, new) + probe if cap >= room else 1
+            new_end = computed + self._with_drafts(request, computed, num_new, known)
+            computed_tokens[request_id] = new_end
+            allocated_tokens[request_id] = max(allocated_tokens[request_id], new_end + probe_tokens)
+            unscheduled.discard(request_id)
+            taken = self._manager.destination_blocks(request_id, computed + num_new, ())
+            destinations += taken.must_be_fresh + taken.may_be_fresh
+            # A limit per chunk depends on the waiting requests, so the tokens that it leaves to
+            # other requests are unknown. Assume that this chunk takes 1.
+            token_budget -= (
+                self._min_scheduled(request, computed, num_new) + probe_tokens
+                if max_chunk >= token_budget
+                else 1
+            )
         return destinations
 
-    def _scheduled(self, request: Request, computed: int, new: int) -> int:
-        """So many of its tokens at least: what vLLM leaves of a chunk is other requests' room.
+    def _min_scheduled(self, request: Request, computed: int, num_new: int) -> int:
+        """Return the least number of tokens that vLLM schedules of a chunk.
 
-        It ends chunks where a state is to be kept. Then a request behind it may come to a block's
-        end, and take a state of each group that this one does not.
+        vLLM ends chunks early to save a state. The tokens it leaves let a request behind it reach
+        the end of a block, where that request takes a state block in each group.
         """
         scheduler = self._scheduler
-        if new <= 1 or not scheduler.need_mamba_block_aligned_split:
-            return new
-        further = computed - int(request.num_computed_tokens)
-        return int(scheduler._mamba_block_aligned_split(request, new, further))
+        if num_new <= 1 or not scheduler.need_mamba_block_aligned_split:
+            return num_new
+        already_simulated = computed - int(request.num_computed_tokens)
+        return int(scheduler._mamba_block_aligned_split(request, num_new, already_simulated))
 
-    def _with_drafts(self, request: Request, computed: int, new: int, known: int) -> int:
-        """So many tokens of a request, and the drafts that vLLM may put behind the last known one.
+    def _with_drafts(self, request: Request, computed: int, num_new: int, known: int) -> int:
+        """Return the tokens of a chunk plus the draft tokens that vLLM may put behind it.
 
-        They take blocks, though they may be taken back. A look-ahead bounds them, but not once it
-        has given way. What they leave of the step's room to others is not known: there may be none.
+        Drafts take blocks even if they are rejected. A look-ahead bounds them, but not after it was
+        compressed early. The token budget is charged without drafts, because there may be none.
         """
-        drafts = int(self._scheduler.num_spec_tokens)
-        if not drafts or computed + new < known:
-            return new
-        longest = int(self._scheduler.max_model_len) - 1 - computed
-        return max(min(new + drafts, longest), new)
+        num_drafts = int(self._scheduler.num_spec_tokens)
+        if not num_drafts or computed + num_new < known:
+            return num_new
+        remaining = int(self._scheduler.max_model_len) - 1 - computed
+        return max(min(num_new + num_drafts, remaining), num_new)
 
-    def _longest_chunk(self, room: int) -> int:
-        """Tokens of a prompt that one step computes at most."""
+    def _max_chunk(self, token_budget: int) -> int:
+        """Return the maximum tokens of one prompt in a step."""
         config = self._scheduler.scheduler_config
-        limit = int(config.long_prefill_token_threshold)
-        if limit <= 0 or len(self._scheduler.running) <= 1:
-            return room
-        return min(room, max(limit, room // len(self._scheduler.running)))
+        threshold = int(config.long_prefill_token_threshold)
+        num_running = len(self._scheduler.running)
+        if threshold <= 0 or num_running <= 1:
+            return token_budget
+        return min(token_budget, max(threshold, token_budget // num_running))
 
-    def admitted(self, request_id: str, tokens: int) -> int:
-        """Blocks that a request takes behind its first chunk, while steps of others are under way.
+    def blocks_after_admission(self, request_id: str, tokens: int) -> int:
+        """Return the blocks that a request takes in the steps that follow its first chunk.
 
         Args:
-            tokens: computed once its first chunk is.
+            request_id: the request to admit.
+            tokens: its computed tokens after the first chunk.
         """
         request = self._manager.planner.request(request_id)
-        steps = self._stages - 1
-        chunks = steps * self._longest_chunk(int(self._scheduler.max_num_scheduled_tokens))
-        end = tokens + min(chunks, max(int(request.num_tokens) - tokens, steps))
+        num_steps = self._num_stages - 1
+        max_chunk = self._max_chunk(int(self._scheduler.max_num_scheduled_tokens))
+        remaining = max(int(request.num_tokens) - tokens, num_steps)
+        end = tokens + min(num_steps * max_chunk, remaining)
         prefill = self._manager.planner.schedule_of(request).prefill
-        # it is packed for the first time at its end, or where one in pieces holds too much
-        first = min(prefill.first_end, end) if isinstance(prefill, EveryPiece) else end
-        taken = self._manager.destination_blocks(request_id, max(first, tokens), ())
-        more = self._coordination.missing(request_id, end, 1 + steps)
-        return more - self._coordination.missing(request_id, tokens) + taken.too_few + taken.others
+        # A prompt in pieces is packed for the first time at `first_end`, any other at its end.
+        first_pack = min(prefill.first_end, end) if isinstance(prefill, PieceSchedule) else end
+        taken = self._manager.destination_blocks(request_id, max(first_pack, tokens), ())
+        missing = self._coordination.missing_blocks(request_id, end, 1 + num_steps)
+        missing -= self._coordination.missing_blocks(request_id, tokens)
+        return missing + taken.must_be_fresh + taken.may_be_fresh
 
-    def waiting(self) -> int:
-        """Blocks that the next request takes to be admitted; 0 where none is."""
+    def blocks_for_waiting(self) -> int:
+        """Return the blocks needed to admit the next waiting request, 0 if none can be admitted."""
         scheduler = self._scheduler
         if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return 0
         request = scheduler.waiting.peek_request()
         planner, cache = self._manager.planner, scheduler.kv_cache_manager
-        most = planner.most_blocks(request)
+        prefill_blocks = planner.max_prefill_blocks(request)
         schedule = planner.schedule_of(request)
-        if not isinstance(schedule.prefill, EveryPiece):
-            # blocks of others that it would share
-            most -= self._coordination.shared_hit(request)
-        others = planner.admissions.other_blocks(int(request.num_tokens))
-        return max(most, 1) + others + int(cache.watermark_blocks)
+        if not isinstance(schedule.prefill, PieceSchedule):
+            prefill_blocks -= self._coordination.shared_prefix_blocks(request)
+        other_blocks = planner.admissions.other_layer_blocks(int(request.num_tokens))
+        return max(prefill_blocks, 1) + other_blocks + int(cache.watermark_blocks)

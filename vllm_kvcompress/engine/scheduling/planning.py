@@ -1,7 +1,7 @@
-"""Which prompts are compressed, at which step and to how many pages: from lengths alone.
+"""Packing plans: which prompts are packed, after which step, and to how many pages.
 
-The manager of the blocks asks; nothing here touches a block. Not thread-safe: it lives in the
-scheduler's loop.
+Plans depend on lengths alone. The block manager asks for them; nothing here touches a block. Not
+thread-safe: it runs in the scheduler's loop.
 """
 
 from collections.abc import Mapping
@@ -17,25 +17,30 @@ from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import EveryPiece
-from vllm_kvcompress.planning.schedules import AtEnd, EveryInterval, LookAhead, RequestSchedule
+from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.schedules import (
+    LookaheadSchedule,
+    OutputSchedule,
+    PromptSchedule,
+    RequestSchedule,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import adds_up, method_of
+from vllm_kvcompress.settings.method_of import method_of, sums_output_attention
 
 logger = init_logger("vllm.kvcompress")
 
 
 class Planner:
-    """Plans what one scheduler's requests are packed to.
+    """Plans the packings of one scheduler's requests.
 
     Args:
-        settings: the engine's.
+        settings: the engine's settings.
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
-        pool: vLLM's blocks, for admissions that ask how many are in use.
-        others: what layers that are not compressed take of a request; None where there are none.
-        requests: the scheduler's; None where no scheduler of ours is there.
-        ring_slots: requests whose last queries the workers keep at once.
+        pool: vLLM's block pool, for admissions that depend on the blocks in use.
+        other_layers: blocks that the uncompressed layers use. None if all are compressed.
+        requests: the scheduler's requests by id. None if there is no compressing scheduler.
+        ring_slots: maximum number of requests whose latest queries the workers store.
     """
 
     def __init__(
@@ -44,25 +49,29 @@ class Planner:
         num_layers: int,
         block_size: int,
         pool: BlockPool,
-        others: OtherLayers | None = None,
+        other_layers: OtherLayers | None = None,
         requests: Mapping[str, Request] | None = None,
         ring_slots: int = 0,
     ) -> None:
-        self.admissions = Admissions(settings, num_layers, block_size, pool, others)
+        self.admissions = Admissions(settings, num_layers, block_size, pool, other_layers)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests = requests
-        # Of requests whose prefill ended, and of those whose prompt never stands whole or may look
-        # ahead: what was decided when they were admitted.
+        # Schedules fixed at admission: of requests whose prefill has ended, of prompts in pieces,
+        # and of prompts with a look-ahead, also if they found no free slot.
         self.schedules: dict[str, RequestSchedule] = {}
-        # Requests that look ahead, each with one of the workers' slots for its queries.
-        self._looking: set[str] = set()
+        # Requests that hold one of the workers' query slots for their look-ahead.
+        self._lookahead_ids: set[str] = set()
         self._ring_slots = ring_slots
-        # Requests whose prompts were pulled, until their prefill ends.
+        # Requests whose prompt was pulled from another server, until their prefill ends.
         self._pulled: set[str] = set()
 
     def request(self, request_id: str) -> Request:
-        """Raises VllmHookError where no scheduler of ours is there."""
+        """Return a request of the scheduler.
+
+        Raises:
+            VllmHookError: there is no compressing scheduler.
+        """
         if self._requests is None:
             raise VllmHookError(
                 "CompressedManager knows no scheduler; select the scheduler through"
@@ -70,273 +79,309 @@ class Planner:
             )
         return self._requests[request_id]
 
-    def admit(self, request_id: str, cached: int) -> tuple[str, bool]:
-        """From the request's first block on, what was decided about it stays (`Admissions`).
-
-        An answer that nothing bounds ends where the pool does.
+    def admit(self, request_id: str, cached_tokens: int) -> tuple[str, bool]:
+        """Make the decision about a request final, when it gets its first blocks.
 
         Args:
-            cached: tokens that it found in the prefix cache, where this is its first chunk.
+            request_id: vLLM's request id.
+            cached_tokens: its tokens found in the prefix cache, if this is its first chunk.
 
         Returns:
-            Why its prompt is left whole, where that is decided now; and whether it would have
-            looked ahead if a slot had been free.
+            The reason why its prompt stays uncompressed, empty as in `Admissions.admit`; and
+            whether it would have a look-ahead but found no free slot.
         """
         request = self.request(request_id)
-        reason = self.decide(request)
+        skip_reason = self._make_final(request)
         if request_id in self.schedules:
-            return reason, False
+            return skip_reason, False
         schedule, slotless = self.schedule_of(request), False
         if schedule.lookahead is not None:
-            schedule.lookahead = replace(schedule.lookahead, cached=cached)
-            self._looking.add(request_id)
+            schedule.lookahead = replace(schedule.lookahead, cached=cached_tokens)
+            self._lookahead_ids.add(request_id)
         elif schedule.prefill is not None:
-            slotless = self._lookahead(request, schedule.prefill) is not None
-        if slotless or schedule.lookahead is not None or isinstance(schedule.prefill, EveryPiece):
+            slotless = self._lookahead_schedule(request, schedule.prefill) is not None
+        is_piecewise = isinstance(schedule.prefill, PieceSchedule)
+        if slotless or schedule.lookahead is not None or is_piecewise:
             self.schedules[request_id] = schedule
-        return reason, slotless
+        return skip_reason, slotless
 
-    def decide(self, request: Request) -> str:
-        """Let stay what is decided about a request; returns as `Admissions.admit` does."""
-        final = self.admissions.of(request).final
-        reason = self.admissions.admit(request)
-        if not final and self._settings.max_whole is not None:
-            self._end_with_the_pool(request)
-        return reason
-
-    def pulled(self, request: Request) -> int:
-        """A prompt's keys and values are here that another server computed.
+    def admit_pulled(self, request: Request) -> str:
+        """Make the decision final for a prompt that is going to be pulled from another server.
 
         Returns:
-            How many of its tokens count as computed. As behind a hit in the prefix cache, those
-            are computed here whose queries its method reads. 0 where all are: then it gives its
-            blocks back, and is computed as any other.
+            The reason why its prompt stays uncompressed, empty as in `Admissions.admit`.
         """
-        longest = self.longest_hit(request, int(request.num_tokens) - 1)
-        tokens = min(int(request.num_computed_tokens), max(longest, 0))
+        return self._make_final(request)
+
+    def _make_final(self, request: Request) -> str:
+        was_final = self.admissions.decision_of(request).is_final
+        skip_reason = self.admissions.admit(request)
+        if not was_final and self._settings.max_whole is not None:
+            self._limit_output_to_pool(request)
+        return skip_reason
+
+    def note_pulled(self, request: Request) -> int:
+        """Note that a prompt's KV cache has arrived from another server.
+
+        Returns:
+            Tokens that count as computed. As after a prefix-cache hit, the tokens whose queries the
+            method reads are computed here. 0 if these are all tokens; the caller then frees the
+            blocks, and the prompt is computed like any other.
+        """
+        longest_hit = self.longest_hit(request, int(request.num_tokens) - 1)
+        tokens = min(int(request.num_computed_tokens), max(longest_hit, 0))
         if tokens:
             self._pulled.add(request.request_id)
         return tokens
 
     def waits_pulled(self, request_id: str) -> bool:
-        """Whether a prompt that was pulled waits for its first step.
+        """Return whether a pulled prompt waits for its first step.
 
-        It must not wait for blocks to be packed into: those who have them may wait for the same.
+        Such a prompt must not wait for destination blocks: the requests that hold them may be
+        waiting for destination blocks too.
         """
         running = RequestStatus.RUNNING
         return request_id in self._pulled and self.request(request_id).status != running
 
-    def looked_ahead(self, request_id: str) -> None:
-        """Its prompt was packed: the slot of its queries is free from the next step on."""
-        self._looking.discard(request_id)
+    def release_lookahead_slot(self, request_id: str) -> None:
+        """Release the query slot of a packed prompt, for use from the next step on."""
+        self._lookahead_ids.discard(request_id)
 
     def schedule_of(self, request: Request) -> RequestSchedule:
-        """What a request holds and when it is packed, or would be if it were admitted now.
+        """Return a request's schedule, as it is or as it would be if it were admitted now.
 
-        Of a prefill of all tokens that the request has now. After a preemption these are the
-        prompt and what was generated before it: the same as a fresh request for the same tokens;
-        but where answers are bounded the budget stays that of the prompt, or each preemption would
-        raise it. Whether to compress at all was decided when it was admitted.
+        The schedule covers a prefill of all tokens that the request has now. After a preemption
+        these are the prompt and the output so far, as for a new request with the same tokens. But
+        with a decode budget the prompt's budget stays that of the prompt, or each preemption would
+        raise it. Whether to compress at all was decided at admission.
         """
-        known = self.schedules.get(request.request_id)
-        if known is not None:
-            return known
+        fixed = self.schedules.get(request.request_id)
+        if fixed is not None:
+            return fixed
         footprint = KVFootprint(num_layers=self._num_layers, block_size=self._block_size)
-        prefill = self._prefill(request)
-        free = len(self._looking) < self._ring_slots
-        lookahead = self._lookahead(request, prefill) if prefill is not None and free else None
+        prefill = self._prefill_schedule(request)
+        lookahead = None
+        if prefill is not None and len(self._lookahead_ids) < self._ring_slots:
+            lookahead = self._lookahead_schedule(request, prefill)
         if lookahead is not None:
-            piecewise = prefill if isinstance(prefill, EveryPiece) else None
-            prefill = None if piecewise is None else replace(piecewise, packs_end=False)
+            # Pieces are packed during the prefill, and the look-ahead packs the prompt's end.
+            if isinstance(prefill, PieceSchedule):
+                prefill = replace(prefill, packs_end=False)
+            else:
+                prefill = None
         return RequestSchedule(footprint=footprint, prefill=prefill, lookahead=lookahead)
 
-    def _lookahead(self, request: Request, prefill: AtEnd | EveryPiece) -> LookAhead | None:
-        """What packs a prompt instead when its answer has judged it; None where nothing does.
+    def _lookahead_schedule(
+        self, request: Request, prefill: PromptSchedule | PieceSchedule
+    ) -> LookaheadSchedule | None:
+        """Return the look-ahead of a prompt, None if it is packed when its prefill ends.
 
-        After a preemption enough of the answer may be there: then the prompt and that are packed at
-        the end of their prefill. So is a prompt that the pool has no room to hold for so long, and
-        one that finds no slot for its queries.
+        That is so without a look-ahead in the settings, if a preempted request already has enough
+        output tokens, and if the pool cannot hold the uncompressed prompt until its look-ahead is
+        over.
         """
         if not prefill.settings.resolved_lookahead:
             return None
-        lookahead = LookAhead(
+        lookahead = LookaheadSchedule(
             settings=prefill.settings,
             num_layers=self._num_layers,
             block_size=self._block_size,
             prompt=int(request.num_prompt_tokens),
-            last=int(request.num_prompt_tokens + request.max_tokens),
+            max_tokens=int(request.num_prompt_tokens + request.max_tokens),
             prefilled=int(request.num_tokens),
-            spans=self.admissions.of(request).spans,
+            spans=self.admissions.decision_of(request).spans,
         )
-        most = max(prefill.most_blocks, lookahead.held_blocks(prefill.ending))
-        if lookahead.due <= request.num_tokens or most > self.admissions.room:
+        max_blocks = max(prefill.max_blocks, lookahead.blocks_when_due(prefill.blocks_at_end))
+        if lookahead.due <= request.num_tokens or max_blocks > self.admissions.max_request_blocks:
             return None
         return lookahead
 
-    def answered_first(self, request_id: str) -> bool:
-        """Whether a request that ends has answered before its answer could judge its prompt."""
-        schedule = self.schedules.get(request_id)
-        if schedule is None or schedule.lookahead is None or not schedule.prefilled:
-            return False
-        status = self.request(request_id).status
-        return status in {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
-
-    def _prefill(self, request: Request) -> AtEnd | EveryPiece | None:
-        """What packs the prefill that a request has now; None where it is left whole."""
-        decision, tokens = self.admissions.of(request), int(request.num_tokens)
-        own = packing = decision.settings
-        if own is not None and own.decode_budget is not None and request.num_output_tokens:
-            packing = own.variant(budget=own.tokens_per_layer(request.num_prompt_tokens))
-        again = packing
-        if again is None and request.num_output_tokens:
-            # Its answer was bounded, so it may have outgrown the pool since its prompt stood whole.
-            again = decision.bound_again
-        tokenless = request.prompt_token_ids is None or bool(request.mm_features)
-        if again is not None and again.max_whole is not None and tokenless:
-            # rows that are embeddings cannot be computed behind a piece
-            again = again.model_copy(update={"probe": 0, "probe_first": 0})
+    def _prefill_schedule(self, request: Request) -> PromptSchedule | PieceSchedule | None:
+        """Return the schedule to pack a request's current prefill, None if it is not packed."""
+        decision, tokens = self.admissions.decision_of(request), int(request.num_tokens)
+        settings = budget_settings = decision.settings
+        if (
+            settings is not None
+            and settings.decode_budget is not None
+            and request.num_output_tokens
+        ):
+            prompt_budget = settings.tokens_per_layer(request.num_prompt_tokens)
+            budget_settings = settings.variant(budget=prompt_budget)
+        piece_settings = budget_settings
+        if piece_settings is None and request.num_output_tokens:
+            # The prompt stayed uncompressed, but with an output whose cache was bounded, prompt
+            # and output together may not fit the pool.
+            piece_settings = decision.recompute_settings
+        has_embeddings = request.prompt_token_ids is None or bool(request.mm_features)
+        if piece_settings is not None and piece_settings.max_whole is not None and has_embeddings:
+            # Embeddings cannot be computed as probe tokens behind a piece.
+            piece_settings = piece_settings.model_copy(update={"probe": 0, "probe_first": 0})
         spans = decision.spans
-        pieces = None if again is None else self.admissions.pieces(again, tokens, spans)
-        if pieces is not None:
-            return pieces
-        if own is None or packing is None or request.max_tokens - request.num_output_tokens <= 1:
-            # With one token of the answer left, nothing would read a compressed prompt.
+        if piece_settings is not None:
+            pieces = self.admissions.piece_schedule(piece_settings, tokens, spans)
+            if pieces is not None:
+                return pieces
+        remaining_tokens = request.max_tokens - request.num_output_tokens
+        if settings is None or budget_settings is None or remaining_tokens <= 1:
+            # With one output token left, no step would read the compressed prompt.
             return None
-        plan = self.admissions.plan(packing, tokens, spans)
-        return None if plan is None else AtEnd(settings=own, whole=plan)
+        plan = self.admissions.plan(budget_settings, tokens, spans)
+        return None if plan is None else PromptSchedule(settings=settings, page_plan=plan)
 
     def has_prefilled(self, request_id: str) -> bool:
-        """Whether the prefill of a request ended: it is packed, or left whole for good."""
+        """Return whether a request's prefill has ended, packed or not."""
         schedule = self.schedules.get(request_id)
         return schedule is not None and schedule.prefilled
 
     def end_prefill(
         self, request: Request, schedule: RequestSchedule, plan: PagePlan | None
     ) -> None:
-        """Note that a prefill ends in this step, and is packed by `plan`."""
-        schedule.answer = self._answer(request, schedule.footprint, plan)
+        """Note that a prefill ends in this step and is then packed by `plan`, if that is given."""
+        schedule.output = self._output_schedule(request, schedule.footprint, plan)
         schedule.prefilled = True
         self._pulled.discard(request.request_id)
         self.schedules[request.request_id] = schedule
 
-    def _answer(
+    def _output_schedule(
         self, request: Request, footprint: KVFootprint, plan: PagePlan | None
-    ) -> EveryInterval | None:
-        """What bounds the answer behind a prefill that is packed by `plan`; None if nothing."""
-        settings = self.admissions.of(request).growing
+    ) -> OutputSchedule | None:
+        """Return the schedule that bounds the cache during decoding, None if it may grow.
+
+        Args:
+            request: the request.
+            footprint: its footprint when the prefill ends.
+            plan: plan to pack the prefill. None if it is not packed.
+        """
+        decision = self.admissions.decision_of(request)
+        settings = decision.output_settings
         if settings is None:
             return None
-        answer = EveryInterval(
+        prefilled = int(request.num_tokens)
+        output = OutputSchedule(
             settings=settings,
-            prefilled=int(request.num_tokens),
-            last=int(request.num_prompt_tokens + request.max_tokens),
-            added_up=int(request.num_tokens) if adds_up(settings) else None,
-            spans=self.admissions.of(request).spans,
+            prefilled=prefilled,
+            max_tokens=int(request.num_prompt_tokens + request.max_tokens),
+            summed_tokens=prefilled if sums_output_attention(settings) else None,
+            spans=decision.spans,
         )
-        if not answer.may_pack(self._after(footprint, plan, answer.prefilled)):
-            # Nobody will ask, and its blocks may be others' too, beside which their sums lie.
-            answer.added_up = None
-        return answer
+        if not output.may_pack(self._packed_footprint(footprint, plan, prefilled)):
+            # Nothing will read the sums. They would also lie in blocks that other requests share.
+            output.summed_tokens = None
+        return output
 
     @staticmethod
-    def _after(footprint: KVFootprint, plan: PagePlan | None, tokens: int) -> KVFootprint:
-        """What is held once a prefill of `tokens` is packed by `plan`."""
-        after = replace(footprint)
+    def _packed_footprint(
+        footprint: KVFootprint, plan: PagePlan | None, tokens: int
+    ) -> KVFootprint:
+        """Return the footprint after a prefill of `tokens` tokens was packed by `plan`."""
+        packed = replace(footprint)
         if plan is not None:
-            after.pack(plan, tokens // footprint.block_size)
-        return after
+            packed.pack(plan, tokens // footprint.block_size)
+        return packed
 
-    def watched_for(self, request: Request, schedule: RequestSchedule) -> CompressionConfig | None:
-        """What a chunk of a prefill is watched for after which nothing is packed; None if nothing.
+    def observation_settings(
+        self, request: Request, schedule: RequestSchedule
+    ) -> CompressionConfig | None:
+        """Return the settings to observe a prefill chunk with that is not followed by a packing.
 
-        A method that ranks by the attention of all rows needs also that of a prompt of which
-        nothing is dropped at its end, for when it packs the answer; what is never packed is not
-        watched.
+        None if nothing needs to be observed. If the method sums the attention of all queries, an
+        uncompressed prompt is observed too when its output's cache is bounded, because packing
+        during decoding needs its sums.
         """
         if schedule.prefill is not None:
-            # after its last chunk, its answer judges it
-            waits = schedule.prefilled and schedule.lookahead is not None
-            return None if waits else schedule.prefill.settings
-        return self._watched_whole(request, schedule.footprint)
+            # After the last chunk of a prompt with a look-ahead, its output's queries score it.
+            is_last_chunk = schedule.prefilled and schedule.lookahead is not None
+            return None if is_last_chunk else schedule.prefill.settings
+        return self._uncompressed_observation(request, schedule.footprint)
 
-    def _watched_whole(self, request: Request, footprint: KVFootprint) -> CompressionConfig | None:
-        settings = self.admissions.of(request).growing
-        if settings is None or not adds_up(settings):
+    def _uncompressed_observation(
+        self, request: Request, footprint: KVFootprint
+    ) -> CompressionConfig | None:
+        settings = self.admissions.decision_of(request).output_settings
+        if settings is None or not sums_output_attention(settings):
             return None
-        answer = self._answer(request, footprint, None)
-        return None if answer is None or answer.added_up is None else settings
+        output = self._output_schedule(request, footprint, None)
+        return None if output is None or output.summed_tokens is None else settings
 
     def forget(self, request_id: str) -> None:
-        """The request ended or was preempted; unknown ones may be named."""
+        """Forget a request that ended or was preempted, if it is known."""
         self.schedules.pop(request_id, None)
-        self._looking.discard(request_id)
+        self._lookahead_ids.discard(request_id)
         self._pulled.discard(request_id)
 
-    # -- how much room requests take, and what they share -------------------------------------
+    # -- blocks that requests need, and prefixes that they share ------------------------------
 
-    def most_blocks(self, request: Request) -> int:
-        """Blocks that the prefill of a request takes at most, from its first to its last."""
+    def max_prefill_blocks(self, request: Request) -> int:
+        """Return the maximum number of blocks that a request holds during its prefill."""
         schedule = self.schedule_of(request)
         if schedule.prefill is not None and not schedule.prefilled:
-            return schedule.prefill.most_blocks
+            return schedule.prefill.max_blocks
         return -(-int(request.num_tokens) // self._block_size)
 
-    def _end_with_the_pool(self, request: Request) -> None:
-        """Let an answer end where the pool does, as vLLM's ends with the longest sequence.
+    def _limit_output_to_pool(self, request: Request) -> None:
+        """Lower a request's `max_tokens` to what the pool can hold.
 
-        Sequences may be longer than the pool once prompts need not stand whole, so vLLM's own
-        check no longer promises that one request fits.
+        With prompts in pieces, sequences may be longer than the pool, so vLLM's own check no longer
+        ensures that one request fits. A decode budget can make any output fit.
         """
-        size, tokens, blocks = self._block_size, int(request.num_tokens), self.admissions.room
+        block_size, tokens = self._block_size, int(request.num_tokens)
+        max_blocks = self.admissions.max_request_blocks
         schedule = self.schedule_of(request)
         plan = schedule.plan(tokens)
         if schedule.lookahead is not None:
             tokens = schedule.lookahead.due
-            plan = schedule.lookahead.kept(schedule.footprint, tokens)
-        packed = 0 if plan is None else plan.blocks
-        answer = self._answer(request, schedule.footprint, plan)
-        if answer is not None:
-            after = self._after(schedule.footprint, plan, tokens)
-            if answer.most_blocks(after, packed=packed, tokens=answer.last) <= blocks:
+            plan = schedule.lookahead.plan_at(schedule.footprint, tokens)
+        packed_blocks = 0 if plan is None else plan.blocks
+        output = self._output_schedule(request, schedule.footprint, plan)
+        if output is not None:
+            packed = self._packed_footprint(schedule.footprint, plan, tokens)
+            needed = output.max_blocks(packed, packed=packed_blocks, tokens=output.max_tokens)
+            if needed <= max_blocks:
                 return
-        behind = 0 if plan is None else tokens // size
-        # the last token of an answer is never read, and takes no room
-        room = max((blocks - packed + behind) * size - tokens + 1, 1)
-        if room < request.max_tokens:
+        freed_blocks = 0 if plan is None else tokens // block_size
+        # The last output token is never computed and takes no slot, hence + 1.
+        free_slots = (max_blocks - packed_blocks + freed_blocks) * block_size - tokens
+        max_output = max(free_slots + 1, 1)
+        if max_output < request.max_tokens:
             logger.info(
-                "request %s may write %d tokens instead of %d: the KV cache has no room for more",
+                "request %s: max_tokens was lowered from %d to %d, the most that the KV cache can"
+                " hold",
                 request.request_id,
-                room,
                 request.max_tokens,
+                max_output,
             )
-            request.max_tokens = room
+            request.max_tokens = max_output
 
     def longest_hit(self, request: Request, max_length: int) -> int:
-        """How much of a waiting prompt may come from the prefix cache, at most `max_length`.
+        """Return how many tokens of a waiting prompt may come from the prefix cache.
 
-        A prompt that will be compressed computes what its method reads the queries of: its whole
-        window, or, where that is the whole attention, all of it. Keys and values are read where
-        they lie, however they came there.
+        The queries that the method reads must be computed: those of its window, or of all tokens
+        for a method that sums the attention of all queries. Keys and values can come from the
+        prefix cache.
+
+        Args:
+            request: the waiting request.
+            max_length: maximum length that vLLM allows, in tokens.
         """
         schedule = self.schedule_of(request)
         if schedule.lookahead is not None and schedule.prefill is None:
-            # few queries of the prompt judge it, or none
+            # Few of the prompt's queries score it, or none.
             return min(schedule.lookahead.longest_hit, max_length)
-        if isinstance(pieces := schedule.prefill, EveryPiece):
+        if isinstance(pieces := schedule.prefill, PieceSchedule):
             reads = method_of(pieces.settings).reads
             if Reads.COLUMN_SUMS in reads:
                 return 0
-            # What lies behind the first packing was computed against what that left.
+            # Tokens after the first packing are computed from a compressed context.
             window = pieces.settings.resolved_window if Reads.WINDOW in reads else 0
-            own = 1 if pieces.probe(pieces.first_end) else max(window, 1)
+            to_compute = 1 if pieces.probe(pieces.first_end) else max(window, 1)
             if schedule.lookahead is not None:
                 max_length = min(schedule.lookahead.longest_hit, max_length)
-            return min(pieces.first_end - own, pieces.tokens - max(window, 1), max_length)
-        decision = self.admissions.of(request)
+            return min(pieces.first_end - to_compute, pieces.tokens - max(window, 1), max_length)
+        decision = self.admissions.decision_of(request)
         settings = decision.settings
-        if self._watched_whole(request, schedule.footprint) is not None:
+        if self._uncompressed_observation(request, schedule.footprint) is not None:
             return 0
-        # vLLM always recomputes the last token, so it asks for one less.
+        # vLLM always computes the last token, so its maximum is one token less.
         tokens = max_length + 1
         plan = settings and self.admissions.plan(settings, tokens, decision.spans)
         if settings is None or plan is None:

@@ -1,14 +1,15 @@
-"""VllmHook `scheduler`: vLLM's schedulers, with the step's compressions on their output.
+"""VllmHook `scheduler`: vLLM's schedulers, with a compression plan attached to each step's output.
 
-Both of vLLM's schedulers are subclassed, because one that is not an `AsyncScheduler` would lose
-async scheduling. Nothing of their bodies is repeated.
+Both of vLLM's schedulers are subclassed, because vLLM switches async scheduling off for a scheduler
+that is not an `AsyncScheduler`. We override methods without copying their bodies.
 
-A plan's blocks are free as soon as it is handed out. Outputs come back in the order of their
-steps, so a plan that was lost on its way, or whose step failed, is noticed before a token that was
-computed after it could be delivered: the engine stops there.
+The blocks that a plan frees can be allocated as soon as the plan is sent. Outputs arrive in the
+order of their steps. So if a plan is lost or its step fails, the scheduler notices before it
+delivers any token that was computed after that step, and stops the engine.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import vllm.outputs
@@ -18,39 +19,46 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
+from vllm_kvcompress.engine.messages.stop_strings import stopped_ids
+from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILED
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import VllmHookError
-from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.pieces import PieceSchedule
 
 logger = init_logger("vllm.kvcompress")
 
 
-class _Compressing:
+class _CompressingMixin:
     """Mixin before a vLLM scheduler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
         self.compressed_manager = self.coordination.manager
-        others = other_layers_of(self.vllm_config)  # type: ignore[attr-defined]
+        other_layers = other_layers_of(self.vllm_config)  # type: ignore[attr-defined]
         self.compressed_manager.deferred_free = DeferredFree(
             self.compressed_manager.block_pool, self
         )
-        self.compressed_manager.connect(self.requests, others)  # type: ignore[attr-defined]
+        self.compressed_manager.connect(
+            self.requests,  # type: ignore[attr-defined]
+            other_layers,
+        )
         self.next_step = NextStep(self, self.coordination)
         self.usage_notes = UsageNotes()
-        # Steps whose outputs have not come back yet, in their order, each with its plan.
-        self._handed_out: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
-        # The error to raise once a plan was not carried out.
-        self._lost: str | None = None
+        # Scheduled steps whose outputs have not arrived, in order, each with its plan.
+        self._steps_in_flight: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
+        # The message of the error to raise, once a plan was not executed.
+        self._stop_message: str | None = None
+        # Ids of the requests being aborted that ended at a stop string.
+        self._stopped: frozenset[str] = frozenset()
         self._log_concurrency()
 
     def _log_concurrency(self) -> None:
@@ -62,65 +70,95 @@ class _Compressing:
         plan = admissions.plan(settings, tokens - 1)
         if plan is None:
             return
-        blocks = config.cache_config.num_gpu_blocks - 1
-        whole, tail = plan.full_blocks + int(plan.tail > 0), int(plan.tail > 0)
-        pieces = admissions.pieces(settings, tokens - 1)
+        pool_blocks = config.cache_config.num_gpu_blocks - 1
+        tail_blocks = int(plan.tail > 0)
+        pieces = admissions.piece_schedule(settings, tokens - 1)
         logger.info(
             "a prompt of %d tokens takes %d of %d KV blocks while it is computed, %d afterwards",
             plan.tokens,
-            whole if pieces is None else pieces.most_blocks,
-            blocks,
-            plan.blocks + tail,
+            plan.full_blocks + tail_blocks if pieces is None else pieces.max_blocks,
+            pool_blocks,
+            plan.blocks + tail_blocks,
         )
-        if pieces is not None and pieces.roomy > (settings.max_whole or 0):
+        if pieces is not None and pieces.recommended_max_whole > (settings.max_whole or 0):
             logger.warning(
-                "between its pieces a prompt of %d tokens holds %d in each layer, and keeps %d at"
-                " its end: what a piece drops before the answer asks for it is lost. A smaller"
-                " --kv-piece than %d, or a longer --kv-max-whole than %d, holds more",
-                plan.tokens,
+                "between two pieces, each layer holds %d tokens of a prompt of %d tokens, and %d"
+                " after the last piece. Tokens dropped between pieces cannot be recovered. To hold"
+                " more, set a --kv-piece below %d or a --kv-max-whole above %d",
                 pieces.held_pages * plan.block_size // plan.num_layers,
+                plan.tokens,
                 plan.pages * plan.block_size // plan.num_layers + plan.tail,
                 settings.piece,
                 settings.max_whole,
             )
 
     def add_request(self, request: Request) -> None:
-        """Take a request, unless the pool cannot hold its prompt: then it ends with an error.
+        """Add a request. It ends with an error if the pool cannot hold its prompt.
 
-        Servers refuse those earlier (`frontend.api`); without a guard one would wait for ever, and
-        every request behind it.
+        Servers refuse such requests earlier (`frontend.api`). Without this check the request would
+        wait forever, and every request behind it too.
         """
         super().add_request(request)  # type: ignore[misc]
         manager = self.compressed_manager
         if manager.settings.max_whole is None or request.sampling_params is None:
             return
-        most, blocks = manager.planner.most_blocks(request), manager.planner.admissions.room
-        if most > blocks:
+        needed = manager.planner.max_prefill_blocks(request)
+        available = manager.planner.admissions.max_request_blocks
+        if needed > available:
             reason = (
-                f"its prompt of {request.num_tokens} tokens takes {most} KV blocks while it is"
-                f" computed, and there are {blocks}"
+                f"its prompt of {request.num_tokens} tokens takes {needed} KV blocks while it is"
+                f" computed, and the KV cache has {available}"
             )
-            logger.error("request %s is ended: %s", request.request_id, reason)
+            logger.error("request %s ends with an error: %s", request.request_id, reason)
             self._end_with_error(request.request_id, reason)
 
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside, as vLLM does, and note which ended at a stop string."""
+        if request_ids is not None and not isinstance(request_ids, str):
+            request_ids = list(request_ids)
+            self._stopped = stopped_ids(request_ids)
+        try:
+            ended: list[Request] = super().finish_requests(  # type: ignore[misc]
+                request_ids, finished_status
+            )
+        finally:
+            self._stopped = frozenset()
+        return ended
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Free a request, and count it as skipped if it ends before its prompt was counted."""
+        # vLLM adds a refused request only to abort it, so that a KV connector learns about it.
+        if not request.abort_immediately:
+            self.compressed_manager.compression_stats.skip(request, self._skip_reason(request))
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _skip_reason(self, request: Request) -> str:
+        """Return the reason to count for a request that ended uncompressed."""
+        if request.status == RequestStatus.FINISHED_ERROR:
+            return FAILED
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        return ABORTED if aborted and request.request_id not in self._stopped else ANSWERED
+
     def _end_with_error(self, request_id: str, reason: str) -> None:
-        """Let the next step's outputs say that it failed, as of one whose grammar is wrong."""
+        """Fail a request with the next step's outputs, as vLLM does for an invalid grammar."""
         errors: Any = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
         if isinstance(errors, set):
             errors.add(request_id)
-        else:  # since 0.33, which passes the reason on
+        else:  # since vLLM 0.33, which passes the reason on
             error = vllm.outputs.RequestError(code="validation_error", message=reason)
             errors[request_id] = error
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """A prompt was pulled: what its method reads the queries of is computed here."""
+        """Accept a pulled prompt. Tokens whose queries the method reads are computed here."""
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         planner = self.compressed_manager.planner
-        tokens = planner.pulled(request)
+        tokens = planner.note_pulled(request)
         if tokens:
-            # nothing that a server does not send holds a slot for a look-ahead
+            # A look-ahead slot is taken only now: a pull may fail.
             admitted = planner.admit(request.request_id, tokens)
-            self.compressed_manager.compression_stats.admitted(*admitted)
+            self.compressed_manager.compression_stats.admitted(request, *admitted)
         elif request.num_computed_tokens:
             self.kv_cache_manager.free(request)  # type: ignore[attr-defined]
         request.num_computed_tokens = tokens
@@ -128,63 +166,70 @@ class _Compressing:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """How many rows of a request are scheduled, a probe's among them."""
-        tokens, probe = self.step_of(request, num_computed_tokens, num_new_tokens)
-        self.compressed_manager.probes.note(request.request_id, probe)
-        return tokens + probe
+        """Return the tokens to schedule for a request, including its probe."""
+        tokens, probe_tokens = self.chunk_and_probe(request, num_computed_tokens, num_new_tokens)
+        self.compressed_manager.probes.set(request.request_id, probe_tokens)
+        return tokens + probe_tokens
 
-    def step_of(
+    def chunk_and_probe(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> tuple[int, int]:
-        """How long a request's step is, of so many tokens at most, and the rows of its probe.
+        """Return the length of a request's next chunk and of the probe behind it, in tokens.
 
-        That of a prompt in pieces ends at a boundary, with the probe behind it, and no draft goes
-        beyond the end of a look-ahead. Nothing is noted: steps that are only guessed ask too.
+        A chunk of a prompt in pieces ends at a piece boundary, and the probe follows it. Draft
+        tokens do not go beyond the end of a look-ahead. This method changes no state, because
+        `NextStep` calls it for steps that it only simulates.
+
+        Args:
+            request: the request.
+            num_computed_tokens: its computed tokens.
+            num_new_tokens: maximum tokens of the chunk and probe.
         """
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        schedule, probe = self.compressed_manager.planner.schedule_of(request), 0
+        schedule, probe_tokens = self.compressed_manager.planner.schedule_of(request), 0
         if schedule.prefilled:
-            ahead = schedule.lookahead
-            end = None if ahead is None else ahead.next_end(num_computed_tokens)
+            lookahead = schedule.lookahead
+            end = None if lookahead is None else lookahead.next_end(num_computed_tokens)
             tokens = tokens if end is None else min(tokens, end - num_computed_tokens)
-        elif isinstance(pieces := schedule.prefill, EveryPiece):
-            tokens, probe = pieces.chunk(schedule.footprint, num_computed_tokens, tokens)
-        return tokens, probe
+        elif isinstance(pieces := schedule.prefill, PieceSchedule):
+            tokens, probe_tokens = pieces.chunk(schedule.footprint, num_computed_tokens, tokens)
+        return tokens, probe_tokens
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Rows of a probe were scheduled, and are not computed: their place is the next tokens'."""
+        """Do not count probe tokens as computed: the next tokens take their positions."""
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         probes = self.compressed_manager.probes
         for request_id in scheduler_output.num_scheduled_tokens:
-            if probe := probes.rows(request_id):
-                self.requests[request_id].num_computed_tokens -= probe  # type: ignore[attr-defined]
+            if num_probe := probes.count(request_id):
+                request = self.requests[request_id]  # type: ignore[attr-defined]
+                request.num_computed_tokens -= num_probe
         probes.clear()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM's step, with its plan.
+        """Return vLLM's next step, with a plan attached.
 
         Raises:
-            VllmHookError: an earlier plan was lost; nothing may run on the blocks that it freed.
+            VllmHookError: an earlier plan was lost, so no step may use the blocks that it freed.
         """
-        if self._lost is not None:
-            raise VllmHookError(self._lost)
+        if self._stop_message is not None:
+            raise VllmHookError(self._stop_message)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        plan = self.compressed_manager.take_step(self.next_step)
+        plan = self.compressed_manager.take_step_plan(self.next_step)
         attach_plan(output, plan)
-        self._handed_out.append((output, plan))
+        self._steps_in_flight.append((output, plan))
         if self.compressed_manager.settings.usage:
-            self.usage_notes.plan(plan)
+            self.usage_notes.add_plan(plan)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Also hear what the workers have carried out and packed, and let the answers know.
+        """Check that the workers executed the plan, and add compression results to the outputs.
 
         Raises:
-            VllmHookError: The report does not match this step's plan, or an earlier step with a
+            VllmHookError: the report does not match this step's plan, or an earlier step with a
                 plan failed. None of the step's tokens is delivered.
         """
         report = report_of(model_runner_output)
@@ -193,58 +238,58 @@ class _Compressing:
             scheduler_output, model_runner_output
         )
         if self.compressed_manager.settings.usage:
-            self.usage_notes.report(() if report is None else report.packed)
+            self.usage_notes.add_packed(() if report is None else report.packed)
             for client in outputs.values():
-                self.usage_notes.send(client.outputs)
-            self.usage_notes.forget(self.requests)  # type: ignore[attr-defined]
+                self.usage_notes.attach_to(client.outputs)
+            self.usage_notes.forget_ended(self.requests)  # type: ignore[attr-defined]
         return outputs
 
     def _check_report(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
-        """Compare the report with the plan, which our own record tells, not the step's output."""
+        """Compare a report with the step's plan, taken from our record, and count the report."""
         plan: StepPlan | None = None
-        if any(output is scheduler_output for output, _ in self._handed_out):
-            output, plan = self._handed_out.popleft()
+        if any(output is scheduler_output for output, _ in self._steps_in_flight):
+            output, plan = self._steps_in_flight.popleft()
             while output is not scheduler_output:
-                # that step failed, and whoever asked the engine has asked again
+                # That step failed, and the engine's caller went on with a later one.
                 if plan is not None:
                     self._stop(
                         f"the step with plan {plan.number}, for {list(plan.request_ids)}, failed",
-                        "start it again",
+                        "start the engine again",
                     )
-                output, plan = self._handed_out.popleft()
+                output, plan = self._steps_in_flight.popleft()
         expected = None if plan is None else plan.number
-        acknowledged = None if report is None else report.carried_out
+        acknowledged = None if report is None else report.executed_plan
         if acknowledged != expected:
-            self._stop_lost(plan, acknowledged)
+            self._stop_for_mismatch(plan, acknowledged)
         if report is not None:
             self.compressed_manager.compression_stats.report(report.packed)
 
-    def _stop_lost(self, plan: StepPlan | None, acknowledged: int | None) -> NoReturn:
+    def _stop_for_mismatch(self, plan: StepPlan | None, acknowledged: int | None) -> NoReturn:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         if plan is None:
-            happened = f"a step without a plan came back as plan {acknowledged}"
+            problem = f"a step without a plan came back with plan {acknowledged} acknowledged"
         else:
-            answer = "none" if acknowledged is None else f"plan {acknowledged}"
-            happened = (
+            received = "no plan" if acknowledged is None else f"plan {acknowledged}"
+            problem = (
                 f"the step with plan {plan.number}, for {list(plan.request_ids)}, came back with"
-                f" {answer} acknowledged"
+                f" {received} acknowledged"
             )
         self._stop(
-            happened,
+            problem,
             f"let the executor {parallel.distributed_executor_backend!r} run execute_model and"
-            f" sample_tokens of {parallel.worker_cls} and hand their outputs back as they are, or"
+            f" sample_tokens of {parallel.worker_cls} and return their outputs unchanged, or"
             " serve without --kv-compress",
         )
 
-    def _stop(self, happened: str, cure: str) -> NoReturn:
-        self._lost = (
-            f"workers must carry out every compression, but {happened}, so the engine stops before"
-            f" it reads blocks that were freed and not packed; {cure}"
+    def _stop(self, problem: str, fix: str) -> NoReturn:
+        self._stop_message = (
+            f"workers must carry out every compression, but {problem}, so the engine stops before"
+            f" it reads blocks that were freed and not packed; {fix}"
         )
-        raise VllmHookError(self._lost)
+        raise VllmHookError(self._stop_message)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's statistics, and ours beside a KV connector's; `metrics` takes them off."""
+        """Return vLLM's statistics with our counts attached. `metrics` takes them off again."""
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         counts = self.compressed_manager.compression_stats.take()
         if stats is not None and counts is not None:
@@ -252,9 +297,9 @@ class _Compressing:
         return stats
 
 
-class CompressingScheduler(_Compressing, Scheduler):
-    """vLLM's synchronous scheduler."""
+class CompressingScheduler(_CompressingMixin, Scheduler):
+    """vLLM's synchronous scheduler with compression."""
 
 
-class CompressingAsyncScheduler(_Compressing, AsyncScheduler):
-    """vLLM's async scheduler."""
+class CompressingAsyncScheduler(_CompressingMixin, AsyncScheduler):
+    """vLLM's async scheduler with compression."""

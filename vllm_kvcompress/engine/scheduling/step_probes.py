@@ -1,27 +1,28 @@
-"""The probes of the step that is being scheduled."""
+"""Probe tokens of the step that is being scheduled."""
 
 
 class StepProbes:
-    """Rows behind the chunks of this step that judge them: they are no tokens of their requests.
+    """Number of probe tokens behind each request's chunk in this step.
 
-    vLLM counts them among a chunk's until the step is scheduled.
+    Probe tokens score the chunk. They do not belong to the request, but vLLM counts them as part of
+    its chunk until the step is scheduled.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}
 
-    def note(self, request_id: str, rows: int) -> None:
-        """A request is scheduled with so many of them, which may be none."""
-        self._rows[request_id] = rows
+    def set(self, request_id: str, num_tokens: int) -> None:
+        """Record the number of probe tokens of a request in this step, possibly 0."""
+        self._num_tokens[request_id] = num_tokens
 
-    def rows(self, request_id: str) -> int:
-        """How many a request has in this step."""
-        return self._rows.get(request_id, 0)
+    def count(self, request_id: str) -> int:
+        """Return the number of probe tokens of a request in this step."""
+        return self._num_tokens.get(request_id, 0)
 
-    def without(self, request_id: str, tokens: int) -> int:
-        """A request's tokens once this step has run, of those that vLLM counts."""
-        return tokens - self.rows(request_id)
+    def subtract(self, request_id: str, num_tokens: int) -> int:
+        """Return vLLM's token count of a request without its probe tokens."""
+        return num_tokens - self.count(request_id)
 
     def clear(self) -> None:
-        """The step is scheduled."""
-        self._rows.clear()
+        """Forget all probes, once the step is scheduled."""
+        self._num_tokens.clear()

@@ -1,74 +1,70 @@
-"""What answers are to say of their compression, on its way from the scheduler to the server.
+"""Compression results of requests, on their way from the scheduler to the server's responses.
 
-How much is kept on average is decided with the plan, and known with the first token. How it is
-divided among the layers is the worker's to say: with the same output on a CPU, later on a GPU, or
-never for an answer that was quicker.
+The mean number of kept tokens is known when the plan is made, so it arrives with the first output
+token. The tokens kept by each layer come from the worker: with the same output on a CPU, later on a
+GPU, and never if the request ends first.
 """
 
 from collections.abc import Container, Iterable
 
 from vllm.v1.engine import EngineCoreOutput
 
-from vllm_kvcompress.engine.messages.step import Packed, StepPlan
-from vllm_kvcompress.engine.messages.usage import Kept, attach_kept
+from vllm_kvcompress.engine.messages.step import PackedPrompt, StepPlan
+from vllm_kvcompress.engine.messages.usage import CompressionUsage, attach_usage
 
 
 class UsageNotes:
-    """The news of one scheduler's requests, until their next outputs take them along.
-
-    They travel beside a KV connector's parameters.
-    """
+    """Compression results that wait for the next output of their request."""
 
     def __init__(self) -> None:
-        self._news: dict[str, Kept] = {}
+        self._waiting: dict[str, CompressionUsage] = {}
 
     def __len__(self) -> int:
-        return len(self._news)
+        return len(self._waiting)
 
-    def plan(self, step: StepPlan | None) -> None:
-        """The prompts that this step compresses, for good or until their look-ahead is over."""
-        for pack_request in step.told if step is not None else ():
-            plan = pack_request.plan
-            kept = (
-                plan.pages * plan.block_size / plan.num_layers
-                + plan.tail
-                - (pack_request.answered or 0)
-            )
-            self._news[pack_request.request_id] = {
+    def add_plan(self, plan: StepPlan | None) -> None:
+        """Note the prompts that this step compresses, finally or until their look-ahead ends."""
+        for pack_request in plan.reported_prompts if plan is not None else ():
+            page_plan = pack_request.plan
+            usage: CompressionUsage = {
                 "method": pack_request.settings.compress,
                 "budget": pack_request.settings.budget,
                 "prompt_tokens": pack_request.prompt_tokens,
-                "kept_tokens": kept,
+                "kept_tokens": (
+                    page_plan.pages * page_plan.block_size / page_plan.num_layers
+                    + page_plan.tail
+                    - (pack_request.output_tokens or 0)
+                ),
             }
-            if pack_request.answered is not None:
-                self._news[pack_request.request_id]["lookahead"] = pack_request.answered
-            if pack_request.plan.spans:
-                self._news[pack_request.request_id]["protected_tokens"] = (
-                    pack_request.protected_tokens
-                )
+            if pack_request.output_tokens is not None:
+                usage["lookahead"] = pack_request.output_tokens
+            if page_plan.spans:
+                usage["protected_tokens"] = pack_request.protected_tokens
+            self._waiting[pack_request.request_id] = usage
 
-    def report(self, packed: Iterable[Packed]) -> None:
-        """What a worker has packed."""
+    def add_packed(self, packed: Iterable[PackedPrompt]) -> None:
+        """Add what a worker reports about the prompts it has packed."""
         for done in packed:
-            news = self._news.setdefault(done.request_id, {"prompt_tokens": done.tokens})
-            # Another length means that the prompt was compressed again since.
-            if news["prompt_tokens"] == done.tokens:
-                news["layer_tokens"] = list(done.layer_tokens)
+            usage = self._waiting.setdefault(done.request_id, {"prompt_tokens": done.tokens})
+            # A different length means that the prompt was compressed again since.
+            if usage["prompt_tokens"] == done.tokens:
+                usage["layer_tokens"] = list(done.layer_tokens)
                 if done.by_role:
-                    news["by_role"] = {
+                    usage["by_role"] = {
                         role: {"tokens": tokens, "kept": share}
                         for role, tokens, share in done.by_role
                     }
 
-    def send(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Give each output its request's news."""
-        if not self._news:
+    def attach_to(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Attach each waiting result to its request's output."""
+        if not self._waiting:
             return
         for output in outputs:
-            if (news := self._news.pop(output.request_id, None)) is not None:
-                attach_kept(output, news)
+            if (usage := self._waiting.pop(output.request_id, None)) is not None:
+                attach_usage(output, usage)
 
-    def forget(self, alive: Container[str]) -> None:
-        """Drop the news of requests that are gone without another output."""
-        for gone in [request_id for request_id in self._news if request_id not in alive]:
-            del self._news[gone]
+    def forget_ended(self, active_ids: Container[str]) -> None:
+        """Drop the results of requests that ended without another output."""
+        ended = [request_id for request_id in self._waiting if request_id not in active_ids]
+        for request_id in ended:
+            del self._waiting[request_id]

@@ -1,7 +1,7 @@
-"""Choose the attention backend on CUDA where nobody did: the first of ours that vLLM takes.
+"""Choose an attention backend on CUDA if the user did not: the first of ours that vLLM accepts.
 
-vLLM's own first choice differs by GPU (FLASHINFER on data-centre Blackwell), and it chooses while
-it builds the model. Here it is chosen before that, among those that compression runs on.
+vLLM's default differs by GPU (FLASHINFER on data-centre Blackwell) and is chosen while vLLM builds
+the model. We choose earlier, from the backends that compression supports.
 """
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -16,10 +16,10 @@ logger = init_logger("vllm.kvcompress")
 
 
 def choose_backend(config: VllmConfig) -> None:
-    """Set ``--attention-backend`` where vLLM would choose it, and log the choice.
+    """Set ``--attention-backend`` if vLLM would choose it, and log the choice.
 
     Raises:
-        ConfigError: vLLM takes none of ours for this model on this GPU.
+        ConfigError: vLLM accepts none of our backends for this model on this GPU.
     """
     attention, model = config.attention_config, config.model_config
     per_kind = getattr(attention, "backend_per_kind", None) or {}
@@ -37,9 +37,9 @@ def choose_backend(config: VllmConfig) -> None:
             attention.backend = None
             reasons.append(" ".join(str(e).split()))
             continue
-        logger.info("the attention backend is %s, since none was asked for", name)
+        logger.info("the attention backend is %s, the first that --kv-compress supports here", name)
         return
     raise ConfigError(
-        f"--kv-compress works with the attention backends {list(CUDA_BACKENDS)}, and vLLM takes"
+        f"--kv-compress supports the attention backends {list(CUDA_BACKENDS)}, and vLLM accepts"
         f" neither here ({'; '.join(reasons)}); serve without --kv-compress"
     )

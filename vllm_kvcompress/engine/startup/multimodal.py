@@ -1,17 +1,17 @@
-"""Why models that take images, on which images were tested, are not served in some other way."""
+"""Refusals for multimodal models that were tested with images only in some configurations."""
 
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
-def why_not_processed(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    """Say why images cannot be compressed where this configuration brings or prunes them.
+def multimodal_refusal(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    """Return why prompts with images cannot be compressed in this configuration; None if they can.
 
-    Returns:
-        None when they are processed as in our tests, or when a request with one is refused anyway.
+    Models that were never tested with images need no refusal here: the API server refuses each
+    request with an image.
     """
-    # Imported here: it is of the process that takes requests.
+    # Imported here: only the process that receives requests needs this module.
     from vllm_kvcompress.engine.frontend.modalities import TESTED
 
     model = config.model_config
@@ -24,12 +24,12 @@ def why_not_processed(config: VllmConfig, settings: CompressionConfig) -> str | 
         )
     if model.multimodal_config.enable_mm_embeds:
         return (
-            "images that come as embeddings are not tested; remove --enable-mm-embeds, or serve"
+            "images sent as embeddings are not tested; remove --enable-mm-embeds, or serve"
             " this model without --kv-compress"
         )
-    if pruned := model.multimodal_config.video_pruning_rate:
+    if pruning_rate := model.multimodal_config.video_pruning_rate:
         return (
-            "where a model prunes the tokens of videos, images take another way through it, which"
-            f" is not tested; remove --video-pruning-rate, got {pruned}"
+            "a model that prunes video tokens processes images differently, which is not tested;"
+            f" remove --video-pruning-rate, got {pruning_rate}"
         )
     return None

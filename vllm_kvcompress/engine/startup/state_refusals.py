@@ -1,4 +1,4 @@
-"""What is not tested with models whose layers keep a state, each refused in one sentence."""
+"""Refusals for hybrid models, whose layers keep a recurrent state."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,14 +7,17 @@ from packaging.specifiers import SpecifierSet
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.engine.layers import groups_of
-from vllm_kvcompress.planning.obstacles import why_not_probed, why_states_not_cached
+from vllm_kvcompress.planning.obstacles import probe_refusal, state_caching_refusal
 from vllm_kvcompress.settings.config import CompressionConfig
 
 TESTED = SpecifierSet(">=0.32,<0.33")
 
 
-def why_not_with_states(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    """Why compression cannot use this configuration of such a model; None of any other model."""
+def state_refusal(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    """Return why this configuration of a hybrid model cannot be compressed.
+
+    None if it can, or if the model is not hybrid.
+    """
     if not groups_of(config).stateful:
         return None
     return next(filter(None, _reasons(config, settings)), None)
@@ -24,18 +27,18 @@ def _reasons(config: VllmConfig, settings: CompressionConfig) -> Iterator[str | 
     checks: tuple[Callable[[VllmConfig], str | None], ...] = (
         _version,
         _prefix_cache,
-        _buffer,
-        _beside,
+        _replay_buffer,
+        _drafts,
     )
     yield from (check(config) for check in checks)
-    yield why_not_probed(settings)
+    yield probe_refusal(settings)
 
 
 def _version(config: VllmConfig) -> str | None:
     if TESTED.contains(vllm.__version__, prereleases=True):
         return None
     return (
-        "models whose layers keep a state are tested on vLLM 0.32 alone; install it, got"
+        "models whose layers keep a state are tested only on vLLM 0.32; install it, got"
         f" {vllm.__version__}"
     )
 
@@ -43,9 +46,9 @@ def _version(config: VllmConfig) -> str | None:
 def _prefix_cache(config: VllmConfig) -> str | None:
     cache = config.cache_config
     mode = getattr(cache, "mamba_cache_mode", "none")
-    inside = why_states_not_cached(config.model_config.architectures)
-    if mode == "align" and inside is not None:
-        return inside
+    refusal = state_caching_refusal(config.model_config.architectures)
+    if mode == "align" and refusal is not None:
+        return refusal
     if mode == "align" and getattr(cache, "prefix_match_unit", None) is not None:
         return "prefix-cache hits inside a block are not tested; remove --prefix-match-unit"
     if getattr(cache, "enable_mamba_shared_prefix_checkpoint", False):
@@ -56,13 +59,16 @@ def _prefix_cache(config: VllmConfig) -> str | None:
     return None
 
 
-def _buffer(config: VllmConfig) -> str | None:
+def _replay_buffer(config: VllmConfig) -> str | None:
     if getattr(config.cache_config, "use_replayssm", False):
-        return "states that are computed again from a buffer are not tested; remove --use-replayssm"
+        return "states recomputed from a buffer are not tested; remove --use-replayssm"
     return None
 
 
-def _beside(config: VllmConfig) -> str | None:
+def _drafts(config: VllmConfig) -> str | None:
     if config.speculative_config is not None:
-        return "drafts with layers that keep a state are not tested; remove --speculative-config"
+        return (
+            "drafts for models whose layers keep a state are not tested; remove"
+            " --speculative-config"
+        )
     return None

@@ -1,17 +1,17 @@
-"""What we only call or read of vLLM: the part of the table of hooks that changes nothing."""
+"""vLLM names that this package only calls or reads: the part of the hook table without changes."""
 
 from vllm_kvcompress.engine.startup.vllm_hook import vllm_hooks
 
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn:"
 _FLASH = "vllm.v1.attention.backends.flash_attn:"
 _TRITON = "vllm.v1.attention.backends.triton_attn:"
-_USED = "we no longer import it"
+_UNUSED = "we no longer import it"
 
 VLLM_CALLS = (
     *vllm_hooks(
         "startup",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.config:VllmConfig",
         "vllm.config:VllmConfig.max_in_flight_tokens",
         "vllm.distributed.utils:get_pp_indices(num_hidden_layers, pp_rank, pp_size)",
@@ -22,8 +22,9 @@ VLLM_CALLS = (
     *vllm_hooks(
         "frontend",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.exceptions:VLLMValidationError",
+        "vllm.outputs:RequestOutput",
         "vllm.sampling_params:SamplingParams(extra_args, max_tokens, n)",
         "vllm.renderers.base:BaseRenderer.mm_processor_cache",
         "vllm.multimodal.cache:BaseMultiModalProcessorCache.invalidate(mm_hash)",
@@ -33,13 +34,13 @@ VLLM_CALLS = (
     *vllm_hooks(
         "frontend",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.entrypoints.openai.models.protocol:BaseModelPath(name, model_path)",
     ),
     *vllm_hooks(
         "scheduling",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
         "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
@@ -58,8 +59,8 @@ VLLM_CALLS = (
         "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
         "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
         "vllm.v1.request:RequestStatus.RUNNING",
-        "vllm.v1.request:RequestStatus.FINISHED_STOPPED",
-        "vllm.v1.request:RequestStatus.FINISHED_LENGTH_CAPPED",
+        "vllm.v1.request:RequestStatus.FINISHED_ABORTED",
+        "vllm.v1.request:RequestStatus.FINISHED_ERROR",
     ),
     *vllm_hooks(
         "scheduling.deferred_free",
@@ -70,7 +71,7 @@ VLLM_CALLS = (
     *vllm_hooks(
         "worker",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.config:CUDAGraphMode",
         "vllm.distributed:get_pp_group",
         "vllm.config:ParallelConfig",
@@ -83,7 +84,7 @@ VLLM_CALLS = (
     *vllm_hooks(
         "attention",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.v1.attention.backend:AttentionType",
         "vllm.v1.attention.backend:CommonAttentionMetadata"
         "(query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, num_actual_tokens,"
@@ -94,7 +95,7 @@ VLLM_CALLS = (
     *vllm_hooks(
         "attention.cpu",
         "use",
-        _USED,
+        _UNUSED,
         f"{_CPU_ATTN}CPUAttentionBackend.get_impl_cls",
         f"{_CPU_ATTN}CPUAttentionBackend.get_builder_cls",
         f"{_CPU_ATTN}CPUAttentionMetadata"
@@ -105,7 +106,7 @@ VLLM_CALLS = (
     *vllm_hooks(
         "attention.cuda",
         "use",
-        _USED,
+        _UNUSED,
         "vllm.v1.attention.backend:AttentionCGSupport",
         "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
         f"{_FLASH}FlashAttentionBackend.get_impl_cls",

@@ -1,4 +1,4 @@
-"""A place where we touch vLLM, and the check that this vLLM has it."""
+"""A vLLM name that this package uses, and the check that the installed vLLM has it."""
 
 import importlib
 import inspect
@@ -16,17 +16,16 @@ TESTED = SpecifierSet(">=0.31,<0.34")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmHook:
-    """One place where we touch vLLM.
+    """One vLLM name that this package wraps, subclasses, registers with or calls.
 
     Args:
         name: module of this package that uses it.
         target: ``module:qualname`` in vLLM.
-        kind: "registry" (vLLM's own hook), "subclass" (chosen by a flag), "wrap" (a method
-            that is called through, with something added before or after) or "use" (only called
-            or read).
+        kind: "registry" (vLLM's own extension point), "subclass" (selected by a setting), "wrap"
+            (a method called with something added before or after) or "use" (called or read).
         params: parameters of `target` that we pass or override by name.
-        remove_when: observable event after which the entry can go.
-        on: the platform that needs it, "cpu" or "cuda"; both when empty.
+        remove_when: event after which the entry can be removed.
+        on: platform that needs it, "cpu" or "cuda"; both if empty.
     """
 
     name: str
@@ -37,34 +36,34 @@ class VllmHook:
     on: str = ""
 
     def check(self, version: str) -> None:
-        """Raise VllmHookError unless `target` exists and takes `params`. Touches nothing.
+        """Raise VllmHookError unless `target` exists and has `params`. Changes nothing.
 
-        A module that is there but cannot be imported gets an error that says what is missing.
+        If the module exists but cannot be imported, the error names what is missing.
         """
         module, _, qualname = self.target.partition(":")
-        cure = f"install a vLLM in {TESTED}, or serve without --kv-compress"
-        gone = f"vLLM {version} has no {self.target}"
+        fix = f"install a vLLM in {TESTED}, or serve without --kv-compress"
+        not_found = f"vLLM {version} has no {self.target}"
         try:
             resolved: Any = importlib.import_module(module)
         except Exception as e:
-            # Anything may go wrong while others' modules are imported.
+            # Importing another package's module can raise anything.
             if is_gone(module, e):
-                raise VllmHookError(gone, cure) from e
+                raise VllmHookError(not_found, fix) from e
             raise import_failure(e, version, module) from e
         try:
             for part in qualname.split("."):
                 resolved = getattr(resolved, part)
         except AttributeError as e:
-            raise VllmHookError(gone, cure) from e
+            raise VllmHookError(not_found, fix) from e
         parameters = inspect.signature(resolved).parameters if self.params else {}
-        if lost := set(self.params) - parameters.keys():
-            raise VllmHookError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)
+        if missing := set(self.params) - parameters.keys():
+            raise VllmHookError(f"vLLM {version}: {self.target} lost {sorted(missing)}", fix)
 
 
 def vllm_hooks(
     name: str, kind: str, remove_when: str, *signatures: str, on: str = ""
 ) -> Iterator[VllmHook]:
-    """What one of our modules needs for one reason, each as ``module:qualname(param, param)``."""
+    """Return the hooks of one of our modules, each from ``module:qualname(param, param)``."""
     for signature in signatures:
         target, _, params = signature.rstrip(")").partition("(")
         yield VllmHook(

@@ -1,4 +1,4 @@
-"""The table of everything that we need of vLLM, checked when compression is switched on."""
+"""The table of vLLM names that compression needs, checked when compression is on."""
 
 from vllm.platforms import current_platform
 
@@ -16,11 +16,11 @@ _TRITON = "vllm.v1.attention.backends.triton_attn:"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils:"
 _TABLES = "vLLM has a plugin interface for per-layer block tables"
-_USAGE = "vLLM carries a plugin's figures from the scheduler to an answer's usage"
-# Rows that are checked only for models whose layers keep a state.
+_USAGE = "vLLM carries a plugin's figures from the scheduler to a response's usage"
+# Hooks checked only for models whose layers keep a state.
 STATES = "states"
-_HOOK = "never: vLLM's own hook"
-_CALLED = "we no longer call it"
+_VLLM_INTERFACE = "never: vLLM's own hook"
+_UNCALLED = "we no longer call it"
 
 VLLM_HOOKS = (
     *vllm_hooks(
@@ -39,7 +39,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "startup.refusals",
         "wrap",
-        "vLLM says which executors send every step through the worker",
+        "vLLM documents which executors send every step through the worker",
         "vllm.v1.executor:Executor.get_class(vllm_config)",
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
         "vllm.v1.executor.uniproc_executor:UniProcExecutor",
@@ -48,7 +48,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "startup.backend_choice",
         "wrap",
-        "a plugin may say which attention backends it works with",
+        "a plugin can declare which attention backends it supports",
         "vllm.v1.attention.selector:get_attn_backend(head_size, dtype, kv_cache_dtype)",
         "vllm.config:set_current_vllm_config(vllm_config)",
         on="cuda",
@@ -74,7 +74,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "frontend.chat_parts",
         "wrap",
-        "vLLM tells which tokens of a chat are its system prompt, its tools and its last message",
+        "vLLM reports which tokens of a chat are its system prompt, its tools and its last message",
         "vllm.renderers.base:BaseRenderer.render_chat(conversations, chat_params, tok_params)",
         "vllm.renderers.base:BaseRenderer.render_chat_async"
         "(conversations, chat_params, tok_params)",
@@ -82,7 +82,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "frontend.chat_parts",
         "use",
-        _CALLED,
+        _UNCALLED,
         "vllm.renderers.base:BaseRenderer.render_messages(messages, params)",
         "vllm.renderers.base:BaseRenderer.render_messages_async(messages, params)",
         "vllm.renderers.base:BaseRenderer.tokenize_prompt(prompt, params)",
@@ -112,6 +112,21 @@ VLLM_HOOKS = (
         "vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo(cached_tokens)",
     ),
     *vllm_hooks(
+        "frontend.stop_strings",
+        "wrap",
+        "vLLM tells the scheduler whether a stop string or the client ended a request",
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs(engine_core_outputs)",
+        "vllm.v1.engine.output_processor:OutputProcessorOutput(reqs_to_abort)",
+    ),
+    *vllm_hooks(
+        "scheduling.scheduler",
+        "subclass",
+        "vLLM reports to plugins how each request ended",
+        f"{_SCHEDULER}.finish_requests(request_ids, finished_status)",
+        f"{_SCHEDULER}._free_request(request)",
+        "vllm.v1.request:Request(abort_immediately)",
+    ),
+    *vllm_hooks(
         "scheduling.usage_notes",
         "wrap",
         _USAGE,
@@ -120,7 +135,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "frontend.metrics",
         "wrap",
-        "vLLM's stat-logger plugins may decline, and are loaded offline",
+        "vLLM's stat-logger plugins can decline, and are loaded offline",
         "vllm.v1.metrics.loggers:StatLoggerManager.__init__(vllm_config)",
     ),
     *vllm_hooks(
@@ -133,14 +148,14 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "scheduling.cache_spec",
         "registry",
-        _HOOK,
+        _VLLM_INTERFACE,
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register"
         "(kvcache_spec_cls, manager_class, uniform_type_base_spec)",
     ),
     *vllm_hooks(
         "scheduling.cache_spec",
         "subclass",
-        "vLLM asks a manager, not its spec, what one request takes at most",
+        "vLLM asks a manager, not its spec, for the most memory of one request",
         "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
     ),
     *vllm_hooks(
@@ -162,20 +177,20 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
-        "vLLM lets a plugin say where chunks of a prompt end",
+        "vLLM lets a plugin choose where chunks of a prompt end",
         f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
         f"{_SCHEDULER}.add_request(request)",
     ),
     *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
-        "vLLM lets a plugin schedule rows that are no tokens of a request",
+        "vLLM lets a plugin schedule queries that are not tokens of a request",
         f"{_SCHEDULER}._update_after_schedule(scheduler_output)",
     ),
     *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
-        "vLLM lets a plugin say which tokens of a prompt that was pulled are computed again",
+        "vLLM lets a plugin choose which tokens of a pulled prompt are recomputed",
         f"{_SCHEDULER}._update_waiting_for_remote_kv(request)",
     ),
     *vllm_hooks(
@@ -194,14 +209,14 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "scheduling.next_step",
         "use",
-        _CALLED,
+        _UNCALLED,
         f"{_SCHEDULER}._mamba_block_aligned_split"
         "(request, num_new_tokens, num_new_local_computed_tokens)",
     ),
     *vllm_hooks(
         "scheduling.coordination",
         "wrap",
-        "vLLM's managers are told whose prefix they look up",
+        "vLLM's managers know the request whose prefix they look up",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
     ),
     *vllm_hooks(
@@ -245,19 +260,19 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "attention.backend",
         "registry",
-        _HOOK,
+        _VLLM_INTERFACE,
         "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
     ),
     *vllm_hooks(
         "attention.backend",
         "wrap",
-        "vLLM forgets a cached backend when its override changes",
+        "vLLM drops a cached backend when its override changes",
         "vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear",
     ),
     *vllm_hooks(
         "attention.cpu",
         "wrap",
-        "vLLM says how its CPU kernels store keys and values",
+        "vLLM documents how its CPU kernels store keys and values",
         f"{_CPU_ATTN}CPUAttentionBackendImpl.do_kv_cache_update"
         "(layer, key, value, kv_cache, slot_mapping)",
         on="cpu",
@@ -300,7 +315,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "worker.worker",
         "wrap",
-        "vLLM lets a plugin ask for a step without whole-graph replay",
+        "vLLM lets a plugin request a step without full-graph replay",
         f"{_GRAPHS}ModelCudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count)",
         f"{_GRAPHS}BatchExecutionDescriptor(cg_mode, num_tokens, num_reqs)",
         "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp"
@@ -309,13 +324,13 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "worker.worker",
         "subclass",
-        "vLLM's executors hear what any rank raises",
+        "vLLM's executors notice an exception on any rank",
         "vllm.v1.worker.worker_base:WorkerBase.__init__(rank)",
     ),
     *vllm_hooks(
         "worker.probe_rows",
         "wrap",
-        "vLLM lets a plugin schedule rows that are no tokens of a request",
+        "vLLM lets a plugin schedule queries that are not tokens of a request",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids(scheduler_output)",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs(scheduler_output)",
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem(index, x)",
@@ -324,7 +339,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "worker.batch_rows",
         "wrap",
-        "vLLM tells attention the rows of a batch of models whose layers keep a state",
+        "vLLM passes attention the request order of a batch of models whose layers keep a state",
         "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn"
         "(input_batch)",
         "vllm.v1.worker.gpu.input_batch:InputBatch(idx_mapping_np)",
@@ -333,7 +348,7 @@ VLLM_HOOKS = (
     *vllm_hooks(
         "pages.pool",
         "wrap",
-        "torch uploads host lists without waiting",
+        "torch copies host lists to the device without waiting",
         "vllm.utils.torch_utils:async_tensor_h2d(data, device, dtype, out)",
     ),
     *VLLM_CALLS,
@@ -343,7 +358,7 @@ VLLM_HOOKS = (
 def check_all(version: str) -> None:
     """Raise VllmHookError unless this vLLM is supported and has this platform's hooks.
 
-    Touches nothing.
+    Changes nothing.
     """
     if not TESTED.contains(version, prereleases=True):
         raise VllmHookError(
@@ -357,7 +372,7 @@ def check_all(version: str) -> None:
 
 
 def check(*names: str, version: str) -> None:
-    """Raise VllmHookError unless this vLLM has the hooks of some of our modules."""
+    """Raise VllmHookError unless this vLLM has the hooks of the modules in `names`."""
     for hook in VLLM_HOOKS:
         if hook.name in names:
             hook.check(version)

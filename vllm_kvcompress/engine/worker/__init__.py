@@ -1,1 +1,1 @@
-"""vLLM's workers with a compressor, and what memory that takes."""
+"""vLLM's workers with a compressor, and the memory that compression needs."""

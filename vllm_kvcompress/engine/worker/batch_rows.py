@@ -1,7 +1,7 @@
-"""VllmHook `batch_rows`: which request is in which batch row, for models whose layers keep a state.
+"""VllmHook `batch_rows`: the request in each batch row, for models with state-space layers.
 
-Model Runner V2 tells attention by ``CommonAttentionMetadata.req_idx``. For these models vLLM makes
-that metadata without it (``MambaHybridModelState.prepare_attn``), from a batch that has the rows.
+Model Runner V2 passes it to attention as ``CommonAttentionMetadata.req_idx``. For these models
+``MambaHybridModelState.prepare_attn`` leaves that field out, but the batch that it receives has it.
 """
 
 from typing import Any
@@ -10,14 +10,11 @@ import numpy as np
 
 
 class BatchRows:
-    """Remembers the rows of the batch that a model's state prepares attention for.
-
-    Wraps ``prepare_attn`` on the one instance of a runner; nothing of its body is repeated.
-    """
+    """Records the rows of the latest batch by wrapping ``prepare_attn`` of one model state."""
 
     def __init__(self, model_state: Any) -> None:
         self.latest = np.zeros(0, dtype=np.intp)
-        """``[R]``: each row's number in the runner's table of requests."""
+        """``[R]``, each row's index in the runner's request table."""
         prepare = model_state.prepare_attn
 
         def preparing(input_batch: Any, *args: Any, **kwargs: Any) -> Any:

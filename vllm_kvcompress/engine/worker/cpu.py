@@ -7,6 +7,6 @@ from vllm_kvcompress.engine.worker.worker import CompressingWorker
 
 
 class CompressingCPUWorker(CompressingWorker, CPUWorker):
-    """CPU_ATTN, on both of vLLM's model runners."""
+    """vLLM's CPU worker with CPU_ATTN on both model runners."""
 
     backends = attention_cpu.BACKENDS

@@ -14,37 +14,37 @@ logger = init_logger("vllm.kvcompress")
 
 
 class CompressingGPUWorker(CompressingWorker, Worker):
-    """FLASH_ATTN and TRITON_ATTN, on Model Runner V2."""
+    """vLLM's CUDA worker with FLASH_ATTN and TRITON_ATTN on Model Runner V2."""
 
     backends = attention_cuda.BACKENDS
 
     def determine_available_memory(self) -> int:
-        """Memory for the KV cache: what vLLM found, less what compression will take.
+        """Return the bytes for the KV cache: vLLM's result minus the memory of compression.
 
-        A size that the operator gave by hand (``--kv-cache-memory-bytes``) is kept.
+        An explicit size (``--kv-cache-memory-bytes``) is returned unchanged.
 
         Raises:
-            ConfigError: nothing would be left.
+            ConfigError: no memory would be left for the KV cache.
         """
-        by_hand = self.cache_config.kv_cache_memory_bytes
+        explicit_bytes = self.cache_config.kv_cache_memory_bytes
         available: int = super().determine_available_memory()
-        if by_hand:
+        if explicit_bytes:
             return available
-        taken = device_bytes(self.vllm_config, self.settings, available)
-        logger.info("compression takes %.2f GiB beside the KV cache", taken / 2**30)
-        if taken >= available:
+        needed = device_bytes(self.vllm_config, self.settings, available)
+        logger.info("compression takes %.2f GiB beside the KV cache", needed / 2**30)
+        if needed >= available:
             raise ConfigError(
-                f"--kv-compress needs {taken} bytes for its tables and scores, and {available} are"
+                f"--kv-compress needs {needed} bytes for its tables and scores, and {available} are"
                 " left for it and the KV cache; raise --gpu-memory-utilization, or lower"
                 " --max-model-len or --max-num-seqs"
             )
-        # vLLM's advice on --kv-cache-memory-bytes, after its graphs are captured, adds these up
-        self.peak_activation_memory += taken
-        self.available_kv_cache_memory_bytes -= taken
-        return available - taken
+        # After graph capture vLLM sums these up to recommend a --kv-cache-memory-bytes.
+        self.peak_activation_memory += needed
+        self.available_kv_cache_memory_bytes -= needed
+        return available - needed
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile the kernels too: no request should wait for them."""
+        """Also compile the compression kernels, so that no request waits for them."""
         assert self.compressor is not None
         self.compressor.warm_up(self.vllm_config.model_config.max_model_len)
         return super().compile_or_warm_up_model()

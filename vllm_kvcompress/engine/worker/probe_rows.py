@@ -1,7 +1,7 @@
-"""VllmHook `worker`: give both of vLLM's runners a probe's tokens: the prompt's first and last.
+"""VllmHook `worker`: feeds a probe's tokens, the prompt's first and last, to the model runners.
 
-To vLLM they are the prompt's next tokens, which the scheduler schedules behind a chunk and then
-takes back. Here the step's own copy of the token ids is changed, so nothing has to be restored.
+vLLM treats them as the next prompt tokens: the scheduler schedules them after a chunk and then
+takes them back. This module only changes the step's copy of the token ids, so it restores nothing.
 """
 
 from collections.abc import Mapping
@@ -11,30 +11,30 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
-from vllm_kvcompress.engine.compression.watched import Probe
+from vllm_kvcompress.engine.compression.step_state import Probe
 
 
 class ProbeRows(Protocol):
-    """What a model runner must be told of probes."""
+    """Keeps probe tokens out of a model runner's counts and outputs."""
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Before a step: take back the rows of earlier steps that the runner has counted."""
+        """Undo the runner's count of earlier probe tokens, before a step."""
         ...
 
     def sampled(self) -> None:
-        """After a step: drop what was made of its probes' rows."""
+        """Drop the prompt log-probabilities of probe tokens, after a step."""
         ...
 
 
 def probe_rows(runner: Any, compressor: PromptCompressor) -> ProbeRows:
-    """Give the probes of every step their tokens, on this model runner."""
+    """Wrap the model runner so that every step's probes get their token ids."""
     if hasattr(runner, "req_states"):
         return _OnDevice(runner, compressor)
     return _OnHost(runner, compressor)
 
 
 class _OnHost:
-    """V1, which gathers a step's ids on the host and counts by the scheduler's numbers."""
+    """Model Runner V1: gathers token ids on the host and uses the scheduler's token counts."""
 
     def __init__(self, runner: Any, compressor: PromptCompressor) -> None:
         self._runner = runner
@@ -46,19 +46,19 @@ class _OnHost:
                 row = batch.req_id_to_index[request_id]
                 known, ids = batch.num_tokens_no_spec[row], batch.token_ids_cpu_tensor[row]
                 stop = int(runner.query_start_loc.np[row + 1])
-                lent = runner.input_ids.cpu[stop - probe.rows : stop]
-                lent[: probe.first] = ids[: probe.first]
-                lent[probe.first :] = ids[known - probe.last : known]
+                probe_ids = runner.input_ids.cpu[stop - probe.rows : stop]
+                probe_ids[: probe.first] = ids[: probe.first]
+                probe_ids[probe.first :] = ids[known - probe.last : known]
             return upload(*args, **kwargs)
 
         runner._prepare_input_ids = uploading
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Tell an early pipeline stage the last token of a request that was preempted.
+        """Give an early pipeline stage the sampled tokens that a preempted request missed.
 
-        A probe may end with it. Without async scheduling vLLM tells such a stage of a sampled token
-        with the step that computes it, which a preemption puts off; but a request comes back with
-        all its tokens. Nothing has to be taken back.
+        A probe may end with this token. Without async scheduling, vLLM sends a sampled token to an
+        early stage in the step that computes it. A preemption delays that step, but the resumed
+        request arrives with all its token ids. V1 has no token counts to undo.
         """
         if self._runner.use_async_scheduling:
             return
@@ -68,17 +68,17 @@ class _OnHost:
                 state.output_token_ids.extend(ids[state.num_tokens :])
 
     def sampled(self) -> None:
-        """Log-probabilities of a prompt lie at their positions, and are written over."""
+        """Do nothing: later chunks overwrite prompt log-probabilities at their positions."""
 
 
 class _OnDevice:
-    """V2, which gathers a step's ids on the device and counts what was computed there."""
+    """Model Runner V2: gathers token ids and counts computed tokens on the device."""
 
     def __init__(self, runner: Any, compressor: PromptCompressor) -> None:
         self._runner, self._compressor = runner, compressor
-        # Requests whose latest probe the runner has counted.
+        # Requests whose computed tokens, on the device, include their latest probe.
         self._counted: set[str] = set()
-        # Of this step.
+        # Probes of this step.
         self._probes: Mapping[str, Probe] = {}
         prepare = runner.prepare_inputs
 
@@ -88,15 +88,15 @@ class _OnDevice:
                 stop = int(batch.query_start_loc_np[batch.req_ids.index(request_id) + 1])
                 index = states.req_id_to_index[request_id]
                 known, ids = int(states.prefill_len.np[index]), states.all_token_ids.gpu[index]
-                lent = batch.input_ids[stop - probe.rows : stop]
-                lent[: probe.first].copy_(ids[: probe.first])
-                lent[probe.first :].copy_(ids[known - probe.last : known])
+                probe_ids = batch.input_ids[stop - probe.rows : stop]
+                probe_ids[: probe.first].copy_(ids[: probe.first])
+                probe_ids[probe.first :].copy_(ids[known - probe.last : known])
             return batch
 
         runner.prepare_inputs = preparing
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Write the scheduler's number of computed tokens where the runner's has a probe's too."""
+        """Overwrite the runner's computed-token counts that include probes by the scheduler's."""
         if self._counted:
             cached, states = output.scheduled_cached_reqs, self._runner.req_states
             for request_id, computed in zip(
@@ -107,10 +107,10 @@ class _OnDevice:
                     index = states.req_id_to_index[request_id]
                     states.num_computed_tokens.stage_write_elem(index, computed)
             if not output.scheduled_new_reqs:
-                # With new requests vLLM applies what was staged: twice in a step would write over
-                # a buffer that the device may not have read.
+                # If there are new requests, vLLM applies staged writes itself. A second call in one
+                # step could overwrite a buffer that the device has not read yet.
                 states.num_computed_tokens.apply_write()
-            # A request that starts again is counted anew.
+            # vLLM resets the counts of requests that start, finish or are preempted.
             self._counted.difference_update(
                 (request.req_id for request in output.scheduled_new_reqs),
                 output.finished_req_ids,
@@ -120,15 +120,15 @@ class _OnDevice:
         self._counted.update(self._probes)
 
     def sampled(self) -> None:
-        """Log-probabilities of a prompt are a list of its chunks'."""
+        """Cut probe tokens off the latest chunk of prompt log-probabilities."""
         worker = self._runner.prompt_logprobs_worker
         if worker is None:
             return
         for request_id, probe in self._probes.items():
             if chunks := worker.in_progress_prompt_logprobs.get(request_id):
-                found: LogprobsTensors = chunks[-1]
-                chunks[-1] = found._replace(
-                    logprob_token_ids=found.logprob_token_ids[: -probe.rows],
-                    logprobs=found.logprobs[: -probe.rows],
-                    selected_token_ranks=found.selected_token_ranks[: -probe.rows],
+                chunk: LogprobsTensors = chunks[-1]
+                chunks[-1] = chunk._replace(
+                    logprob_token_ids=chunk.logprob_token_ids[: -probe.rows],
+                    logprobs=chunk.logprobs[: -probe.rows],
+                    selected_token_ranks=chunk.selected_token_ranks[: -probe.rows],
                 )

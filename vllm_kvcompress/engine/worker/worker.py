@@ -1,6 +1,6 @@
-"""VllmHook `worker`: vLLM's workers, which pack prompts after the step that ends their prefill.
+"""VllmHook `worker`: vLLM's workers, extended to execute the scheduler's packing plans.
 
-`worker.cpu` and `worker.cuda` name them; each imports nothing of the other's platform.
+`worker.cpu` and `worker.cuda` define the classes; neither imports the other's platform.
 """
 
 import copy
@@ -28,7 +28,7 @@ from vllm_kvcompress.engine.attention.backend import (
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.layers import groups_of, stages_of
-from vllm_kvcompress.engine.messages.settings import settings_given
+from vllm_kvcompress.engine.messages.settings import parsed_settings
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
@@ -41,14 +41,14 @@ from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import keeps_sums, merges
+from vllm_kvcompress.settings.method_of import merges, sums_attention
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
 
 class CompressingWorker:
-    """Mixin before a vLLM worker, for both of vLLM's model runners."""
+    """Mixin for a vLLM worker, for both of vLLM's model runners."""
 
     backends: ClassVar[Backends]
     compressor: PromptCompressor | None = None
@@ -56,14 +56,17 @@ class CompressingWorker:
     vllm_config: VllmConfig
     model_runner: Any
     rank: int
-    # Number of the plan of the step whose output is not handed back yet.
-    _carried_out: int | None = None
+    # Number of the last executed plan, until the step's output reports it.
+    _executed_plan: int | None = None
 
     @property
     def settings(self) -> CompressionConfig:
-        """The engine's settings, once the model is loaded, by which vLLM chooses the KV block."""
-        given = settings_given(self.vllm_config.additional_config)
-        return in_whole_blocks(given, int(self.vllm_config.cache_config.block_size))
+        """The engine's settings, rounded to KV blocks; valid once the model is loaded.
+
+        vLLM chooses the block size while it loads the model.
+        """
+        configured = parsed_settings(self.vllm_config.additional_config)
+        return in_whole_blocks(configured, int(self.vllm_config.cache_config.block_size))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with override_backends(self.backends):
@@ -82,51 +85,52 @@ class CompressingWorker:
         self.probe_rows = probe_rows(self.model_runner, self.compressor)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's step, and its plan.
+        """Run vLLM's step, then execute its packing plan.
 
         Raises:
-            SystemExit: this rank could not carry out the plan, and its executor hears another
-                rank alone. That one would be believed; the end of a process is noticed.
+            SystemExit: this rank could not execute the plan, and the executor only reads another
+                rank's output. Exiting is the only signal that the executor notices.
         """
         assert self.compressor is not None
-        self._carried_out = None
+        self._executed_plan = None
         try:
             self.compressor.begin_step(scheduler_output)
             self.probe_rows.begin_step(scheduler_output)
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
-            self._carried_out = self.compressor.end_step()
+            self._executed_plan = self.compressor.end_step()
         except Exception as failure:
             self.compressor.abort_step()
-            if plan_of(scheduler_output) is None or self._heard:
+            if plan_of(scheduler_output) is None or self._is_output_rank:
                 raise
             logger.critical(
-                "a rank that could not compress a prompt must not go on, since the others would:"
-                " this process ends, and the engine with it",
+                "this rank failed to compress a request, and the other ranks would continue with"
+                " a different KV cache: stopping this process, which stops the engine",
                 exc_info=True,
             )
             raise SystemExit(1) from failure
-        return result if result is None else self._reporting(result)
+        return result if result is None else self._with_own_report(result)
 
     @property
-    def _heard(self) -> bool:
-        """Whether vLLM's executor listens to this rank: the first one of the last stage."""
+    def _is_output_rank(self) -> bool:
+        """Whether vLLM's executor reads this rank's output: the first rank of the last stage."""
         parallel = self.vllm_config.parallel_config
         first_of_last = parallel.world_size - parallel.tensor_parallel_size
         return bool(self.rank == first_of_last)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's output, with a `StepReport` if there is anything to tell."""
+        """Return the step's output, with a `StepReport` if there is anything to report."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         self.probe_rows.sampled()
-        return output if output is None else self._reporting(output)
+        return output if output is None else self._with_own_report(output)
 
-    def _reporting(self, output: Any) -> Any:
+    def _with_own_report(self, output: Any) -> Any:
+        """Attach a `StepReport` to the output if a plan was executed or a prompt was packed."""
         assert self.compressor is not None
-        carried_out, self._carried_out = self._carried_out, None
+        executed_plan, self._executed_plan = self._executed_plan, None
         packed = self.compressor.reports.take()
-        if carried_out is None and not packed:
+        if executed_plan is None and not packed:
             return output
-        report = StepReport(carried_out=carried_out, packed=tuple(packed))
+        report = StepReport(executed_plan=executed_plan, packed=tuple(packed))
         if isinstance(output, AsyncModelRunnerOutput):
             wait = output.get_output
             output.get_output = lambda: _with_report(wait(), report)
@@ -135,25 +139,29 @@ class CompressingWorker:
 
 
 def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
-    # A copy, since vLLM shares one empty output between steps.
+    # Copy, because vLLM reuses one empty output for many steps.
     output = copy.copy(output)
     attach_report(output, report)
     return output
 
 
 def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
-    """Raise ConfigError unless every attention layer runs on one of our backends."""
+    """Check that every attention layer uses one of our backends.
+
+    Raises:
+        ConfigError: a layer uses another backend.
+    """
     layers = config.compilation_config.static_forward_context.values()
-    others = {
+    other_backends = {
         layer.attn_backend.get_name()
         for layer in layers
         if isinstance(layer, Attention) and not isinstance(layer.impl, CompressedImpl)
     }
-    if others:
+    if other_backends:
         names = sorted(backend.name for backend in known)
         raise ConfigError(
             f"--kv-compress works with the attention backends {names}, vLLM chose"
-            f" {sorted(others)}; pass --attention-backend {names[0]}, or serve without"
+            f" {sorted(other_backends)}; pass --attention-backend {names[0]}, or serve without"
             " --kv-compress"
         )
 
@@ -161,38 +169,42 @@ def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
 def bind_compressor(
     config: VllmConfig, settings: CompressionConfig, runner: Any, kv_cache_config: KVCacheConfig
 ) -> PromptCompressor:
-    """Build the page pool over the runner's KV cache and connect layers and builders to it.
+    """Build the page pool over the runner's KV cache and bind layers and builders to it.
 
-    Layers with a sliding window, or with a state, are not bound: they run as vLLM's.
+    Sliding-window and state-space layers are not bound; they run unchanged.
 
     Raises:
-        VllmHookError: the runner has more than one group of layers with full attention, others than
-            the model's config says, or a layer or a builder that is not ours.
+        VllmHookError: the runner does not have exactly one group of full-attention layers, its
+            layers differ from those in the model's config, or a layer or builder has a class that
+            is not ours.
     """
     groups = kv_cache_config.kv_cache_groups
-    ours = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CompressedSpec)]
-    if len(ours) != 1:
+    compressed = [
+        i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CompressedSpec)
+    ]
+    if len(compressed) != 1:
         raise VllmHookError(
-            "compression needs one group of layers with full attention, vLLM made"
-            f" {len(ours)} of {len(groups)} groups; serve this model without --kv-compress"
+            "compression needs exactly one group of full-attention layers, but vLLM made"
+            f" {len(compressed)} among {len(groups)} groups; serve this model without"
+            " --kv-compress"
         )
-    group = groups[ours[0]]
+    group = groups[compressed[0]]
     names = sorted(group.layer_names, key=_layer_index)
     context = config.compilation_config.static_forward_context
     layers: list[Attention] = [context[name] for name in names]
-    builders = [b for g in runner.attn_groups[ours[0]] for b in g.metadata_builders]
+    builders = [b for g in runner.attn_groups[compressed[0]] for b in g.metadata_builders]
     impls = {type(layer.impl) for layer in layers}
-    wrong = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
-    wrong += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
+    foreign = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
+    foreign += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
     stages, stage = stages_of(config), get_pp_group().rank_in_group
-    known = stages[stage]
-    others = tuple(map(_layer_index, names)) != known
-    if wrong or len(impls) != 1 or len(builders) != 1 or others:
+    expected = stages[stage]
+    unexpected_layers = tuple(map(_layer_index, names)) != expected
+    if foreign or len(impls) != 1 or len(builders) != 1 or unexpected_layers:
         raise VllmHookError(
-            "compression needs one group of attention layers, all on its own backend, those that"
-            f" the model's config calls full ({len(known)}); got {len(layers)} layers,"
+            f"compression needs the {len(expected)} full-attention layers of the model's config in"
+            f" one group, all on its own attention backend; got {len(layers)} layers,"
             f" {len(builders)} builders and foreign classes"
-            f" {sorted({cls.__name__ for cls in wrong})}"
+            f" {sorted({cls.__name__ for cls in foreign})}"
         )
     block_size = group.kv_cache_spec.block_size
     pool = page_pool(config, settings, layers, block_size, kv_cache_config.num_blocks)
@@ -218,17 +230,17 @@ def page_pool(
     block_size: int,
     num_blocks: int,
 ) -> PagePool:
-    """The page pool over the caches of these layers, with what methods remember beside it.
+    """Return a page pool over the layers' caches, with the query ring and method state.
 
     Raises:
-        VllmHookError: a block of the cache is several blocks of the kernels.
+        VllmHookError: vLLM split each block of the cache into several kernel blocks.
     """
     caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
     if caches[0].shape[0] != num_blocks:
         raise VllmHookError(
-            f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
-            f" {caches[0].shape[0]} for {num_blocks} blocks, as FLASH_ATTN version 4 has them for"
-            " heads of 256; choose another with --attention-config.flash_attn_version or"
+            f"compression needs one kernel block of {block_size} tokens per KV cache block; got"
+            f" {caches[0].shape[0]} kernel blocks for {num_blocks} blocks (FLASH_ATTN version 4"
+            " with head size 256 does this); pass another --attention-config.flash_attn_version or"
             " --attention-backend, or serve without --kv-compress"
         )
     pool = PagePool(
@@ -241,21 +253,25 @@ def page_pool(
     )
     heads, dim = _query_shape(layers)
     pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
-    pool.remember(
+    pool.allocate_method_state(
         layers[0].impl.num_kv_heads,
-        sums=any(keeps_sums(variant) for variant in settings.variants),
+        sums=any(sums_attention(variant) for variant in settings.variants),
         thresholds=any(merges(variant) for variant in settings.variants),
     )
     return pool
 
 
 def _query_shape(layers: Sequence[Attention]) -> tuple[int, int]:
-    """Query heads and head dim of a layer."""
+    """Return the query heads and head dim of a layer."""
     return layers[0].impl.num_heads, layers[0].impl.head_size
 
 
 def stored_in(layers: Sequence[Attention]) -> torch.dtype | None:
-    """The float8 that these layers' caches hold; None where they are not quantised."""
+    """Return the float8 dtype of the layers' caches, or None if they are not quantised.
+
+    Raises:
+        VllmHookError: the caches have different dtypes.
+    """
     names = {FLOAT8_CACHES.get(layer.impl.kv_cache_dtype) for layer in layers}
     if len(names) > 1:
         raise VllmHookError(
@@ -268,10 +284,10 @@ def stored_in(layers: Sequence[Attention]) -> torch.dtype | None:
 
 
 def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
-    """The layers' factors. A checkpoint's scales say nothing where the cache is not quantised.
+    """Return the layers' scales. An unquantised cache ignores the checkpoint's KV scales.
 
     Raises:
-        VllmHookError: a layer has a scale per head, or one that is not positive.
+        VllmHookError: a layer has one scale per head, or a scale that is not positive.
     """
     sinks = sinks_of(layers, device)
     if stored_in(layers) is None:
@@ -285,7 +301,7 @@ def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
                 f" {layer._k_scale.tolist()} and {layer._v_scale.tolist()} in {layer.layer_name};"
                 " serve this model without --kv-compress"
             )
-        # queries that attention takes quantised are divided by theirs before it
+        # Quantised queries were divided by their scale before attention.
         query = layer._q_scale_float if layer.query_quant is not None else 1.0
         logits.append(layer.impl.scale * key * query)
         values.append(value)
@@ -293,41 +309,47 @@ def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
 
 
 def sinks_of(layers: Sequence[Attention], device: torch.device) -> torch.Tensor | None:
-    """``[L, Hq]`` float32: the logits of the layers' sinks; None where they have none."""
-    every = [getattr(layer.impl, "sinks", None) for layer in layers]
-    found: list[torch.Tensor] = [own for own in every if own is not None]
-    if not found:
+    """Return the sink logits ``[L, Hq]`` float32 of the layers, or None if they have no sinks.
+
+    Raises:
+        VllmHookError: only some of the layers have sinks.
+    """
+    layer_sinks = [getattr(layer.impl, "sinks", None) for layer in layers]
+    sinks: list[torch.Tensor] = [tensor for tensor in layer_sinks if tensor is not None]
+    if not sinks:
         return None
-    if len(found) != len(every):
+    if len(sinks) != len(layer_sinks):
         raise VllmHookError(
             "compression needs attention sinks in all layers with full attention, or in none;"
             " serve this model without --kv-compress"
         )
-    return torch.stack([own.detach().to(device, torch.float32) for own in found])
+    return torch.stack([tensor.detach().to(device, torch.float32) for tensor in sinks])
 
 
 def query_ring(
     config: VllmConfig, settings: CompressionConfig, pool: PagePool, *, heads: int, dim: int
 ) -> QueryRing | None:
-    """Room for the last queries of requests, where what they hold is judged by them."""
+    """Allocate the ring of last queries, or return None if no method scores with them."""
     sizes = sizes_of(config)
-    places = ring_places(sizes, settings)
-    if not places:
+    window = ring_places(sizes, settings)
+    if not window:
         return None
     slots = ring_slots(sizes, settings)
     logger.info(
-        "the last %d queries of %d of %d requests take %.2f GiB beside the cache%s",
-        places,
+        "storing the last %d queries of %d of %d requests takes %.2f GiB beside the KV cache%s",
+        window,
         slots,
         sizes.max_requests,
         ring_bytes(sizes, settings) / 2**30,
-        "" if slots == sizes.max_requests else "; others are packed at the end of their prefill",
+        ""
+        if slots == sizes.max_requests
+        else "; further requests are compressed at the end of their prefill",
     )
     return QueryRing(
         layers=len(pool.layer_offset),
         slots=slots + 1,
         requests=sizes.max_requests + 1,
-        window=places,
+        window=window,
         heads=heads,
         dim=dim,
         max_rows=max_rows(config),
@@ -337,16 +359,16 @@ def query_ring(
 
 
 def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: ParallelConfig) -> None:
-    """Never replay a whole graph in a step whose layers must be seen.
+    """Prevent full CUDA graph replay in steps whose layers must call our Python code.
 
-    A replay runs no Python, so that no layer would be scored. It is decode steps that are
-    replayed, and the last token of a prompt alone counts as one. Such a step runs piecewise, or
-    without a graph.
+    A full replay runs no Python, so no layer would be observed. vLLM replays decode steps, and a
+    step with only the last token of a prompt counts as one. Such a step runs with a piecewise graph
+    or without a graph.
 
-    Data-parallel ranks of a mixture of experts run every step together, on graphs of one shape:
-    they tell each other what they found, and each looks again by what all of them told
-    (``dp_utils``). One that answers differently then would run another graph than the others. One
-    that finds none makes all run without, so that is what a rank with such a step tells.
+    Data-parallel ranks of a mixture-of-experts model must run graphs of one shape in every step.
+    They exchange their graph modes and dispatch again with the common mode (``dp_utils``), so a
+    rank must not choose its own mode in the second dispatch. If one rank reports no graph, all
+    ranks run without one, so a rank whose layers must be observed reports that.
     """
     manager = getattr(runner, "cudagraph_manager", None)
     if manager is None:
@@ -356,7 +378,7 @@ def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: Paral
     def dispatching(
         num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
     ) -> Any:
-        if not compressor.must_see_layers:
+        if not compressor.must_run_layers_in_python:
             return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
         descriptor = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
         if descriptor.cg_mode != CUDAGraphMode.FULL and parallel.data_parallel_size == 1:
@@ -373,16 +395,19 @@ def _layer_index(name: str) -> int:
 
 
 def batch_order(runner: Any) -> BatchOrder:
-    """How this model runner orders its batch: V1 keeps ids, V2 numbers its request table."""
+    """Return the function that gives this model runner's batch order.
+
+    V1 has the request ids in row order; V2 has indices into its request table.
+    """
     if hasattr(runner, "req_states"):
-        # of models whose layers keep a state, vLLM leaves the rows out of attention's metadata
+        # For models with state-space layers, vLLM leaves `req_idx` out of attention's metadata.
         stateful = groups_of(runner.vllm_config).stateful
         rows = BatchRows(runner.model_state) if stateful else None
 
         def from_table(metadata: CommonAttentionMetadata) -> Sequence[str]:
             table = runner.req_states.index_to_req_id
-            found = metadata.req_idx if rows is None else rows.latest
-            return [table[index] for index in found.tolist()]
+            indices = metadata.req_idx if rows is None else rows.latest
+            return [table[index] for index in indices.tolist()]
 
         return from_table
 

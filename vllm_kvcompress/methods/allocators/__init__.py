@@ -1,4 +1,4 @@
-"""How much each layer keeps."""
+"""Allocators: how much each layer keeps."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Budgets in proportion to each layer's preference for a large cache."""
+"""Layer budgets in proportion to CAKE's preference score."""
 
 import math
 import sys
@@ -17,10 +17,11 @@ from vllm_kvcompress.methods.budgets import apportion
 class Cake:
     """CAKE (Qin et al. 2025, arXiv:2503.12491, eq. 5 to 8): entropy and shift of attention.
 
-    ``P_l = H_l ** (1 / tau1) * V_l ** (1 / tau2)``, budgets proportional to it. Combined in logs,
-    float64, with the maximum subtracted: with tau2 = 0.4 raw values span many decades. The
-    authors' code truncates and spreads the rest evenly, and loses tokens when a layer is full;
-    here the total is exact and full layers leave their share to the others in proportion.
+    Budgets are proportional to ``P_l = H_l ** (1 / tau1) * V_l ** (1 / tau2)``. P is computed in
+    logarithms in float64 with the maximum subtracted: with tau2 = 0.4 the raw values span many
+    decades. The authors' code truncates and spreads the rest evenly, and loses tokens when a layer
+    is full; here the total is exact, and a full layer's excess goes to the other layers in
+    proportion.
 
     Args:
         tau1: temperature of the entropy, > 0. The paper searched 0.2 to 2; 1 is neutral.
@@ -29,7 +30,7 @@ class Cake:
 
     reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
     exact_ratio: ClassVar[bool] = False
-    even: ClassVar[bool] = False
+    equal_shares: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = ""
 
     tau1: float = 1.0
@@ -43,21 +44,21 @@ class Cake:
                 )
 
     def preferences(self, entropy: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """``[N]`` float64: ``P_l`` divided by the largest; 0 where H or V is 0."""
+        """Return ``[N]`` float64, ``P_l`` divided by the largest; 0 where H or V is 0."""
         h, v = entropy.double(), shift.double()
         logs = h.log() / self.tau1 + v.log() / self.tau2
         logs = logs.where((h > 0) & (v > 0), -math.inf)
         return (logs - logs.amax().clamp(min=-sys.float_info.max)).exp()
 
-    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
-        """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
-        entropy, shift = _figures(stats, prompt.num_layers)
-        caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)
-        return apportion(self.preferences(entropy, shift), prompt.past_total, caps)
+    def allocate(self, spec: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
+        """Return ``[N]`` int64, past tokens to keep, in [0, P] with sum ``N * min(base, P)``."""
+        entropy, shift = _entropy_and_shift(stats, spec.num_layers)
+        caps = torch.full_like(entropy, spec.past, dtype=torch.int64)
+        return apportion(self.preferences(entropy, shift), spec.past_total, caps)
 
 
-def _figures(stats: LayerStats | None, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """H and V ``[N]`` of each layer."""
+def _entropy_and_shift(stats: LayerStats | None, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return H and V, each ``[N]``, after checking that all layers have them."""
     entropy, shift = (None, None) if stats is None else (stats.entropy, stats.shift)
     if entropy is None or shift is None or not len(entropy) == len(shift) == layers:
         got = "none" if entropy is None else len(entropy)

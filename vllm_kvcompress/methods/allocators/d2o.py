@@ -1,4 +1,4 @@
-"""Budgets that fall with the variance of the column sums of attention."""
+"""Layer budgets that decrease with the variance of the attention's column sums."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import BY_QUERIES, Reads
+from vllm_kvcompress.methods.base import COUNTS_QUERIES, Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
 
@@ -17,23 +17,25 @@ NORMS = ("layer_minmax", "head_minmax", "raw")
 class D2O:
     """D2O (Wan et al. 2024, arXiv:2406.13035, eq. 4 and 5): ``softmax_l(-F_l)`` of the budget.
 
-    F is the mean over query heads of ``v[h] = Var_j c[h, j]``, c the column sums of the whole
-    causal attention. As written the softmax is one-hot on long prompts, where one sink makes v
+    F is the mean over query heads of ``v[h] = Var_j c[h, j]``, with c the column sums of the whole
+    causal attention. As written, the softmax is one-hot on long prompts, where one sink makes v
     grow with the prompt; `layer_minmax` scales F to [0, 1] across the layers first. A ratio is
-    rounded once: ``round(rho * S * N)`` tokens over all layers, sinks and recents included.
+    rounded once: ``round(rho * S * N)`` tokens over all layers, sinks and recent tokens included.
 
     Args:
-        norm: "layer_minmax"; "head_minmax", the authors' code: v scaled to [0, 1] over the heads
-            of its layer before the mean; or "raw", the equation as it is written.
-        floor: fewest tokens in a layer (8; the authors' code has 1 % of the prompt).
-        skip_layers: layers that keep every token as far as the budget goes, counted from the end
-            when negative; ``[0, 1, -1]`` in the authors' code. Their tokens come off the total.
-        per_query: take the variance of the columns' means over the rows that see them. It is the
-            allocator's own: scorer `h2o` has a parameter of that name for the ranking.
+        norm: "layer_minmax"; "head_minmax", as in the authors' code: v scaled to [0, 1] over the
+            heads of its layer before the mean; or "raw", the equation as written.
+        floor: minimum tokens per layer (8; 1 % of the prompt in the authors' code).
+        skip_layers: layers that keep all tokens if the budget allows it, counted from the end if
+            negative; ``[0, 1, -1]`` in the authors' code. Their tokens are subtracted from the
+            total.
+        per_query: take the variance of the column means over the queries that see them. This
+            affects only the allocator; scorer `h2o` has a parameter of the same name for its
+            ranking.
     """
 
     exact_ratio: ClassVar[bool] = True
-    even: ClassVar[bool] = False
+    equal_shares: ClassVar[bool] = False
 
     norm: str = "layer_minmax"
     floor: int = 8
@@ -52,36 +54,40 @@ class D2O:
 
     @property
     def needs_whole_prompt(self) -> str:
-        return BY_QUERIES if self.per_query else ""
+        return COUNTS_QUERIES if self.per_query else ""
 
     def densities(self, variance: torch.Tensor) -> torch.Tensor:
-        """``[N]`` float64 ``F_l``, scaled as `norm` says, of column variances ``[N, Hq]``."""
+        """Return ``[N]`` float64 ``F_l``, scaled as `norm` says.
+
+        Args:
+            variance: ``[N, Hq]`` variances of the column sums or means.
+        """
         variance = variance.double()
         if self.norm == "head_minmax":
             variance = _minmax(variance)
         mean = variance.mean(-1)
         return _minmax(mean) if self.norm == "layer_minmax" else mean
 
-    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
-        """``[N]`` int64, past tokens to keep: in [0, P], sum `prompt.past_total`."""
-        n, past, total = prompt.num_layers, prompt.past, prompt.past_total
+    def allocate(self, spec: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
+        """Return ``[N]`` int64, past tokens to keep, in [0, P] with sum `spec.past_total`."""
+        n, past, total = spec.num_layers, spec.past, spec.past_total
         variance = None if stats is None else stats.column_variance
         if variance is None or len(variance) != n or variance.shape[1] == 0:
             raise ValueError(f"d2o needs the column variances of {n} layers")
         skipped = sorted({layer % n for layer in self.skip_layers if -n <= layer < n})
-        floor = min(max(self.floor - prompt.window, 0), past, total // n)
-        whole = 0
+        floor = min(max(self.floor - spec.window, 0), past, total // n)
+        skipped_tokens = 0
         if skipped:
-            whole = min(past, (total - floor * (n - len(skipped))) // len(skipped))
+            skipped_tokens = min(past, (total - floor * (n - len(skipped))) // len(skipped))
         density, caps = self.densities(variance), variance.new_full((n,), past, dtype=torch.int64)
         fixed = torch.zeros_like(caps)
         for layer in skipped:
-            # a number that is put into one place would be copied from the host, and waited for
+            # fill_ on a view avoids the host-to-device copy and the wait of an item assignment
             density[layer].fill_(torch.inf)
             caps[layer].fill_(0)
-            fixed[layer].fill_(whole)
+            fixed[layer].fill_(skipped_tokens)
         weights = (density.amin() - density).exp()
-        return fixed + apportion(weights, total - whole * len(skipped), caps, floor)
+        return fixed + apportion(weights, total - skipped_tokens * len(skipped), caps, floor)
 
 
 def _minmax(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which tokens matter."""
+"""Scorers: which tokens matter."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,12 @@
-"""How the rows of the window become one figure per key: their mean, or their maximum.
+"""Aggregation of the window's attention to one number per key: a mean or a maximum over queries.
 
-A mean forgets the key that one row needs; a maximum keeps it.
+A mean hides a key that only one query needs; a maximum keeps it.
 
-* ``mean``: SnapKV's, and so CAOTE's. The mean over query heads and rows, then pooled.
-* ``max``: the maximum over query heads and rows, then pooled.
+* ``mean``: as in SnapKV, and so in CAOTE. The mean over query heads and queries, then pooled.
+* ``max``: the maximum over query heads and queries, then pooled.
 * ``defensive``: DefensiveKV's worst case (Feng et al. 2025, arXiv:2510.13334) without its value
-  norms and head budgets. Rows are pooled by themselves (`window_scores`), then the maximum is
-  taken, and then every score is raised to at least the mean of its row. Nothing is pooled after.
+  norms and head budgets. Each query's attention is pooled (`window_scores`), the maximum is taken,
+  and every score is raised to at least its KV head's mean. Nothing is pooled afterwards.
 """
 
 from collections.abc import Mapping
@@ -32,42 +32,45 @@ def check(owner: str, aggregate: str) -> None:
 
 
 def unused(aggregate: str) -> Mapping[str, str]:
-    """Parameters of pooling that an aggregate does not take, each with the reason."""
+    """Return the pooling parameters that an aggregate ignores, with the reason for each."""
     if aggregate != "defensive":
         return {}
     return dict.fromkeys(
         ("pooling", "kernel"),
-        "has no effect with aggregate 'defensive', which pools by itself; remove it, or set"
+        "has no effect with aggregate 'defensive', which has its own pooling; remove it, or set"
         " aggregate to max",
     )
 
 
 def needs_whole_prompt(aggregate: str) -> str:
-    """Why an aggregate needs all tokens of a prompt; empty where it does not."""
+    """Return why an aggregate needs all tokens of a prompt; empty if it does not."""
     if aggregate != "defensive":
         return ""
     return "it compares scores with their mean over the whole prompt"
 
 
 def past_scores(
-    columns: AttentionStats, aggregate: str, lines: int, kind: str, kernel: int
+    stats: AttentionStats, aggregate: str, num_heads: int, kind: str, kernel: int
 ) -> torch.Tensor:
-    """``[lines, P]`` float32: the window's attention to the past, aggregated and pooled.
+    """Return the window's attention to the past, aggregated and pooled.
 
     Args:
-        columns: with what the `aggregate` reads.
-        lines: KV heads, or query heads, which then stay apart.
-        kind, kernel: of the pooling that follows.
+        stats: with the statistics that `aggregate` reads.
+        num_heads: heads of the result: KV heads, or query heads to keep them separate.
+        kind, kernel: of the pooling after aggregation.
+
+    Returns:
+        ``[num_heads, P]`` float32.
     """
     if aggregate == "mean":
-        if columns.total is None:
-            raise ValueError("an aggregate of mean needs the window's attention; got none")
-        total = columns.total
-        grouped = total if lines == len(total) else pooling.group_mean(total, lines)
+        if stats.total is None:
+            raise ValueError("aggregate mean needs the window's attention; got none")
+        total = stats.total
+        grouped = total if num_heads == len(total) else pooling.group_mean(total, num_heads)
         return pooling.pool(grouped, kind, kernel)
-    if columns.maximum is None:
-        raise ValueError(f"an aggregate of {aggregate} needs the window's maximum; got none")
-    grouped = columns.maximum[:, : columns.past].reshape(lines, -1, columns.past).amax(1)
+    if stats.maximum is None:
+        raise ValueError(f"aggregate {aggregate} needs the window's maximum; got none")
+    grouped = stats.maximum[:, : stats.past].reshape(num_heads, -1, stats.past).amax(1)
     if aggregate == "max":
         return pooling.pool(grouped, kind, kernel)
     return torch.maximum(grouped, grouped.mean(-1, keepdim=True, dtype=torch.float64).float())

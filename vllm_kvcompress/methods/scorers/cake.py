@@ -1,4 +1,4 @@
-"""Rank by how much the window attends to a token and by how much that changes."""
+"""Score by how much the window attends to a token and by how much that attention varies."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class CakeIndicator:
     """CAKE's eviction indicator (Qin et al. 2025, arXiv:2503.12491, eq. 9): mean + gamma * Var.
 
     ``score[g] = mean_{h in g} avgpool(m[h] + gamma * r[h])`` with the sample variance (ddof 1), in
-    float32; the authors' code works in the model's dtype, where small variances flush to zero.
+    float32. The authors' code works in the model's dtype, where small variances become zero.
 
     Args:
         gamma: weight of the variance, >= 0 (200 in the paper).
@@ -35,10 +35,10 @@ class CakeIndicator:
             raise ConfigError(f"cake.gamma must be a finite number >= 0, got {self.gamma}")
         pooling.check("cake", "avg", self.kernel)
 
-    def score(self, columns: AttentionStats) -> torch.Tensor:
-        """``[Hkv, P]`` float32."""
-        if columns.total is None or columns.variance is None:
+    def score(self, stats: AttentionStats) -> torch.Tensor:
+        """Return ``[Hkv, P]`` float32 scores."""
+        if stats.total is None or stats.variance is None:
             raise ValueError("cake needs the window's attention and its variance; got none")
-        indicator = columns.total / columns.rows + self.gamma * columns.variance
-        grouped = pooling.group_mean(indicator, columns.num_kv_heads)
+        indicator = stats.total / stats.num_queries + self.gamma * stats.variance
+        grouped = pooling.group_mean(indicator, stats.num_kv_heads)
         return pooling.pool(grouped, "avg", self.kernel)

@@ -1,4 +1,4 @@
-"""Rank at random: what a method has to beat."""
+"""Random scores, the baseline that a method has to beat."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,26 +7,37 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.methods.base import Reads, Use
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import AttentionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Random:
-    """Seeded uniform scores, drawn anew for each layer and KV head and alike for every prompt.
+    """Seeded uniform scores, drawn for each layer and KV head, the same for every prompt.
 
     Args:
-        seed: of the generator, >= 0.
+        seed: seed of the generator, >= 0.
     """
 
     reads: ClassVar[Reads] = Reads.NOTHING
-    needs_whole_prompt: ClassVar[str] = "what it draws would depend on the answers packed beside it"
-    unfit: ClassVar[Mapping[Use, str]] = {Use.ACROSS_LAYERS: "ranks at random"}
+    needs_whole_prompt: ClassVar[str] = (
+        "its random numbers would depend on which requests are compressed together"
+    )
+    unfit: ClassVar[Mapping[ScoreUse, str]] = {ScoreUse.ACROSS_LAYERS: "ranks at random"}
+
+    max_values: ClassVar[Mapping[str, int]] = {"seed": 2**32 - 1}
 
     seed: int = 0
 
-    def score(self, columns: AttentionStats) -> torch.Tensor:
-        """``[Hkv, P]`` float32 in [0, 1), the same on every device."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns.layer)
-        drawn = torch.rand(columns.num_kv_heads, columns.past, generator=generator)
-        return to_device(drawn, torch.float32, columns.device)
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(
+                f"random.seed must be a whole number >= 0, got {self.seed}; the default is 0"
+            )
+
+    def score(self, stats: AttentionStats) -> torch.Tensor:
+        """Return ``[Hkv, P]`` float32 in [0, 1), the same on every device."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + stats.layer)
+        drawn = torch.rand(stats.num_kv_heads, stats.past, generator=generator)
+        return to_device(drawn, torch.float32, stats.device)

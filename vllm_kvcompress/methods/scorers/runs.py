@@ -1,4 +1,4 @@
-"""Rank as CAKE does, and before all others the runs of tokens that one query looks at."""
+"""Score as CAKE does, but rank runs of tokens that one query attends to above all other tokens."""
 
 import math
 from collections.abc import Mapping
@@ -9,37 +9,37 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads, Use
+from vllm_kvcompress.methods.base import Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers.cake import CakeIndicator
 
-_WHY = "puts whole runs of tokens before all others, whatever their attention is"
+_UNFIT_REASON = "ranks entire runs of tokens above all other tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """CAKE's indicator (arXiv:2503.12491, eq. 9), and whole runs that one query looks at; ours.
+    """CAKE's indicator (arXiv:2503.12491, eq. 9), with runs that one query attends to first; ours.
 
     Let ``t[g, j]`` be CAKE's indicator, ``m[g, j]`` the maximum over the query heads of g of
     `AttentionStats.maximum` at token j, and ``r[g, j]`` the sum of ``m[g, i]`` over the run of
-    `size` tokens that j lies in, the first one from the first token on. Then ``score[g, j]`` is
-    ``(1 + gamma) * r[g, j] / attention`` where r is at least `attention`, and ``t[g, j]``, which
-    is below ``1 + gamma``, elsewhere.
+    `size` tokens that j lies in. Runs are counted from the first token. Then ``score[g, j]`` is
+    ``(1 + gamma) * r[g, j] / attention`` if r is at least `attention`, and otherwise ``t[g, j]``,
+    which is below ``1 + gamma``.
 
-    Once an answer judges its prompt, CAKE's indicator is of the answer's queries and `maximum` of
-    the prompt's last ones (`Reads.APART`). So what the question asks for stays, runs of it and not
-    single tokens, though the answer's first words say nothing of it. Where the prompt's last
-    queries ask for nothing, there are few such runs.
+    When output tokens score the prompt, CAKE's indicator uses the output's queries and `maximum`
+    the prompt's last queries (`Reads.PROMPT_MAXIMUM`). This keeps the passages that the question
+    attends to, as runs instead of single tokens, even if the first output tokens do not attend to
+    them. If the prompt's last queries attend to nothing in particular, few runs reach `attention`.
 
     Args:
         size: tokens of a run.
-        attention: what a run's tokens must get together, in (0, `size`].
+        attention: minimum sum over a run's tokens, in (0, `size`].
         gamma, kernel: of CAKE's indicator.
     """
 
-    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE | Reads.MAXIMUM | Reads.APART
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM
     needs_whole_prompt: ClassVar[str] = ""
-    unfit: ClassVar[Mapping[Use, str]] = dict.fromkeys(Use, _WHY)
+    unfit: ClassVar[Mapping[ScoreUse, str]] = dict.fromkeys(ScoreUse, _UNFIT_REASON)
 
     size: int = 20
     attention: float = 0.6
@@ -51,7 +51,7 @@ class Runs:
             raise ConfigError(f"runs.size must be a whole number >= 1, got {self.size}")
         if not (math.isfinite(self.attention) and 0 < self.attention <= self.size):
             raise ConfigError(
-                f"runs.attention must be in (0, {self.size}], the tokens of a run, got"
+                f"runs.attention must be in (0, {self.size}], at most the tokens of a run, got"
                 f" {self.attention}"
             )
         self._indicator()
@@ -59,14 +59,15 @@ class Runs:
     def _indicator(self) -> CakeIndicator:
         return CakeIndicator(gamma=self.gamma, kernel=self.kernel)
 
-    def score(self, columns: AttentionStats) -> torch.Tensor:
-        """``[Hkv, P]`` float32."""
-        if columns.maximum is None:
+    def score(self, stats: AttentionStats) -> torch.Tensor:
+        """Return ``[Hkv, P]`` float32 scores."""
+        if stats.maximum is None:
             raise ValueError("runs needs the maximum of the window's attention; got none")
-        tokens, past = self._indicator().score(columns), columns.past
-        most = columns.maximum[:, :past].reshape(columns.num_kv_heads, -1, past).amax(1)
-        number = -(-past // self.size)
-        runs = pad(most, (0, number * self.size - past)).view(len(most), number, self.size)
-        paid = runs.sum(-1, keepdim=True).expand_as(runs).flatten(1)[:, :past]
-        first = paid * ((1 + self.gamma) / self.attention)
-        return torch.where(paid >= self.attention, first, tokens)
+        token_scores, past = self._indicator().score(stats), stats.past
+        maximum = stats.maximum[:, :past].reshape(stats.num_kv_heads, -1, past).amax(1)
+        num_runs = -(-past // self.size)
+        runs = pad(maximum, (0, num_runs * self.size - past))
+        runs = runs.view(len(maximum), num_runs, self.size)
+        run_attention = runs.sum(-1, keepdim=True).expand_as(runs).flatten(1)[:, :past]
+        run_scores = run_attention * ((1 + self.gamma) / self.attention)
+        return torch.where(run_attention >= self.attention, run_scores, token_scores)

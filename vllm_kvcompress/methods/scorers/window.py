@@ -1,4 +1,4 @@
-"""Rank by the attention of the last queries."""
+"""Score by the attention of the last queries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from vllm_kvcompress.methods.scorers import aggregates, pooling
 class SnapKV:
     """SnapKV (Li et al. 2024, arXiv:2404.14469): attention summed over the window, then pooled.
 
-    ``score[g] = pool(mean_{h in g} sum_i A[h, i])``: the mean over the KV head's query heads comes
-    before the pooling. The authors' code stores and selects per query head instead, at G times
-    the memory.
+    ``score[g] = pool(mean_{h in g} sum_i A[h, i])``: the mean over the KV head's query heads is
+    taken before pooling. The authors' code stores and selects per query head instead, which takes G
+    times the memory.
 
     Args:
         pooling: "max" (the authors' benchmark settings) or "avg".
         kernel: pooling width in tokens, odd.
-        aggregate: over the window's rows and the KV head's query heads: "mean", or "max" or
-            "defensive", which are not SnapKV's (`aggregates`). The last is not pooled again.
-        value_norm: multiply the scores by ``|v_j|_1`` over its sum over the KV head's past, which
-            is not SnapKV's either: DefensiveKV does it (Feng et al. 2025, arXiv:2510.13334).
+        aggregate: over the window's queries and the KV head's query heads: "mean", or "max" or
+            "defensive", which are not SnapKV's (`aggregates`). "defensive" is not pooled again.
+        value_norm: multiply the scores by ``|v_j|_1`` divided by its sum over the KV head's past.
+            This is DefensiveKV's (Feng et al. 2025, arXiv:2510.13334), not SnapKV's.
     """
 
     pooling: str = "max"
@@ -51,18 +51,18 @@ class SnapKV:
     def unused(self) -> Mapping[str, str]:
         return aggregates.unused(self.aggregate)
 
-    def score(self, columns: AttentionStats) -> torch.Tensor:
-        """``[Hkv, P]`` float32."""
-        lines, kind, kernel = columns.num_kv_heads, self.pooling, self.kernel
-        scores = aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
-        return scores * self._value_shares(columns) if self.value_norm else scores
+    def score(self, stats: AttentionStats) -> torch.Tensor:
+        """Return ``[Hkv, P]`` float32 scores."""
+        num_heads, kind, kernel = stats.num_kv_heads, self.pooling, self.kernel
+        scores = aggregates.past_scores(stats, self.aggregate, num_heads, kind, kernel)
+        return scores * self._value_shares(stats) if self.value_norm else scores
 
     @staticmethod
-    def _value_shares(columns: AttentionStats) -> torch.Tensor:
-        """``[Hkv, P]`` float32, rows of sum 1; 0 where all values of a KV head are."""
-        values = columns.values
+    def _value_shares(stats: AttentionStats) -> torch.Tensor:
+        """Return ``[Hkv, P]`` float32 of sum 1 per KV head; 0 if all of a head's values are 0."""
+        values = stats.values
         if values is None:
             raise ValueError("snapkv with value_norm needs the cached values; got none")
-        norms = value_norms(values.value_pages, values.pages, values.tokens)[:, : columns.past]
+        norms = value_norms(values.value_pages, values.pages, values.tokens)[:, : stats.past]
         total = norms.sum(-1, keepdim=True, dtype=torch.float64).float()
         return norms / total.clamp_min(torch.finfo(total.dtype).tiny)

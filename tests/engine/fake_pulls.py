@@ -1,6 +1,6 @@
-"""A scheduler whose prompts are pulled, without workers: a stand-in completes the loads.
+"""A scheduler with pulled prompts but without workers; a fake connector completes the loads.
 
-The scheduler, its blocks and all that is planned are real. What is not: the connector, and tokens.
+The scheduler, its blocks and its compression plans are real. The connector and tokens are fake.
 """
 
 import copy
@@ -25,45 +25,45 @@ SIZE = 32
 
 
 def connector():
-    """Pulls all of a prompt that is not here, once."""
-    stand_in = MagicMock()
+    """Return a fake connector that pulls each prompt's missing tokens once."""
+    fake = MagicMock()
 
     def matched(request, computed):
-        asked = (request.kv_transfer_params or {}).get("do_remote_prefill")
-        return (request.num_prompt_tokens - computed, True) if asked else (0, False)
+        pulls = (request.kv_transfer_params or {}).get("do_remote_prefill")
+        return (request.num_prompt_tokens - computed, True) if pulls else (0, False)
 
     def allocated(request, blocks, tokens):
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
 
-    stand_in.get_num_new_matched_tokens.side_effect = matched
-    stand_in.update_state_after_alloc.side_effect = allocated
-    stand_in.request_finished.return_value = (False, None)
-    stand_in.has_pending_block_frees.return_value = False
-    stand_in.get_loaded_kv_cache_group_ids.return_value = ()
-    stand_in.take_events.return_value = stand_in.get_kv_connector_stats.return_value = None
-    stand_in.supports_divergent_local_hybrid_hits = False
-    return stand_in
+    fake.get_num_new_matched_tokens.side_effect = matched
+    fake.update_state_after_alloc.side_effect = allocated
+    fake.request_finished.return_value = (False, None)
+    fake.has_pending_block_frees.return_value = False
+    fake.get_loaded_kv_cache_group_ids.return_value = ()
+    fake.take_events.return_value = fake.get_kv_connector_stats.return_value = None
+    fake.supports_divergent_local_hybrid_hits = False
+    return fake
 
 
-class Uncollected(CompressionStats):
+class AccumulatingStats(CompressionStats):
     def take(self):
         return None
 
 
-class Pulling:
-    """One scheduler.
+class PullScheduler:
+    """A scheduler with a fake connector.
 
     Args:
-        usual: a configuration of vLLM's.
-        blocks: of the pool, the null block included.
-        slots: for look-aheads.
-        own: as for `engines.settings`.
+        vllm_config: configuration to copy.
+        blocks: number of KV blocks, null block included.
+        slots: number of look-ahead slots.
+        options: arguments of `engines.settings`.
     """
 
-    def __init__(self, usual, blocks, slots, **own):
-        config = copy.copy(usual)
-        config.cache_config = copy.copy(usual.cache_config)
+    def __init__(self, vllm_config, blocks, slots, **options):
+        config = copy.copy(vllm_config)
+        config.cache_config = copy.copy(vllm_config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         spec = CompressedSpec(
             block_size=SIZE,
@@ -71,7 +71,7 @@ class Pulling:
             head_size=16,
             dtype=torch.float32,
             num_compressed_layers=2,
-            settings=active_settings(settings(**own)),
+            settings=active_settings(settings(**options)),
             ring_slots=slots,
         )
         group = KVCacheGroupSpec(["l0", "l1"], spec)
@@ -85,42 +85,45 @@ class Pulling:
         self.scheduler.connector = connector()
         self.scheduler.recompute_kv_load_failures = True
         self.manager = self.scheduler.compressed_manager
-        # nobody takes the counts, so they add up
-        self.manager.compression_stats = Uncollected()
+        # no engine takes the counts, so they add up
+        self.manager.compression_stats = AccumulatingStats()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
-        # whose loads are not complete, such as were aborted included
+        # names of requests whose loads are not complete, including aborted requests
         self.loading = []
 
     @property
     def free(self):
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def add(self, name, prompt, answer=40, *, pull=True):
+    def add(self, name, prompt, max_tokens=40, *, pull=True):
         extra = {"kv_transfer_params": {"do_remote_prefill": True}} if pull else None
-        params = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         request = Request(name, prompt, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
 
     def step(self, done=(), failed=()):
-        """A step, behind which these loads are complete; returns how many tokens it computes.
+        """Run one step; return the number of scheduled tokens by request.
 
         Args:
-            failed: those of `done` of which nothing came behind half of their blocks.
+            done: requests whose loads complete in this step.
+            failed: requests of `done` for which only the first half of the blocks was loaded.
         """
         scheduler = self.scheduler
         output = scheduler.schedule()
-        _, plan = scheduler._handed_out[-1]
+        _, plan = scheduler._steps_in_flight[-1]
         names = list(output.num_scheduled_tokens)
         requests = [scheduler.requests[name] for name in names]
-        ends = [each.num_computed_tokens >= each.num_tokens for each in requests]
-        held = [self.manager.req_to_blocks[name] for name in failed]
-        invalid = {block.block_id for blocks in held for block in blocks[len(blocks) // 2 :]}
+        prefill_ends = [request.num_computed_tokens >= request.num_tokens for request in requests]
+        request_blocks = [self.manager.req_to_blocks[name] for name in failed]
+        invalid = {
+            block.block_id for blocks in request_blocks for block in blocks[len(blocks) // 2 :]
+        }
         result = ModelRunnerOutput(
             req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[5] if end else [] for end in ends],
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[5] if prefill_end else [] for prefill_end in prefill_ends],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
@@ -129,11 +132,11 @@ class Pulling:
             ),
         )
         if plan is not None:
-            attach_report(result, StepReport(carried_out=plan.number, packed=()))
+            attach_report(result, StepReport(executed_plan=plan.number, packed=()))
         scheduler.update_from_output(output, result)
         self.loading = [name for name in self.loading if name not in done]
-        for name, each in scheduler.requests.items():
-            loads = each.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        for name, request in scheduler.requests.items():
+            loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             if loads and name not in {*self.loading, *scheduler.finished_recving_kv_req_ids}:
                 self.loading.append(name)
         return dict(output.num_scheduled_tokens)

@@ -1,8 +1,10 @@
-"""The same question on each endpoint, by hand, and what its answer says of its compression."""
+"""Send the same prompt to each endpoint, and read the compression report in the response."""
 
 import json
 
 import httpx
+
+ENDPOINTS = ["chat/completions", "completions", "responses"]
 
 
 def body(endpoint, text, xargs, stream, model="demo"):
@@ -18,23 +20,23 @@ def body(endpoint, text, xargs, stream, model="demo"):
 
 
 def post(server, endpoint, text, xargs, stream=False, model="demo"):
-    sent = body(endpoint, text, xargs, stream, model)
-    return httpx.post(f"{server.url}/v1/{endpoint}", json=sent, timeout=300)
+    request = body(endpoint, text, xargs, stream, model)
+    return httpx.post(f"{server.url}/v1/{endpoint}", json=request, timeout=300)
 
 
-def answers(response):
-    """The answer as JSON, or the chunks of a streamed one that say what was used."""
+def usage_events(response):
+    """Return the response body, or the streamed events that have a ``usage`` field."""
     if not response.headers["content-type"].startswith("text/event-stream"):
         return [response.json()]
     events = [x[6:] for x in response.text.splitlines() if x.startswith("data: ")]
     parsed = [json.loads(event) for event in events if event != "[DONE]"]
-    found = [event.get("response", event) for event in parsed]
-    return [event for event in found if event.get("usage")]
+    events_or_responses = [event.get("response", event) for event in parsed]
+    return [event for event in events_or_responses if event.get("usage")]
 
 
-def said(answer):
-    """What an answer says of its compression; None when it says nothing."""
-    usage = answer["usage"]
+def compression_report(response):
+    """Return the ``kv_compress`` object of a response's usage, or None if there is none."""
+    usage = response["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     return details.get("kv_compress")
 
@@ -43,8 +45,8 @@ RULE = "Never say the word orange, and answer in one line."
 QUESTION = "In one line: what is the text above about?"
 
 
-def chat_of(endpoint, text):
-    """The same chat with a system prompt, as each endpoint takes it: path and body."""
+def chat_body(endpoint, text):
+    """Return the request body of the same chat with a system prompt, in the endpoint's format."""
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Read."}]
     turns.append({"role": "user", "content": QUESTION})
     common = {"model": "demo", "temperature": 0}

@@ -1,4 +1,4 @@
-"""Python that runs before anything else in every process of a command, and breaks what it finds."""
+"""Build ``sitecustomize.py`` files that patch or hide modules in every process of a command."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def finding(name, *args, **kwargs):
 PathFinder.find_spec = staticmethod(finding)
 """
 
-# The module is not there yet: this waits until it was executed.
+# The module is not imported yet, so an import hook runs the patch after the module's own code.
 _ON_IMPORT = """
 import importlib.abc, importlib.util, sys
 class Broken(importlib.abc.MetaPathFinder):
@@ -33,19 +33,22 @@ sys.meta_path.insert(0, Broken())
 """
 
 
-def broken(module: str, breaking: str) -> str:
-    """A site in which one statement about `module` was executed once it was imported."""
+def patch_on_import(module: str, breaking: str) -> str:
+    """Return site code that runs the statement `breaking` right after `module` is imported."""
     return _ON_IMPORT.format(module=module, breaking=breaking)
 
 
-def without(*packages: str) -> str:
-    """A site in which these packages are not installed."""
+def without_packages(*packages: str) -> str:
+    """Return site code that makes these packages appear not to be installed."""
     return _WITHOUT.format(packages=packages)
 
 
-WITHOUT_VLLM = without("vllm", "transformers")
+WITHOUT_VLLM = without_packages("vllm", "transformers")
 
 
 def write_site(folder: Path, site: str) -> None:
-    """Processes that have the folder first in PYTHONPATH run `site`, after every process's own."""
+    """Write `site` as ``sitecustomize.py``, after the code that every test process runs.
+
+    A process runs it if `folder` comes first in its PYTHONPATH.
+    """
     (folder / NAME).write_text(_EVERY_PROCESS.read_text() + site)

@@ -1,0 +1,286 @@
+"""Compress a prefilled prompt with any method and budget, as the engine would.
+
+`PromptCompressor` computes each scorer's scores once and reuses them for all budgets.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from benchmarks.evidence.reference_model import LONGEST_WINDOW, CacheBatch, PrefilledPrompt
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
+from vllm_kvcompress.methods.attention import split_window_scores
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.method import LayerObservation, Method
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.paged_layers import PagedLayers
+from vllm_kvcompress.methods.spans import Spans, merge_spans
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
+from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import lookahead_window, method_of
+
+BLOCK = 16
+"""Tokens per page: vLLM's default block size on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedCache:
+    """The kept keys and values of a prompt.
+
+    Args:
+        keys, values: per layer ``[Hkv, n_l, D]``; n_l differs between layers.
+        tokens: kept tokens per KV head, summed over the full-attention layers.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    tokens: int
+
+
+class PromptCompressor:
+    """Compresses one prefilled prompt; scores are computed once and serve all budgets.
+
+    Args:
+        prompt: the prompt, followed by its first output tokens if the method has a look-ahead.
+            Must have column sums if a method reads them.
+        block_size: tokens per page.
+        output_tokens: number of output tokens at the end of `prompt`; their queries score it.
+        protected: token spans of each part of the prompt that settings may protect, by name.
+    """
+
+    def __init__(
+        self,
+        prompt: PrefilledPrompt,
+        block_size: int = BLOCK,
+        *,
+        output_tokens: int = 0,
+        protected: Mapping[str, Spans] = MappingProxyType({}),
+    ) -> None:
+        self.prompt = prompt
+        self.protected = protected
+        self.output_tokens = output_tokens
+        self.layers = prompt.full_layers
+        self.block_size = block_size
+        self._window_scores_by_key: dict[tuple[int, bool], list[WindowScores]] = {}
+        self._observations_by_key: dict[tuple[Any, ...], list[LayerObservation]] = {}
+
+    @cached_property
+    def paged_layers(self) -> list[PagedLayers]:
+        """Return the cache of each full-attention layer as pages, the last page zero-padded."""
+        caches = [(self.prompt.keys[layer], self.prompt.values[layer]) for layer in self.layers]
+        return [
+            PagedLayers(
+                key_pages=_paged(keys, self.block_size).mT,
+                value_pages=_paged(values, self.block_size),
+                pages=torch.arange(-(-keys.shape[1] // self.block_size))[None],
+                lengths=None,
+                max_tokens=keys.shape[1],
+                scale=keys.shape[-1] ** -0.5,
+                layers=[layer],
+                value_scales=[1.0],
+            )
+            for layer, (keys, values) in enumerate(caches)
+        ]
+
+    def observations(self, method: Method, plan: PagePlan) -> list[LayerObservation]:
+        """Return what `method` observes of each full-attention layer, cached by its inputs."""
+        key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
+        if key not in self._observations_by_key:
+            paged_layers, latest = self.paged_layers, plan.allocator_window
+            if (
+                latest is not None
+                and plan.scored_by_output
+                and Reads.PROMPT_MAXIMUM in method.reads
+            ):
+                queries = (self.prompt.queries[layer][-plan.window :] for layer in self.layers)
+                windows = [
+                    split_window_scores(paged, query[None], latest)
+                    for paged, query in zip(paged_layers, queries, strict=True)
+                ]
+            else:
+                windows = self._window_scores(paged_layers, plan, method.reads)
+                allocator_scores = windows
+                if latest is not None:
+                    allocator_scores = self._window_scores(
+                        paged_layers, replace(plan, window=latest), method.reads
+                    )
+                windows = [
+                    scores._replace(entropy=for_allocator.entropy, shift=for_allocator.shift)
+                    for scores, for_allocator in zip(windows, allocator_scores, strict=True)
+                ]
+            sums = self.prompt.column_sums
+            layer_sums = None
+            if sums and Reads.COLUMN_SUMS in method.reads:
+                layer_sums = [sums[layer] for layer in self.layers]
+            self._observations_by_key[key] = [
+                method.observe(
+                    paged,
+                    plan.window,
+                    windows[layer] if windows else None,
+                    None if layer_sums is None else layer_sums[layer][None],
+                )[0]
+                for layer, paged in enumerate(paged_layers)
+            ]
+        return self._observations_by_key[key]
+
+    def _window_scores(
+        self, paged_layers: Sequence[PagedLayers], plan: PagePlan, reads: Reads
+    ) -> list[WindowScores]:
+        if Reads.WINDOW not in reads:
+            return []
+        # Pooling changes the maximum; all other scores can be shared between methods.
+        pooled = Reads.POOLED in reads
+        key = (plan.window, pooled)
+        if key not in self._window_scores_by_key:
+            self._window_scores_by_key[key] = [
+                window_scores_of_rows(
+                    self.prompt.queries[layer][None, -plan.window :],
+                    paged.key_pages,
+                    paged.pages,
+                    plan.tokens,
+                    paged.scale,
+                    variance=plan.window > 1,
+                    maximum=True,
+                    pooled=pooled,
+                )
+                for layer, paged in zip(self.layers, paged_layers, strict=True)
+            ]
+        return self._window_scores_by_key[key]
+
+    def plan(self, settings: CompressionConfig) -> PagePlan | None:
+        """Return the engine's page plan for this prompt, or None if it would keep all tokens.
+
+        Raises:
+            AssertionError: the look-ahead of `settings` is not `output_tokens`.
+        """
+        tokens = len(self.prompt.ids)
+        lookahead = LookaheadSchedule(
+            settings=settings,
+            num_layers=len(self.layers),
+            block_size=self.block_size,
+            prompt=tokens - self.output_tokens,
+            max_tokens=tokens + 2,
+            prefilled=tokens - self.output_tokens,
+            spans=merge_spans(
+                span for part in settings.protect for span in self.protected.get(part, ())
+            ),
+        )
+        assert lookahead.due == tokens
+        assert lookahead_window(settings) <= LONGEST_WINDOW, (
+            f"the window must be at most {LONGEST_WINDOW} tokens"
+        )
+        footprint = KVFootprint(num_layers=len(self.layers), block_size=self.block_size)
+        return lookahead.plan(footprint, tokens)
+
+    def compress(self, settings: CompressionConfig) -> CompressedCache | None:
+        """Return the cache that the engine would keep, or None if it would keep all tokens."""
+        plan = self.plan(settings)
+        if plan is None:
+            return None
+        method = method_of(settings, scored_by_output=plan.scored_by_output)
+        observations = self.observations(method, plan)
+        pages = method.layer_pages(plan, observations)
+        kept_positions = method.select(observations, plan, pages)
+        counts = (pages * self.block_size + plan.tail).tolist()
+        # Sliding-window layers keep the tokens inside their window.
+        keys = [k if n is None else k[:, -n:] for k, n in self._with_windows(self.prompt.keys)]
+        values = [v if n is None else v[:, -n:] for v, n in self._with_windows(self.prompt.values)]
+        for index, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
+            kept = kept_positions[index, :, :count].long()
+            if method.merge:
+                keys[layer], values[layer] = self._merged(index, kept, method, plan)
+            else:
+                gathered = kept[..., None].expand(-1, -1, keys[layer].shape[-1])
+                keys[layer] = keys[layer].gather(1, gathered)
+                values[layer] = values[layer].gather(1, gathered)
+        return CompressedCache(keys=keys, values=values, tokens=sum(counts))
+
+    def _with_windows(
+        self, caches: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, int | None]]:
+        return zip(caches, self.prompt.sliding_windows, strict=True)
+
+    def _merged(
+        self, index: int, kept: torch.Tensor, method: Method, plan: PagePlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[Hkv, n, D]`` at positions `kept`, dropped tokens merged in.
+
+        Args:
+            index: index among the full-attention layers.
+            kept: ``[Hkv, n]`` int64.
+        """
+        assert not plan.spans, "this benchmark measures merging methods without protection"
+        paged, count = self.paged_layers[index], kept.shape[1]
+        merged = merge_evicted(
+            paged.key_pages,
+            paged.value_pages,
+            paged.pages,
+            len(self.prompt.ids),
+            kept[None].to(torch.int32),
+            torch.tensor([count], dtype=torch.int32),
+            count,
+            values_only=method.values_only,
+        )
+        return merged.keys[0], merged.values[0]
+
+
+def _paged(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return ``[H, S, D]`` as zero-padded pages ``[pages, H, block_size, D]``."""
+    heads, tokens, dim = cache.shape
+    num_pages = -(-tokens // block_size)
+    padded = torch.nn.functional.pad(cache, (0, 0, 0, num_pages * block_size - tokens))
+    return padded.view(heads, num_pages, block_size, dim).transpose(0, 1)
+
+
+def stack_caches(
+    prompt: PrefilledPrompt, caches: Sequence[CompressedCache], output_capacity: int
+) -> CacheBatch:
+    """Return compressed caches of one prompt as a padded batch with space for output tokens.
+
+    Args:
+        output_capacity: output tokens that each cache can take.
+    """
+    keys, values, lengths, starts = [], [], [], []
+    for layer in range(len(prompt.keys)):
+        layer_caches = [(cache.keys[layer], cache.values[layer]) for cache in caches]
+        counts = [k.shape[1] for k, _ in layer_caches]
+        start = max(counts)
+        heads, _, dim = layer_caches[0][0].shape
+        both = torch.empty(2, len(layer_caches), heads, start + output_capacity, dim)
+        for index, pair in enumerate(layer_caches):
+            for padded, kept in zip(both[:, index], pair, strict=True):
+                # Attention masks the padding, but 0 * NaN is NaN: the padding must be finite.
+                padded[:, : start - kept.shape[1]] = 0
+                padded[:, start - kept.shape[1] : start] = kept
+                padded[:, start:] = 0
+        keys.append(both[0])
+        values.append(both[1])
+        lengths.append(torch.tensor(counts))
+        starts.append(start)
+    return CacheBatch(
+        keys=keys,
+        values=values,
+        lengths=lengths,
+        starts=starts,
+        position=len(prompt.ids),
+        sliding_windows=prompt.sliding_windows,
+    )
+
+
+@cache
+def settings_at(raw: str, budget: float) -> CompressionConfig:
+    """Return the settings of a preset or a JSON object at a budget, for prompts of any length.
+
+    Args:
+        raw: the name of a preset, or settings as ``--kv-compress-config`` takes them.
+        budget: share of the prompt's tokens to keep; replaces a budget in `raw`.
+    """
+    settings: Mapping[str, Any] = json.loads(raw) if raw.startswith("{") else {"compress": raw}
+    return CompressionConfig.parse({**settings, "budget": budget, "min_prompt": 0})

@@ -1,0 +1,42 @@
+"""Score layers of different lengths a few at a time, as the engine's packer does."""
+
+from vllm_kvcompress.methods.kept_slots import kept_slots as choose_slots
+
+
+def observe_layers(method, rows, query, window, at_once, sums=None, latest=None):
+    """Return the scores ``[N, Hkv, W]`` of all layers, and their observations.
+
+    Args:
+        rows: paged layers.
+        at_once: number of layers that are scored together.
+        sums: attention that earlier steps added up, or None.
+        latest: number of last queries that score separately; None if all queries score together.
+    """
+    observations = []
+    for start in range(0, len(rows), at_once):
+        layers = slice(start, start + at_once)
+        part_rows = rows.subset(layers)
+        attention = (
+            None
+            if query is None
+            else method.attention(
+                part_rows, query[layers], latest, scored_by_output=latest is not None
+            )
+        )
+        part_sums = None if sums is None else sums[layers]
+        observations += method.observe(part_rows, window, attention, part_sums)
+    return method.scores(observations), observations
+
+
+def kept_slots(scores, rows, counts, window, block_size, max_layer_pages, selector, tail=0):
+    """Return the slots that each layer keeps in its pages."""
+    return choose_slots(
+        scores,
+        rows.lengths,
+        counts,
+        window=window,
+        tail=tail,
+        block_size=block_size,
+        max_layer_pages=max_layer_pages,
+        selector=selector,
+    )

@@ -1,0 +1,175 @@
+"""Keys of a request, and errors for misspelt and misplaced ones."""
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.settings.protection import PROTECT, shorten
+
+COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
+DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
+BY_ROLE = "kv_by_role"
+CHOICES = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
+KEYS = (*CHOICES, PROTECT, BY_ROLE)
+XARGS = "vllm_xargs"
+_TRANSFER = "kv_transfer_params"
+VLLM_KEYS = frozenset({_TRANSFER, "kv_cache_report_mode"})
+"""Keys of vLLM that also begin with ``kv_``."""
+SPANS, ROLES = "kvcompress_spans", "kvcompress_roles"
+"""Extra arguments that the API server adds for the scheduler."""
+_EXACT = frozenset({*KEYS, ALIAS, SPANS, ROLES, *VLLM_KEYS})
+_MAX_SHOWN = 24
+"""Characters of an unknown key that are compared and shown."""
+_KV_PREFIX = re.compile(r"kv[_-]", re.IGNORECASE)
+_MISSPELT_XARGS = ("vllmxargs", "vllmextraargs", "xargs", "extraargs")
+_MAX_DEPTH = 4
+"""Levels of nested objects that are searched for our keys."""
+
+
+def _letters(key: str) -> str:
+    """Return the key in lower case, without separators between its words."""
+    return re.sub(r"[\W_]", "", key[:_MAX_SHOWN].lower())
+
+
+_BY_LETTERS = {_letters(key.removeprefix("kv_")): key for key in KEYS} | {
+    _letters(key): key for key in (*KEYS, ALIAS, *VLLM_KEYS)
+}
+"""Key by its letters, with or without the leading ``kv``."""
+
+
+def _nearest(key: str) -> str | None:
+    """Return the known key that is most similar to a misspelt one; None if none is similar."""
+    letters = _letters(key)
+    if letters in _BY_LETTERS:
+        return _BY_LETTERS[letters]
+    if not letters.startswith("kv"):
+        return None
+    known = {_letters(name): name for name in (*KEYS, *VLLM_KEYS)}
+    near = difflib.get_close_matches(letters, known, 1, 0.8)
+    return known[near[0]] if near else None
+
+
+def refuse_unknown(extra_args: Mapping[str, Any]) -> None:
+    """Refuse extra arguments that look like compression settings but are not.
+
+    Args:
+        extra_args: ``vllm_xargs`` of the request, or ``SamplingParams.extra_args``.
+
+    Raises:
+        OverrideError: a key is misspelt, is unknown and begins with ``kv_``, or holds an object
+            with compression settings.
+    """
+    for key, value in extra_args.items():
+        if key in _EXACT or not isinstance(key, str):
+            continue
+        near = _nearest(key)
+        if near is not None or _KV_PREFIX.match(key):
+            hint = f"did you mean {near!r}?" if near else f"a request may set {list(KEYS)}"
+            raise OverrideError("invalid", f"{key[:_MAX_SHOWN]!r} is unknown; {hint}")
+        if found := next(_settings_in(value), None):
+            raise OverrideError(
+                "invalid",
+                f"{found!r} must be a top-level extra argument, but is inside"
+                f" {key[:_MAX_SHOWN]!r}; move it to the top level",
+            )
+
+
+def misplaced(body: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """Return our keys that are in a place where vLLM ignores them.
+
+    Args:
+        body: the request body, or an object in it.
+        fields: keys that vLLM reads there.
+    """
+    return {
+        key: value
+        for key, value in body.items()
+        if key in KEYS and key not in fields and isinstance(key, str)
+    }
+
+
+def refuse_misplaced(body: Mapping[str, Any], fields: Collection[str], place: str = XARGS) -> None:
+    """Refuse compression settings that vLLM does not pass on to this plugin.
+
+    Args:
+        body: the request body, or an object in it.
+        fields: keys that vLLM reads there; it ignores all others.
+        place: object in which the settings belong.
+
+    Raises:
+        OverrideError: a key is ours, begins with ``kv_``, or holds an object with our keys.
+    """
+    for key, value in body.items():
+        if key in fields or key == _TRANSFER or not isinstance(key, str):
+            continue
+        shown = key[:_MAX_SHOWN]
+        if key in KEYS:
+            raise OverrideError(
+                "invalid",
+                f"{key!r} ({shorten(value)}) must be inside {place}, but is outside, where vLLM"
+                f" ignores it; send {place} with {key!r} in it",
+            )
+        near = _nearest(key) if _letters(key).startswith("kv") else None
+        if near is not None or _KV_PREFIX.match(key):
+            raise OverrideError(
+                "invalid", f"{shown!r} is not a field of the request; {_hint(near, place)}"
+            )
+        _refuse_object(shown, value, place)
+
+
+def _hint(near: str | None, place: str) -> str:
+    if near is None:
+        return f"inside {place} a request may set {list(KEYS)}"
+    if near == _TRANSFER:
+        return f"did you mean {near!r}?"
+    return f"did you mean {near!r} inside {place}?"
+
+
+def _refuse_object(key: str, value: Any, place: str) -> None:
+    """Refuse an object with compression settings under a key that vLLM ignores."""
+    if not isinstance(value, Mapping):
+        return
+    found = next(_settings_in(value), None)
+    letters = _letters(key)
+    if letters == "extrabody":
+        if found is not None or any(_is_xargs(inner) for inner in value):
+            raise OverrideError(
+                "invalid",
+                f"{key!r} is an argument of the openai client and not a field of the request, got"
+                f" {shorten(value)}; send its keys at the top level, and settings such as"
+                f" {BUDGET!r} inside {place}",
+            )
+        return
+    if _is_xargs(key) and found is None:
+        found = next(
+            (inner for inner in value if isinstance(inner, str) and _looks_like_ours(inner)), None
+        )
+    if found is not None:
+        raise OverrideError(
+            "invalid",
+            f"{key!r} is not a field of the request; did you mean {place}? It holds"
+            f" {found[:_MAX_SHOWN]!r}, which vLLM ignores there",
+        )
+
+
+def _looks_like_ours(key: str) -> bool:
+    return _nearest(key) is not None or bool(_KV_PREFIX.match(key))
+
+
+def _is_xargs(key: Any) -> bool:
+    """Return whether a key is ``vllm_xargs`` or a misspelling of it."""
+    return isinstance(key, str) and bool(
+        difflib.get_close_matches(_letters(key), _MISSPELT_XARGS, 1, 0.8)
+    )
+
+
+def _settings_in(value: Any, depth: int = 0) -> Iterator[str]:
+    """Yield our keys in an object and in its nested objects."""
+    if not isinstance(value, Mapping) or depth == _MAX_DEPTH:
+        return
+    for key, inner in value.items():
+        if key in KEYS:
+            yield key
+        yield from _settings_in(inner, depth + 1)
