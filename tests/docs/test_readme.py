@@ -95,7 +95,7 @@ def test_concurrency_matches_the_linked_run():
 
 
 @pytest.mark.parametrize(
-    ("setting", "budget"), [("Safe", 0.5), ("Recommended", 0.2), ("Smallest", 0.1)]
+    ("setting", "budget"), [("Safest", 0.5), ("Recommended", 0.2), ("Smallest", 0.1)]
 )
 def test_quality_is_the_lower_value_of_both_question_positions(setting, budget):
     text = (RESULTS / "ordinary.md").read_text()

@@ -133,7 +133,8 @@ def test_output_does_not_depend_on_concurrent_requests(
         llm.finish_in_flight_steps()
         assert llm.free_blocks == free_before
     for (prompt, override), hit in zip(requests, hits[::-1], strict=True):
-        if override.get("kv_compress") == "h2o":
+        # A prompt needs two full blocks to be compressed.
+        if override.get("kv_compress") == "h2o" and len(prompt) >= 2 * BLOCK:
             assert hit == 0, "h2o must compute the queries of all tokens"
         else:
             assert 0 < hit < len(prompt)
@@ -176,7 +177,7 @@ def test_output_does_not_depend_on_the_pool_size(config, min_tokens, in_place, m
     with start_uncached(model, config) as llm:
         expected = llm.generate([PROMPTS[0]], NUM_OUTPUT)
     seen_in_place, all_hits, min_blocks = set(), set(), -(-min_tokens // BLOCK) + 2 * 2
-    for blocks in range(min_blocks, min_blocks + plan.blocks + 3):
+    for blocks in range(min_blocks, min_blocks + plan.blocks + 6):
         options = dict(max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
         with start_engine(model, config, blocks=1 + blocks, **options) as llm:
             packings = llm.watch_packing(lambda done: done.pack_request.in_place)

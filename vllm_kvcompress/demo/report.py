@@ -71,7 +71,7 @@ def show(
     if result.lookahead:
         console.print(
             f"Compression waits for the first {result.lookahead} output tokens; their attention"
-            " decides which tokens it keeps."
+            f" decides which tokens it keeps. {_shared_tokens(off, on, result)}"
         )
     console.print(f"\nKept tokens of the prompt's {result.prompt_tokens:,}, layer by layer:\n")
     console.print(_layers(result))
@@ -112,10 +112,7 @@ def show_request(off: Run, on: Run, *, request: str, console: Console) -> int:
     if off.token_ids == on.token_ids:
         console.print(f"\n[bold green]The same output[/], all {alike} tokens.")
     else:
-        console.print(
-            f"\nThe first [bold]{alike} of {len(off.token_ids)} output tokens[/] are the same;"
-            " then the wording differs."
-        )
+        console.print(f"\n{_shared_tokens(off, on, result)} Then the wording differs.")
     return 0 if _starts_alike(off, on, result, console) else 1
 
 
@@ -123,6 +120,16 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     """Number of tokens in the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _shared_tokens(off: Run, on: Run, result: Compressed) -> str:
+    """Say how many output tokens are the same, and how many of them precede the compression."""
+    alike = _alike(off.token_ids, on.token_ids)
+    before = min(1 + result.lookahead, alike)
+    return (
+        f"The first [bold]{alike} of {len(off.token_ids)} output tokens[/] are the same;"
+        f" {before} of them were written before the compression."
+    )
 
 
 def _starts_alike(off: Run, on: Run, result: Compressed, console: Console) -> bool:
