@@ -22,14 +22,14 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights in bfloat16, with embedding and output layer."""
+        """Return the bytes of the weights in bfloat16, with embedding and output layer."""
         attention = 2 * self.hidden * self.dim * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return 2 * (self.layers * layer + 2 * self.vocabulary * self.hidden)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in bfloat16."""
+        """Return the bytes of the keys and values of one token in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * self.dim
 
     def write(self, folder: Path) -> str:

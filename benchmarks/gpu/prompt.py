@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the prompt's pages and of the pages that kept tokens are moved to."""
+        """Return the bytes of the prompt's pages and of the pages that kept tokens are moved to."""
         page = self.block * self.kv_heads * 2 * self.dim * self.dtype.itemsize
         return page * (self.layers * self.blocks + sum(self.counts))
 

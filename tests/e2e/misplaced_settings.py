@@ -11,6 +11,8 @@ MISPLACED = [
     ({"kv_transfer_param": {}}, "did you mean 'kv_transfer_params'?"),
     ({"extra_body": {"vllm_xargs": {"kv_budget": 0.05}}}, "send its keys at the top level"),
     ({"extra_body": {"kv_budget": 0.05}}, "send its keys at the top level"),
+    ({"extra_body": {"kv-bugdet": 0.05}}, "send its keys at the top level"),
+    ({"extra_body": {"top_k": 1}}, "send its keys at the top level"),
     ({"vllm_xarg": {"kv_budget": 0.05}}, "'vllm_xarg' is not a field of the request; did you mean"),
     ({"vllm-xargs": {"kv_bugdet": 0.05}}, "did you mean {place}?"),
     ({"VLLM_XARGS": {"budget": 0.05}}, "did you mean {place}?"),
@@ -31,7 +33,6 @@ MISSPELT = [
 UNRELATED = [
     {"kv_transfer_params": None},
     {"budget": 5},
-    {"extra_body": {"top_k": 1}},
     {"nvext": {"kv_overlap": 1, "annotations": ["kv_budget"]}},
     {"metadata": {"user": "kv_budget"}},
 ]

@@ -303,13 +303,17 @@ def test_a_misspelt_key_is_refused_offline_too(model):
         ({"budget": 4097}, "--kv-budget"),
         ({"decode_budget": 4097}, "--kv-decode-budget"),
         ({"min_prompt": 4097}, "--kv-min-prompt"),
+        ({"min_output": 4097}, "--kv-min-output"),
+        ({"decode_budget": 512, "decode_interval": 8192}, "--kv-decode-interval"),
+        ({"max_whole": 10**20}, "--kv-max-whole"),
+        ({"max_whole": 2048, "piece": 8192}, "--kv-piece"),
         ({"alias": {"many": "cake:4097"}}, "the budget of --kv-alias many"),
         ({"allow_override": "all", "budget_bounds": [[4097, 5000]]}, "the smallest of --kv-budget"),
     ],
 )
 def test_lengths_above_max_model_len_are_refused(model, asked, name):
     longest = 4096
-    with pytest.raises(ConfigError, match=f"{name}.* must be at most --max-model-len 4096:.* got"):
+    with pytest.raises(ConfigError, match=f"{name}.* must be at most --max-model-len 4096,.* got"):
         configure(
             model,
             max_model_len=longest,

@@ -234,8 +234,8 @@ def test_cake_needs_the_statistics_of_every_layer(stats):
         allocate(Cake(), budget_spec(2, 8, 4, 100), stats)
 
 
-@pytest.mark.parametrize("tau", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("tau", [0.0, -1.0, 1e-6, 1e-3, 50.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["tau1", "tau2"])
 def test_cake_refuses_bad_temperatures(name, tau):
-    with pytest.raises(ConfigError, match=f"cake.{name} must be a finite number > 0"):
+    with pytest.raises(ConfigError, match=f"cake.{name} must be between 0.05 and 20, got"):
         Cake(**{name: tau})

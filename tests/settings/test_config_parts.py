@@ -224,6 +224,7 @@ def test_replacements():
     ("raw", "words"),
     [
         ({"allocator_params": {"tau1": 1e-300}}, "tau1 must be 0, or between 1e-06 and 1e+06"),
+        ({"allocator_params": {"tau1": 1e-6}}, "cake.tau1 must be between 0.05 and 20, got 1e-06"),
         ({"allocator_params": {"tau2": 1e300}}, "got 1e+300; the default is 1.0"),
         ({"allocator_params": {"tau1": 10**400}}, "tau1 must be 0, or between"),
         ({"scorer_params": {"gamma": 1e-40}}, "got 1e-40; the default is 200.0"),
@@ -249,7 +250,7 @@ def test_parameters_of_an_extreme_size_are_refused(raw, words):
 
 
 def test_parameters_of_a_sensible_size_are_accepted():
-    assert parse(allocator_params={"tau1": 1e-3, "tau2": 3}).enabled
+    assert parse(allocator_params={"tau1": 0.1, "tau2": 3}).enabled
     assert parse(scorer_params={"gamma": 0}).enabled
     assert parse("snapkv", scorer_params={"kernel": 1023}).enabled
     assert parse("random", scorer_params={"seed": 2**32 - 1}).enabled

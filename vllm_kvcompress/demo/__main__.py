@@ -103,7 +103,7 @@ def common(args: argparse.Namespace) -> list[str]:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether bfloat16, the checkpoint's dtype, is at least as fast as float32 on this machine.
+    """Return whether bfloat16, the checkpoint's dtype, is at least as fast as float32 here.
 
     A CPU without AVX-512 emulates bfloat16: a matrix product takes about eight times as long.
     """

@@ -41,7 +41,7 @@ class Question:
         return f"{self.text} {MANNER}"
 
     def answered_by(self, answer: str) -> bool:
-        """Whether `answer` contains the fact, ignoring case."""
+        """Return whether `answer` contains the fact, ignoring case."""
         return self.fact.lower() in answer.lower()
 
 
@@ -152,7 +152,7 @@ class Asked:
 
     @property
     def known_from_the_text(self) -> bool:
-        """Whether the answer is right with the text, and wrong without it."""
+        """Return whether the answer is right with the text, and wrong without it."""
         right = self.question.answered_by
         return right(self.answer) and not right(self.without_text)
 

@@ -117,7 +117,7 @@ def show_request(off: Run, on: Run, *, request: str, console: Console) -> int:
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens in the common prefix."""
+    """Return the number of tokens in the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -133,7 +133,7 @@ def _shared_tokens(off: Run, on: Run, result: Compressed) -> str:
 
 
 def _starts_alike(off: Run, on: Run, result: Compressed, console: Console) -> bool:
-    """Whether the output tokens up to the compression are the same; prints it if they differ."""
+    """Return whether the output tokens up to the compression are equal. Print it if not."""
     full = 1 + result.lookahead
     if off.first_token_id == on.first_token_id and off.token_ids[:full] == on.token_ids[:full]:
         return True

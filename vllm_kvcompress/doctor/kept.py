@@ -55,7 +55,7 @@ class KeptMap:
 
     @property
     def summary(self) -> str:
-        """The number of kept tokens, in one line."""
+        """Return the number of kept tokens, in one line."""
         part = self.mean / self.prompt_tokens
         return (
             f"{self.prompt_tokens:,} prompt tokens; a layer keeps {self.mean:,.0f} on average"

@@ -123,19 +123,23 @@ def _repackable_presets() -> list[str]:
 
 
 def unreachable_length_refusal(settings: CompressionConfig, max_tokens: int) -> str | None:
-    """Return which number of tokens no prompt can reach, or None if prompts can reach all of them.
+    """Return why a number of tokens has no effect, because no request is that long, or None.
 
     Args:
         max_tokens: maximum tokens of a prompt and its output together.
     """
     lows = [low for low, _ in settings.budget_bounds]
     largest_low = max((low for low in lows if isinstance(low, int)), default=None)
-    min_prompt = settings.min_prompt if "min_prompt" in settings.model_fields_set else None
+    given = settings.model_fields_set
     lengths = {
         "--kv-budget": settings.budget if isinstance(settings.budget, int) else None,
         "the smallest of --kv-budget-bounds": largest_low,
         "--kv-decode-budget": settings.decode_budget,
-        "--kv-min-prompt": min_prompt,
+        "--kv-decode-interval": settings.decode_interval if "decode_interval" in given else None,
+        "--kv-min-prompt": settings.min_prompt if "min_prompt" in given else None,
+        "--kv-min-output": settings.min_output,
+        "--kv-max-whole": settings.max_whole,
+        "--kv-piece": settings.piece if "piece" in given else None,
     }
     for alias in settings.alias:
         budget = alias.budget if isinstance(alias.budget, int) else None
@@ -143,7 +147,8 @@ def unreachable_length_refusal(settings: CompressionConfig, max_tokens: int) -> 
     for name, tokens in lengths.items():
         if tokens is not None and tokens > max_tokens:
             return (
-                f"{name} must be at most --max-model-len {max_tokens}: no prompt is longer and"
-                f" nothing would be compressed; got {tokens}; lower it, or raise --max-model-len"
+                f"{name} must be at most --max-model-len {max_tokens}, because no request is longer"
+                f" and the setting would have no effect; got {tokens}; lower it, or raise"
+                " --max-model-len"
             )
     return None

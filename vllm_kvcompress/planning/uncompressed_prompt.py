@@ -19,7 +19,7 @@ def uncompressed_prompt_blocks(
     Args:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
-        max_tokens: tokens of the max_tokens prompt.
+        max_tokens: tokens of the longest prompt.
     """
     uncompressed = -(-max_tokens // block_size)
     if settings.max_whole is None:

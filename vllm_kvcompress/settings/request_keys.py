@@ -23,7 +23,9 @@ _EXACT = frozenset({*KEYS, ALIAS, SPANS, ROLES, *VLLM_KEYS})
 _MAX_SHOWN = 24
 """Characters of an unknown key that are compared and shown."""
 _KV_PREFIX = re.compile(r"kv[_-]", re.IGNORECASE)
-_MISSPELT_XARGS = ("vllmxargs", "vllmextraargs", "xargs", "extraargs")
+_XARGS_NAMES = ("xargs", "extraargs")
+_SIMILAR_XARGS_NAMES = ("vllmxargs", "vllmextraargs")
+"""Names that ``vllm_xargs`` is mistaken for, in letters. Short ones resemble unrelated keys."""
 _MAX_DEPTH = 4
 """Levels of nested objects that are searched for our keys."""
 
@@ -128,20 +130,17 @@ def _hint(near: str | None, place: str) -> str:
 
 
 def _refuse_object(key: str, value: Any, place: str) -> None:
-    """Refuse an object with compression settings under a key that vLLM ignores."""
+    """Refuse ``extra_body``, and objects with compression settings under a key vLLM ignores."""
     if not isinstance(value, Mapping):
         return
+    if _letters(key) == "extrabody":
+        raise OverrideError(
+            "invalid",
+            f"{key!r} is an argument of the openai client and not a field of the request, got"
+            f" {shorten(value)}; send its keys at the top level, and settings such as"
+            f" {BUDGET!r} inside {place}",
+        )
     found = next(_settings_in(value), None)
-    letters = _letters(key)
-    if letters == "extrabody":
-        if found is not None or any(_is_xargs(inner) for inner in value):
-            raise OverrideError(
-                "invalid",
-                f"{key!r} is an argument of the openai client and not a field of the request, got"
-                f" {shorten(value)}; send its keys at the top level, and settings such as"
-                f" {BUDGET!r} inside {place}",
-            )
-        return
     if _is_xargs(key) and found is None:
         found = next(
             (inner for inner in value if isinstance(inner, str) and _looks_like_ours(inner)), None
@@ -160,16 +159,25 @@ def _looks_like_ours(key: str) -> bool:
 
 def _is_xargs(key: Any) -> bool:
     """Return whether a key is ``vllm_xargs`` or a misspelling of it."""
-    return isinstance(key, str) and bool(
-        difflib.get_close_matches(_letters(key), _MISSPELT_XARGS, 1, 0.8)
+    if not isinstance(key, str):
+        return False
+    letters = _letters(key)
+    return letters in _XARGS_NAMES or bool(
+        difflib.get_close_matches(letters, _SIMILAR_XARGS_NAMES, 1, 0.8)
     )
 
 
 def _settings_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield our keys in an object and in its nested objects."""
-    if not isinstance(value, Mapping) or depth == _MAX_DEPTH:
+    """Yield our keys, also misspelt ones, in an object and in its nested objects and lists."""
+    if depth == _MAX_DEPTH:
         return
-    for key, inner in value.items():
-        if key in KEYS:
-            yield key
-        yield from _settings_in(inner, depth + 1)
+    if isinstance(value, list):
+        for inner in value:
+            yield from _settings_in(inner, depth + 1)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                continue
+            if key in KEYS or (_letters(key).startswith("kv") and _nearest(key) is not None):
+                yield key
+            yield from _settings_in(inner, depth + 1)

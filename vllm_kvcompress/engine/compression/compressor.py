@@ -215,7 +215,7 @@ class PromptCompressor:
 
     @property
     def running(self) -> bool:
-        """Whether a step is in progress."""
+        """Return whether a step is in progress."""
         return self._step is not None
 
     @property
@@ -225,13 +225,13 @@ class PromptCompressor:
 
     @property
     def planned(self) -> bool:
-        """Whether this step has a plan whose batch is not laid out yet."""
+        """Return whether this step has a plan whose batch is not laid out yet."""
         step = self._step
         return step is not None and step.plan is not None and not step.laid_out
 
     @property
     def must_run_layers_in_python(self) -> bool:
-        """Whether the batch about to be laid out has prefills whose layers we must observe."""
+        """Return whether the next batch has prefills whose layers must be observed."""
         step = self._step
         if step is None or step.plan is None or step.laid_out:
             return False
@@ -241,7 +241,7 @@ class PromptCompressor:
 
     @property
     def needs_tables(self) -> bool:
-        """Whether the work after this step reads the batch's page tables."""
+        """Return whether the work after this step reads the batch's page tables."""
         step = self._step
         if step is None:
             return False
@@ -251,7 +251,7 @@ class PromptCompressor:
 
     @property
     def watching(self) -> bool:
-        """Whether this step has prefills that `after_attention` observes."""
+        """Return whether this step has prefills that `after_attention` observes."""
         return self._step is not None and bool(self._step.spans)
 
     def after_attention(self, layer: int, query: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ class Stopwatch:
 
     @property
     def done(self) -> bool:
-        """Whether the device has finished the last `running` block."""
+        """Return whether the device has finished the last `running` block."""
         return not self._events or bool(self._events[-1][1].query())
 
     @property

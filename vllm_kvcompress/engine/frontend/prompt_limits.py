@@ -17,6 +17,7 @@ from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.protection import shorten
 from vllm_kvcompress.settings.request_keys import BUDGET, COMPRESS
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -45,7 +46,7 @@ def check_token_budget(
         raise OverrideError(
             "out_of_bounds",
             f"{BUDGET} must be at most {max_model_len}, the longest prompt on this server, got"
-            f" {request_settings.budget}; lower it, or set {COMPRESS} to off",
+            f" {shorten(extra_args[BUDGET])}; lower it, or set {COMPRESS} to off",
         )
 
 

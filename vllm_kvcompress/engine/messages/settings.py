@@ -24,7 +24,16 @@ _parsed: dict[str, CompressionConfig] = {}
 
 
 def attach_settings(additional_config: Any, settings: CompressionConfig) -> dict[str, Any]:
-    """Return a copy of `additional_config` with these settings added. Unset ones are left out."""
+    """Return a copy of `additional_config` with these settings added. Unset ones are left out.
+
+    Raises:
+        ConfigError: `additional_config` is neither None nor a mapping.
+    """
+    if additional_config is not None and not isinstance(additional_config, Mapping):
+        raise ConfigError(
+            "additional_config must be a JSON object, got"
+            f" {type(additional_config).__name__}; write {{}} or leave it out"
+        )
     return {**(additional_config or {}), _KEY: settings.to_additional_config()}
 
 
@@ -45,10 +54,15 @@ def refuse_misspelt_settings(additional_config: Any) -> None:
         if key == _KEY or not isinstance(key, str):
             continue
         letters = re.sub(r"[\W_]", "", key[:40].lower()).removeprefix("vllm")
-        if difflib.get_close_matches(letters, [_KEY], 1, _MIN_SIMILARITY):
+        if "kvcomp" in letters or difflib.get_close_matches(letters, [_KEY], 1, _MIN_SIMILARITY):
             raise ConfigError(
                 f"compression settings must be in additional_config[{_KEY!r}], got"
                 f" {key[:40]!r}; did you mean {_KEY!r}?"
+            )
+        if letters == "additionalconfig" and has_settings(value):
+            raise ConfigError(
+                f"compression settings must be in additional_config[{_KEY!r}], got them one level"
+                f" deeper, in {key[:40]!r}; remove that level"
             )
         name = _SETTING_BY_LETTERS.get(letters)
         if name is not None:

@@ -89,7 +89,7 @@ class Elements:
 
     @property
     def strided(self) -> bool:
-        """Whether the token and dim indices have one stride each."""
+        """Return whether the token and dim indices have one stride each."""
         return len(self.tokens) == len(self.dims) == 1
 
     def view(self, pages: torch.Tensor) -> torch.Tensor:

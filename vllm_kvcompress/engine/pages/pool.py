@@ -147,7 +147,7 @@ class PagePool:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request has a slot."""
+        """Return whether any request has a slot."""
         return bool(self._slots)
 
     def __contains__(self, request_id: str) -> bool:

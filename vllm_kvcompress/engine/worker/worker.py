@@ -112,7 +112,7 @@ class CompressingWorker:
 
     @property
     def _is_output_rank(self) -> bool:
-        """Whether vLLM's executor reads this rank's output: the first rank of the last stage."""
+        """Return whether vLLM's executor reads the output of this rank."""
         parallel = self.vllm_config.parallel_config
         first_of_last = parallel.world_size - parallel.tensor_parallel_size
         return bool(self.rank == first_of_last)

@@ -12,6 +12,9 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
 
+MIN_TAU, MAX_TAU = 0.05, 20.0
+"""Range of the temperatures. The authors tuned them between 0.2 and 3."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cake:
@@ -38,9 +41,10 @@ class Cake:
 
     def __post_init__(self) -> None:
         for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if not (tau > 0 and math.isfinite(tau)):
+            if not MIN_TAU <= tau <= MAX_TAU:
                 raise ConfigError(
-                    f"cake.{name} must be a finite number > 0, got {tau}; 1 is neutral"
+                    f"cake.{name} must be between {MIN_TAU:g} and {MAX_TAU:g}, got {tau}; 1 is"
+                    " neutral"
                 )
 
     def preferences(self, entropy: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
