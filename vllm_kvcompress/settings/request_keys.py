@@ -131,7 +131,7 @@ def _hint(near: str | None, place: str) -> str:
 
 def _refuse_object(key: str, value: Any, place: str) -> None:
     """Refuse ``extra_body``, and objects with compression settings under a key vLLM ignores."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping | list):
         return
     if _letters(key) == "extrabody":
         raise OverrideError(
@@ -141,7 +141,7 @@ def _refuse_object(key: str, value: Any, place: str) -> None:
             f" {BUDGET!r} inside {place}",
         )
     found = next(_settings_in(value), None)
-    if _is_xargs(key) and found is None:
+    if _is_xargs(key) and found is None and isinstance(value, Mapping):
         found = next(
             (inner for inner in value if isinstance(inner, str) and _looks_like_ours(inner)), None
         )
