@@ -20,8 +20,11 @@ FLAGS = [
     "demo",
     "--dtype",
     "float32",
+    # Small blocks, because filled blocks of 128 tokens give layers of random weights equal shares.
+    "--block-size",
+    "32",
     "--num-gpu-blocks-override",
-    "65",
+    "257",
     "--kv-budget",
     "0.3",
     "--kv-compress",
