@@ -195,7 +195,7 @@ def test_an_incomplete_stream_is_not_a_result(run_compare, fake, tmp_path, monke
 
     monkeypatch.setattr(fake, "_stream", cut)
     message = error_sentence(run_compare())
-    assert "broke off its answer" in message
+    assert "closed the connection before its response was complete" in message
     assert ". 18 of 40 results are saved in out; run the same command to resume." in message
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

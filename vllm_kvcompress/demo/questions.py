@@ -1,7 +1,7 @@
 """The demo's text, its question and its ordinary request.
 
 A model of 135M parameters cannot answer questions about the language reference itself. So the text
-has short notes in it, and the question asks for one of them. `surest` chooses the question by the
+contains short notes, and the question asks for one of them. `surest` chooses the question by the
 answers of the uncompressed model alone. ``benchmarks/demo_question.py`` records the answers of the
 uncompressed and of the compressed model, with the text of ``make demo ARGS=--long``.
 """
@@ -24,7 +24,7 @@ the demo model repeats the same words again and again.
 REQUEST_TOKENS = 1500
 """Length of the text before the ordinary request, in tokens."""
 MANNER = "Answer in a few words."
-"""Ends the question. Without it, the uncompressed model goes on after its answer."""
+"""Ends the question. Without it, the uncompressed model keeps writing after its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Question:
 
     @property
     def asked(self) -> str:
-        """The question with `MANNER`, as the prompt has it."""
+        """Return the question with `MANNER`, as it appears in the prompt."""
         return f"{self.text} {MANNER}"
 
     def answered_by(self, answer: str) -> bool:
@@ -100,10 +100,10 @@ QUESTIONS = (
 
 
 def noted_text(tokenizer: Any, num_tokens: int) -> str:
-    """About `num_tokens` tokens: the start of `english`, with every note in it `TIMES` times.
+    """Return about `num_tokens` tokens: the start of `english`, with each note `TIMES` times.
 
-    The notes follow each other in turn at evenly spaced ends of paragraphs, so each third of the
-    text has every note.
+    The notes take turns at evenly spaced paragraph ends, so each third of the text contains every
+    note.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -130,7 +130,7 @@ def noted_text(tokenizer: Any, num_tokens: int) -> str:
 
 
 def prompt(tokenizer: Any, num_tokens: int, question: Question) -> str:
-    """`noted_text`, followed by the question."""
+    """Return `noted_text`, followed by the question."""
     return f"{noted_text(tokenizer, num_tokens)}\n\n{question.asked}"
 
 
@@ -158,17 +158,18 @@ class Asked:
 
 
 def surest(asked: Iterable[Asked]) -> Asked:
-    """The element with the largest gap among those known from the text.
+    """Return the element with the largest gap among those known from the text.
 
     Raises:
         ValueError: no element is known from the text.
     """
-    known: Sequence[Asked] = [question for question in asked if question.known_from_the_text]
+    known: Sequence[Asked] = [item for item in asked if item.known_from_the_text]
     if not known:
         raise ValueError(
-            "the uncompressed model must answer a question from the text, got none; ask others"
+            "the uncompressed model must answer a question from the text, but it answered none;"
+            " try other questions"
         )
-    return max(known, key=lambda question: question.gap)
+    return max(known, key=lambda item: item.gap)
 
 
 CHOSEN = QUESTIONS[7]

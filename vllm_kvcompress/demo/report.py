@@ -73,7 +73,7 @@ def show(
             f"Compression waits for the first {result.lookahead} output tokens; their attention"
             f" decides which tokens it keeps. {_shared_tokens(off, on, result)}"
         )
-    console.print(f"\nKept tokens of the prompt's {result.prompt_tokens:,}, layer by layer:\n")
+    console.print(f"\nTokens kept in each layer, out of the prompt's {result.prompt_tokens:,}:\n")
     console.print(_layers(result))
     requests = "one request" if on.requests == 1 else f"medians of {on.requests} requests"
     console.print(
@@ -123,7 +123,7 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _shared_tokens(off: Run, on: Run, result: Compressed) -> str:
-    """Say how many output tokens are the same, and how many of them precede the compression."""
+    """Return a sentence on how many output tokens agree, and how many precede the compression."""
     alike = _alike(off.token_ids, on.token_ids)
     before = min(1 + result.lookahead, alike)
     return (
@@ -133,7 +133,7 @@ def _shared_tokens(off: Run, on: Run, result: Compressed) -> str:
 
 
 def _starts_alike(off: Run, on: Run, result: Compressed, console: Console) -> bool:
-    """Return whether the output tokens up to the compression are equal. Print it if not."""
+    """Return whether the output tokens up to the compression are equal; print a message if not."""
     full = 1 + result.lookahead
     if off.first_token_id == on.first_token_id and off.token_ids[:full] == on.token_ids[:full]:
         return True
@@ -161,7 +161,7 @@ def _side_by_side(off: Run, on: Run, result: Compressed, title: str) -> Table:
 
 
 def _verdict(off: str, on: str, question: Question) -> str:
-    """A sentence that says whether compression changed the answer, and whether it is right."""
+    """Return a sentence on whether compression changed the answer and whether it is right."""
     fact = f"[bold]{escape(question.fact)}[/]"
     if not question.answered_by(on):
         alone = "has it" if question.answered_by(off) else "does not have it either"
@@ -176,7 +176,7 @@ def _verdict(off: str, on: str, question: Question) -> str:
 
 
 def _layers(result: Compressed) -> Table:
-    """One bar per layer, in two columns."""
+    """Return one bar per layer, in two columns."""
     counts = result.layer_tokens
     rows = (len(counts) + 1) // 2
     table = Table.grid(padding=(0, 1))

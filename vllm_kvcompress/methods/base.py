@@ -35,7 +35,7 @@ class Reads(enum.Flag):
     PROMPT_MAXIMUM = enum.auto()
     """The maximum over the prompt's queries alone, when output tokens score the prompt.
 
-    All other statistics are over the output's queries then. This matters only if the window reaches
+    All other statistics then cover the output's queries. This matters only if the window reaches
     back into the prompt. Scorers only.
     """
     COLUMN_SUMS = enum.auto()
@@ -59,7 +59,7 @@ COUNTS_QUERIES = (
 
 
 class ScoreUse(enum.Enum):
-    """How an allocator or selector uses scores, where not every scorer's scores allow it.
+    """A use of scores, by an allocator or selector, that not every scorer's scores allow.
 
     An allocator or selector lists its uses in `uses`. A scorer whose scores do not allow a use
     gives the reason in `unfit`.
@@ -103,7 +103,7 @@ class Allocator(Protocol):
         ...
 
     def allocate(self, spec: BudgetSpec, stats: LayerStats | None) -> torch.Tensor:
-        """Return the past tokens to keep in each layer.
+        """Return the number of past tokens to keep in each layer.
 
         Returns:
             ``[N]`` int64 in [0, P] with sum `spec.past_total`, on the device of the statistics
@@ -185,8 +185,8 @@ def choose(role: str, table: Mapping[str, T], name: str) -> T:
 def _range_error(value: Any, expected_type: type, max_value: int) -> str | None:
     """Return the allowed range if `value` is outside of it, else None.
 
-    Values that are not numbers return None. Each class checks on its own that its numbers are
-    finite and not below its minimum.
+    The result is also None for a value that is not a number. Each class checks on its own that its
+    numbers are finite and not below their minimum.
     """
     if expected_type is float:
         size = abs(value)
@@ -247,9 +247,9 @@ def build(
                 f" {known[key].default!r}, got {value!r}"
             )
         max_value = getattr(part_type, "max_values", {}).get(key, MAX_INT_PARAM)
-        if (rule := _range_error(value, expected_type, max_value)) is not None:
+        if (allowed := _range_error(value, expected_type, max_value)) is not None:
             raise ConfigError(
-                f"{role} {name!r}: {key} must be {rule}, got {value!r};"
+                f"{role} {name!r}: {key} must be {allowed}, got {value!r};"
                 f" the default is {known[key].default!r}"
             )
     user_params = dict(params)

@@ -1,4 +1,4 @@
-"""Select the slots that each layer keeps from its scores and its page count."""
+"""Select the slots that each layer keeps, given its scores and its number of pages."""
 
 import torch
 from torch.nn.functional import pad
@@ -11,8 +11,8 @@ from vllm_kvcompress.methods.protected import ProtectedTokens
 def max_layer_pages(plan: PagePlan, pages: torch.Tensor) -> int:
     """Return a number of pages that no layer exceeds.
 
-    It is the largest count on the CPU, where reading it is free, and the plan's upper bound on a
-    device.
+    On the CPU, where reading `pages` is free, it is the largest of them. On other devices, it is
+    the plan's upper bound.
     """
     return int(pages.max()) if pages.device.type == "cpu" else plan.max_layer_pages
 

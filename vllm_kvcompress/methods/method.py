@@ -1,7 +1,7 @@
-"""Runs a method: observe a request's layers, divide the pages among them, select the kept slots.
+"""Run a method: observe a request's layers, divide the pages among them, select the kept slots.
 
 The engine and `offline.compress` run the same steps: `Method.observe` for each batch of layers that
-is scored together, then `Method.layer_pages` and `kept_slots` once all layers were observed. Each
+is scored together, then `Method.layer_pages` and `kept_slots` once all of them are observed. Each
 layer's share stays on the device of the statistics: the host launches the work and reads no value.
 """
 
@@ -34,7 +34,7 @@ _UNDECLARED = "its scorer does not declare needs_whole_prompt = ''"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerObservation:
-    """Scores and statistics of one layer, kept on the device until all layers were observed.
+    """Scores and statistics of one layer, kept on the device until all layers are observed.
 
     Args:
         scores: ``[Hkv, P]`` float32; None if the selector uses another layer's scores.
@@ -153,14 +153,14 @@ class Method:
         Args:
             window: last tokens of each layer, always kept, w.
             attention: result of `attention`; None if the method reads no attention.
-            sums: column sums of the causal attention so far: ``[N, Hq, max_tokens]`` float32, or if
-                the layers have lengths ``[N, Hkv, max_tokens]``, the mean over a KV head's query
-                heads; None if the method reads no sums.
+            sums: column sums of the causal attention so far, ``[N, Hq, max_tokens]`` float32. If
+                the layers have lengths, ``[N, Hkv, max_tokens]``: the means over each KV head's
+                query heads. None if the method reads no sums.
             scored: whether to compute scores, and not only the allocator's statistics.
 
         Returns:
-            One observation per layer. Of scores ``[Hkv, max_tokens - w]`` the first ``length - w``
-            are valid.
+            One observation per layer. The first ``length - w`` columns of its scores ``[Hkv,
+            max_tokens - w]`` are valid.
 
         Raises:
             ValueError: the scorer does not return ``[Hkv, P]`` float32.
@@ -245,7 +245,7 @@ class Method:
         if maximum is not None:
             maximum = move_window_last(maximum, layers.lengths, window)
         if window_scores is not None and window_scores.total.shape[2] > layers.max_tokens - window:
-            # All statistics but the maximum have fewer queries, whose past reaches into the window.
+            # All statistics but the maximum cover fewer queries, whose past includes window tokens.
             assert window_scores.variance is not None
             total, variance = (
                 zero_after_past(part, layers, window)
@@ -317,7 +317,7 @@ class Method:
     def select(
         self, layers: Sequence[LayerObservation], plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Return the positions that the layers of an uncompressed prompt keep, the tail's included.
+        """Return the positions that the layers of an uncompressed prompt keep, including the tail.
 
         Returns:
             ``[L, Hkv, n]`` int32, ascending, with -1 after the ``pages[l] * block_size + tail``

@@ -23,14 +23,14 @@ class PagePlan:
         total: as in `BudgetSpec`.
         allocator_window: number of last queries whose attention sets the layers' budgets, if that
             is not the whole window; otherwise None.
-        scored_by_output: the look-ahead is complete, and output tokens score the prompt.
+        scored_by_output: whether the look-ahead is complete, so output tokens score the prompt.
         probe: for a piece, the number of probe rows at the end of `tokens`: copies of the prompt's
             first and last tokens that score the piece and are dropped afterwards. They make up the
             whole window. 0 if the piece's own tokens score it.
         spans: protected spans of the prompt.
         computed: tokens of the request computed so far, if some were dropped before; None if
             `tokens` are all of them.
-        raised: the budget was raised so that the protected tokens fit.
+        raised: whether the budget was raised so that the protected tokens fit.
     """
 
     num_layers: int
@@ -71,7 +71,7 @@ class PagePlan:
 
     @property
     def kept_after(self) -> int:
-        """Return how many last tokens are all kept: the larger of window and tail."""
+        """Return how many of the last tokens are always kept: the larger of window and tail."""
         return max(self.window, self.tail)
 
     @property
@@ -81,7 +81,7 @@ class PagePlan:
 
     @property
     def intact_from(self) -> int:
-        """Return the index of the first token from which on nothing was dropped.
+        """Return the start of the request's intact end, in which no token was dropped.
 
         The last `kept_after` tokens of the request begin there.
         """
@@ -190,13 +190,14 @@ def raise_for_protected(
 ) -> PagePlan:
     """Return the plan, with its budget raised if protected tokens leave other tokens too little.
 
-    Other tokens get at least the window and one page. With only that, protected tool definitions
-    crowded out everything else, and the model chose the right tool less often than without
-    protection (docs/measurements.md).
+    Other tokens always get at least the window and one page. With no more than that, protected tool
+    definitions crowded out everything else, and the model chose the right tool less often than
+    without protection (docs/measurements.md).
 
     Args:
         max_pages: upper limit on the pages over all layers; None for no limit.
-        full_share: other tokens keep their full share of the budget; otherwise half the budget.
+        full_share: whether other tokens get their full share of the budget; if not, they get half
+            the budget.
         share_budget: the budget of which other tokens get a share; None for the plan's budget.
     """
     if not plan.protected_in_pages:

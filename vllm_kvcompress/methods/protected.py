@@ -2,7 +2,7 @@
 
 Protected tokens count towards the budget, as the observation window does. The method divides and
 fills the rest of the budget as if the protected tokens did not exist: scores cover the whole
-prompt, but allocator and selector see only the unprotected tokens' scores, side by side.
+prompt, but allocator and selector see only the unprotected tokens' scores, without gaps.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from vllm_kvcompress.methods.spans import Spans, count_before
 
 _LAST = torch.iinfo(torch.int32).max
 _MAX_PARTS = 8
-"""Number of parts that layers are selected in, one after another.
+"""Number of parts into which layers are split, to select in one part after another.
 
-Selecting a part needs several temporary numbers per token. Split this way, they take no more memory
-than one score per token of all layers.
+Selecting needs several temporary numbers per token. For one part, they take no more memory than one
+score per token of all layers.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtectedTokens:
-    """The protected tokens of N layers, before the last tokens that are all kept.
+    """The protected tokens of N layers, without those among the last tokens, which are all kept.
 
     Args:
         slots: ``[N, Hkv, G]`` int32 slots, ascending; ``[1, 1, G]`` if they are the same in all
@@ -50,7 +50,7 @@ class ProtectedTokens:
         return is_protected.sort(dim=2, stable=True).indices[..., : width - slots.shape[2]]
 
     def unprotected_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., W - G]`` scores of the unprotected tokens, of scores ``[..., W]``."""
+        """Return the unprotected tokens' scores ``[..., W - G]`` from all scores ``[..., W]``."""
         unprotected = self.unprotected_slots(scores.shape[2])
         return scores.gather(2, unprotected.expand(*scores.shape[:2], -1))
 

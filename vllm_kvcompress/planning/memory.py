@@ -21,15 +21,16 @@ from vllm_kvcompress.settings.overrides import largest_budgets
 
 _INT = _FLOAT = 4
 _ALIGNMENT = 16
-"""Rows of int32 are padded to a multiple of this, so that each layer's row starts at 64 bytes."""
+"""Rows of int32 are padded to a multiple of this, so that each layer's row starts at a multiple of
+64 bytes."""
 _MAX_PREFILLS = 16
-"""Prompts that keep window queries at the same time. More take memory set aside for activations."""
+"""Prompts assumed to keep window queries at once. More of them use memory meant for activations."""
 _MAX_SUMMED_REQUESTS = 4
 """Requests whose new queries are gathered together to sum their attention."""
 _LOOKAHEAD_BYTES = 2**30
 """Bytes for the last queries of requests in a look-ahead, unless `lookahead_slots` is set."""
 _STAGING_DIVISOR = 8
-"""Requests packed again share a staging buffer of one longest prompt's pages divided by this."""
+"""Packing requests again takes a staging buffer of the longest prompt's pages divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Sizes:
         cache_itemsize: bytes per element of a cached key; None for `itemsize`.
         groups: all layers of the model; None if all are compressed.
         in_flight: tokens of all requests that one step computes.
-        max_drafts: draft tokens that a decode step computes at most, which may be rejected.
+        max_drafts: maximum draft tokens that a decode step computes, which may be rejected.
     """
 
     layers: int
@@ -98,7 +99,7 @@ def _aligned(count: int) -> int:
 
 
 def layers_per_batch(longest: int, tokens: int) -> int:
-    """Return the number of layers of a prompt of `tokens` that are scored together.
+    """Return how many layers of a prompt of `tokens` tokens are scored together.
 
     Their ``[Hq, S]`` statistics take no more memory than those of one layer of the longest prompt,
     which `extra_bytes` reserves. Layers of short prompts share kernel launches, since their kernels
@@ -108,17 +109,18 @@ def layers_per_batch(longest: int, tokens: int) -> int:
 
 
 def requests_per_pack(plan: PagePlan, longest: int) -> int:
-    """Return the number of requests with plan `plan` that are packed again together.
+    """Return how many requests with plan `plan` are packed again together.
 
     Their scores take no more memory than those of one longest prompt. Their kept pages wait in a
-    staging buffer of an eighth of its pages, or of one request's.
+    staging buffer, which has space for an eighth of that prompt's pages, or for one request's pages
+    if those are more.
     """
     staging_pages = plan.num_layers * longest // (_STAGING_DIVISOR * plan.block_size)
     return max(min(longest // plan.tokens, staging_pages // max(plan.pages, 1)), 1)
 
 
 def requests_per_sum(max_tokens: int, longest: int) -> int:
-    """Return the number of requests whose new attention is summed together.
+    """Return how many requests have their new attention summed together.
 
     Their queries are gathered, so the number is limited. Other memory is limited as in
     `requests_per_pack`.
@@ -134,9 +136,10 @@ def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None)
     """Return the columns of every layer's page table: the blocks of the longest sequence, or fewer.
 
     With `max_whole` a sequence may be longer than the pool, and no request holds more than all
-    `blocks`. A layer's table has the layer's own packed pages instead of the blocks that hold all
-    layers' pages. These numbers are equal if layers get equal shares. Otherwise one layer may have
-    more pages than its share, which a budget in tokens limits, and a budget as a ratio rarely does.
+    `blocks`. A layer's table lists the layer's own packed pages, not the blocks that hold all
+    layers' pages. Their numbers are equal if all layers get equal shares. Otherwise, one layer may
+    have more pages than its share. A budget in tokens limits them; a budget given as a ratio rarely
+    does.
 
     Args:
         blocks: maximum blocks of the pool; None if it is not known.
@@ -175,8 +178,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     * the statistics of one layer's attention: four ``[Hq, S]`` tensors, a fifth if the method reads
       a maximum, and two more if it reads a separate prompt maximum
     * column sums ``[L, Hq, S]`` if the method reads them
-    * the staging buffer of a prompt that is packed in place: one KV head's kept pages; with merging
-      all heads' pages and one layer's merged tokens
+    * the staging buffer of a prompt that is packed in place: one KV head's kept pages; with
+      merging, all heads' pages and one layer's merged tokens
     * window queries ``[L, w, Hq, D]`` of several prompts, and one more copy for the layers that are
       stacked to be scored together
     * if outputs are bounded, the ring of their last queries
@@ -216,9 +219,9 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
 def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """Return the bytes of the last queries ``[L, w, Hq, D]`` of all requests that have a slot.
 
-    It includes the queries gathered together to sum an interval's attention. Packing outputs needs
-    no more memory than one longest prompt, except for the buffer in `extra_bytes`: only as many are
-    packed together as fit (`requests_per_pack`).
+    This includes the queries gathered to sum an interval's attention. Packing outputs needs no
+    more memory than packing one longest prompt, except for the buffer in `extra_bytes`: no more
+    requests are packed together than fit (`requests_per_pack`).
     """
     gathered = (
         _MAX_SUMMED_REQUESTS
@@ -232,7 +235,7 @@ def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 def ring_slots(sizes: Sizes, settings: CompressionConfig) -> int:
     """Return the number of requests whose last queries are kept at the same time; 0 if none are.
 
-    If outputs are bounded, it is all running requests. A look-ahead is a short part of an output,
+    If outputs are bounded, all running requests count. A look-ahead is a short part of an output,
     so fewer requests are in it at the same time: `lookahead_slots`, or what 1 GiB holds.
     """
     slot_bytes = _slot_bytes(sizes, settings)
@@ -251,7 +254,7 @@ def _slot_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 
 
 def ring_places(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Return the queries kept per layer of a request: drafts must not overwrite the last w."""
+    """Return how many queries a request keeps per layer: drafts must not overwrite the last w."""
     window = ring_window(settings)
     return window and window + sizes.max_drafts
 
@@ -268,7 +271,7 @@ def sum_bytes_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
 
 
 def reserved_bytes(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
-    """Return how many of the `available` bytes the KV cache does not get.
+    """Return how many of the `available` bytes are withheld from the KV cache.
 
     These are `extra_bytes` and the attention sums' share.
     """
@@ -283,7 +286,7 @@ def _staging_bytes(
 ) -> int:
     """Return the bytes of the staging buffer for pages to be moved.
 
-    A prompt needs no more of it than the entire pool, if the pool's size is known.
+    If the pool's size is known, a prompt's pages are at most those of the whole pool.
     """
     block = sizes.block_size
     head_page = block * 2 * sizes.head_dim * sizes.key_itemsize
@@ -310,7 +313,7 @@ def _staging_bytes(
 
 
 def _max_protected_pages(sizes: Sizes, window: int, budget: int) -> int:
-    """Return the largest number of pages that protected spans raise a budget to.
+    """Return the maximum number of pages to which protected spans can raise a budget.
 
     That is half of a prompt plus the other half's share of the budget.
     """
@@ -337,7 +340,7 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
         if not piecewise:
             window = lookahead_window(variant)
             # Protected spans in the prompt's window raise no budget, but lie in pages of their own
-            # once output tokens are the window.
+            # once output tokens make up the window.
             kept += sizes.layers * (-(-window // sizes.block_size) + 1)
             if settings.protect:
                 kept = max(kept, _max_protected_pages(sizes, window, spec.budget))

@@ -18,9 +18,9 @@ class PieceSchedule:
     Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
     makes. At each boundary, a prompt that holds more pages than its limit is packed (CAOTE section
     2 evicts in the same way, in blocks of 128). At its end it is packed to its budget. At earlier
-    boundaries its limit is what leaves space for a piece and its probe within `max_whole`, which is
-    more than a small budget: tokens dropped mid-prompt cannot be recovered, and tokens held until
-    the end can still be kept.
+    boundaries its limit is as large as `max_whole` allows with the next piece and its probe. That
+    is more than a small budget: a token dropped mid-prompt cannot be recovered, but one that is
+    held until the end can still be kept.
 
     A piece's own queries say little about the question, but the question is already known. So the
     chunk that ends at a boundary is followed by copies of the prompt's first and last tokens, the
@@ -33,7 +33,7 @@ class PieceSchedule:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         tokens: tokens of the entire prefill, S.
-        packs_end: whether the prompt's end is a boundary; with a look-ahead, it is packed later.
+        packs_end: whether the prompt's end is a boundary. A look-ahead packs it later.
         spans: protected spans of the prompt. From the first boundary on, the limit has space for
             all of them.
     """
@@ -47,7 +47,7 @@ class PieceSchedule:
 
     @property
     def first_end(self) -> int:
-        """Return the computed tokens at the first packing, at latest all tokens of the prompt."""
+        """Return how many tokens are computed by the first packing; at most the whole prompt."""
         piece = self.settings.piece
         max_held_tokens = self.held_pages * self.block_size // self.num_layers
         return min((max_held_tokens // piece + 1) * piece, self.tokens)
@@ -58,12 +58,12 @@ class PieceSchedule:
         return min((computed // piece + 1) * piece, self.tokens)
 
     def probe(self, end: int) -> int:
-        """Return the probe rows after a chunk that ends at boundary `end`.
+        """Return the number of probe rows after a chunk that ends at boundary `end`.
 
-        The rows are at most the tokens left of the prompt minus one: the step must end before the
-        prompt does, or vLLM would sample a token. If fewer tokens are left than an observation
-        window has, they may contain only the chat template, and the question is in the piece. Then
-        the result is 0, and the piece's own last tokens score.
+        They are fewer than the tokens left of the prompt: the step must end before the prompt does,
+        or vLLM would sample a token. If fewer tokens are left than an observation window has, they
+        may contain only the chat template, and the question is in the piece. Then the result is 0,
+        and the piece's own last tokens score.
 
         With protected spans, a probe smaller than that window is not used: at the prompt's end, the
         window must lie after everything that was packed before.
@@ -80,8 +80,8 @@ class PieceSchedule:
     def chunk(self, footprint: KVFootprint, computed: int, max_rows: int) -> tuple[int, int]:
         """Return the tokens of the chunk that starts after `computed` tokens, and its probe rows.
 
-        If a step has no space for the probe too, the chunk ends before the boundary. So the queries
-        that score do not depend on which other requests the step computes.
+        If a step has no space for the probe too, the chunk ends before the boundary. That way, the
+        scoring queries do not depend on which other requests the step computes.
 
         Args:
             max_rows: rows that the step has left.
@@ -93,10 +93,10 @@ class PieceSchedule:
         return min(max_rows, end - computed - int(probe > 0)), 0
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """Return the page plan to apply after the step that computes token `tokens`, or None.
+        """Return the page plan to apply after a step that ends with `tokens` computed, or None.
 
-        A plan needs a boundary and more pages than the limit. The prompt's end, if it is a
-        boundary, is always packed, to the budget.
+        At a boundary, a prompt is packed if it holds more pages than its limit. If the prompt's end
+        is a boundary, it is always packed, to the budget.
         """
         is_end = tokens == self.tokens and self.packs_end
         if not is_end and (tokens == self.tokens or tokens % self.settings.piece):
@@ -131,7 +131,7 @@ class PieceSchedule:
 
     @property
     def max_blocks(self) -> int:
-        """Return the maximum blocks of the prompt, in its own blocks, until its end is packed."""
+        """Return the maximum blocks of the prompt until its end is packed, if packed in place."""
         first_end, size, piece = self.first_end, self.block_size, self.settings.piece
         if first_end == self.tokens:
             return -(-first_end // size)
@@ -143,7 +143,7 @@ class PieceSchedule:
 
     @property
     def blocks_at_end(self) -> int:
-        """Return the blocks that the prompt holds, in its own blocks, when its prefill ends."""
+        """Return the blocks that the prompt holds when its prefill ends, if packed in place."""
         last_boundary = (self.tokens - 1) // self.settings.piece * self.settings.piece
         if last_boundary < self.first_end:
             return -(-self.tokens // self.block_size)
@@ -213,7 +213,7 @@ def piece_schedule(
 ) -> PieceSchedule | None:
     """Return the schedule of a prefill in pieces, or None if it is not compressed before its end.
 
-    That is the case if it is at most `max_whole` tokens long, or ends before it exceeds its limit.
+    None means that it is at most `max_whole` tokens long, or ends before it exceeds its limit.
     """
     if settings.max_whole is None or tokens <= settings.max_whole:
         return None

@@ -1,9 +1,9 @@
 """When a request is packed, and to how many pages, computed from lengths alone.
 
 A request has one footprint and up to three schedules in sequence: `PromptSchedule` or
-`PieceSchedule` for its prefill, `LookaheadSchedule` for a prompt that its first output tokens
-score, and `OutputSchedule` for its output. Each schedule returns the plan, if any, to apply after a
-step.
+`PieceSchedule` for its prefill, `LookaheadSchedule` for a prompt scored by its first output
+tokens, and `OutputSchedule` for its output. Each schedule returns the plan, if any, to apply after
+a step.
 """
 
 from dataclasses import dataclass, replace
@@ -36,17 +36,17 @@ class PromptSchedule:
     page_plan: PagePlan
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """Return the page plan to apply after the step that computes token `tokens`, or None."""
+        """Return the page plan to apply after a step that ends with `tokens` computed, or None."""
         return self.page_plan if tokens >= self.page_plan.tokens else None
 
     @property
     def max_blocks(self) -> int:
-        """Return the maximum blocks of the prompt, in its own blocks, until its end is packed."""
+        """Return the maximum blocks of the prompt until its end is packed, if packed in place."""
         return -(-self.page_plan.tokens // self.page_plan.block_size)
 
     @property
     def blocks_at_end(self) -> int:
-        """Return the blocks that the prompt holds, in its own blocks, when its prefill ends."""
+        """Return the blocks that the prompt holds when its prefill ends, if packed in place."""
         return self.max_blocks
 
 
@@ -54,9 +54,9 @@ class PromptSchedule:
 class LookaheadSchedule:
     """The schedule of a prompt that stays uncompressed until its first output tokens score it.
 
-    A prompt in pieces stays as its prefill left it. The output tokens so far are kept in addition
-    to the prompt's budget. From then on, the request holds as much as if the prompt had been packed
-    when its prefill ended.
+    A prompt in pieces stays as its prefill left it. When the prompt is packed, the output tokens so
+    far are kept in addition to its budget. The request then holds as much as if the prompt had been
+    packed when its prefill ended.
 
     Args:
         settings: settings of the method.
@@ -84,25 +84,25 @@ class LookaheadSchedule:
         return self.prompt + self.settings.resolved_lookahead
 
     def output_tokens(self, tokens: int) -> int:
-        """Return the computed output tokens once `tokens` of the request are computed."""
+        """Return how many of the request's first `tokens` tokens are output tokens."""
         return tokens - self.prompt
 
     @property
     def longest_hit(self) -> int:
-        """Return the maximum tokens that may come from the prefix cache.
+        """Return the maximum number of tokens that may come from the prefix cache.
 
-        Enough tokens remain to compute: the queries that the method needs at the end of the
-        prefill, and all window queries when the request is due.
+        The tokens left to compute give the queries that the method needs at the end of the prefill,
+        and all window queries when the request is due.
         """
         min_queries = max(min_window(method_of(self.settings).reads), 1)
         return min(self.prefilled - min_queries, self.due - lookahead_window(self.settings))
 
     def next_end(self, computed: int) -> int | None:
-        """Return the latest end of a step that starts after `computed` tokens, or None for any end.
+        """Return the latest end of a step that starts after `computed` tokens; None for no limit.
 
         Tokens computed after the request is due read the packed cache, so no draft token may be
-        among them. The number of accepted drafts is not known before a step ends, so the last step
-        before it is due has no drafts.
+        among them. The number of accepted drafts is not known before a step ends, so the step in
+        which the request falls due has no drafts.
         """
         return max(self.due - 1, computed + 1) if computed < self.due else None
 
@@ -113,9 +113,9 @@ class LookaheadSchedule:
     def window(self, tokens: int) -> int:
         """Return the number of queries that score once `tokens` are computed.
 
-        It is w when the request is due. Before, it is limited to the queries that exist, and a
-        method that adds prompt queries to the output's uses no more prompt queries than when it is
-        due.
+        It is w when the request is due. Before that, it is limited to the queries that exist, and a
+        method that scores with prompt queries as well as the output's uses no more of them than
+        when the request is due.
         """
         window = lookahead_window(self.settings)
         if self.settings.parts.prompt_window:
@@ -123,7 +123,7 @@ class LookaheadSchedule:
         return min(window, tokens - self.cached)
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """Return the page plan to apply after the step that computes token `tokens`, or None.
+        """Return the page plan to apply after a step that ends with `tokens` computed, or None.
 
         The step samples the next token. Another step must follow, or nothing reads the packed
         cache.
@@ -133,13 +133,13 @@ class LookaheadSchedule:
         return self.plan_at(footprint, tokens)
 
     def plan_at(self, footprint: KVFootprint, tokens: int, *, min_kept: int = 0) -> PagePlan | None:
-        """Return the page plan if the request is packed once `tokens` are computed.
+        """Return the page plan for packing the request once `tokens` are computed, or None.
 
-        None if everything would be kept, or if the method cannot score with so few queries
-        (`window`). `tokens` may be any number after the prefill.
+        None means that everything would be kept, or that the method cannot score with so few
+        queries (`window`). `tokens` may be any number after the prefill.
 
         Args:
-            min_kept: mean prompt tokens that a layer keeps at least.
+            min_kept: minimum of the mean number of prompt tokens kept per layer.
         """
         window = self.window(tokens)
         if self.spans:
@@ -198,16 +198,16 @@ class LookaheadSchedule:
         )
 
     def early_plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """Return the plan of a prompt that is packed early, to half of it, and again later.
+        """Return the plan for packing a prompt early, to half of it, and again later; or None.
 
-        None if it may keep as much anyway, or was packed before.
+        None in the same cases as `plan_at`, and if the prompt was packed before.
         """
         return (
             None if footprint.pages else self.plan_at(footprint, tokens, min_kept=self.prompt // 2)
         )
 
     def blocks_when_due(self, blocks_at_end: int) -> int:
-        """Return the blocks that prompt and output hold, in their own blocks, when they are packed.
+        """Return the blocks that prompt and output hold when they are packed, if packed in place.
 
         Args:
             blocks_at_end: blocks that the prompt holds when its prefill ends.
@@ -235,7 +235,7 @@ class OutputSchedule:
     spans: Spans = ()
 
     def cap(self, footprint: KVFootprint) -> int:
-        """Return the pages over all layers that are held after the output is packed again, P."""
+        """Return how many pages, over all layers, are held once the output is packed again, P."""
         budget, size = self.settings.decode_budget, footprint.block_size
         assert budget is not None
         layers, protected = footprint.num_layers, count_before(self.spans, self.prefilled)
@@ -248,11 +248,11 @@ class OutputSchedule:
         return max(footprint.pages, budget_pages, layers * (floor + extra_pages))
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """Return the page plan to apply after the step that computes token `tokens`, or None.
+        """Return the page plan to apply after a step that ends with `tokens` computed, or None.
 
-        Four conditions must hold. The step fills a block. It ends at least `decode_interval` tokens
-        after the last packing and a window after the prefill. Another step follows and reads the
-        packed cache. The request holds more pages than its cap.
+        Four conditions must hold: the step fills a block; it ends at least `decode_interval` tokens
+        after the last packing and a window after the prefill; another step follows and reads the
+        packed cache; and the request holds more pages than its cap.
         """
         size, settings, layers = footprint.block_size, self.settings, footprint.num_layers
         blocks, partial = divmod(tokens, size)
@@ -278,7 +278,7 @@ class OutputSchedule:
         )
 
     def may_pack(self, footprint: KVFootprint) -> bool:
-        """Return whether the longest output exceeds the cap at a step that another step follows."""
+        """Return whether the longest possible output exceeds the cap before its last step."""
         size, settings = footprint.block_size, self.settings
         end = (self.max_tokens - 2) // size
         if (end - footprint.first_block) * size < settings.decode_interval:
@@ -307,10 +307,10 @@ class OutputSchedule:
         return 0
 
     def max_blocks(self, footprint: KVFootprint, *, packed: int, tokens: int) -> int:
-        """Return the maximum blocks that the request holds until `tokens` of it are in the cache.
+        """Return the maximum blocks that the request holds until `tokens` of its tokens are cached.
 
         Args:
-            footprint: of the request when its prefill has ended; not modified.
+            footprint: footprint of the request when its prefill has ended; not modified.
             packed: blocks that its prompt was packed into, 0 if it was not packed.
         """
         size, max_blocks, footprint = footprint.block_size, 0, replace(footprint)
@@ -342,6 +342,6 @@ class RequestSchedule:
     prefilled: bool = False
 
     def plan(self, tokens: int) -> PagePlan | None:
-        """Return the page plan to apply after the step that computes token `tokens`, or None."""
+        """Return the page plan to apply after a step that ends with `tokens` computed, or None."""
         schedule = (self.lookahead or self.output) if self.prefilled else self.prefill
         return None if schedule is None else schedule.plan(self.footprint, tokens)

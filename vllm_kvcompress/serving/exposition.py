@@ -64,15 +64,15 @@ class Metrics:
             self._samples.setdefault(sample.name, []).append(sample)
 
     def of(self, name: str) -> Sequence[Sample]:
-        """All samples of a metric, empty if the server does not export it."""
+        """Return all samples of a metric; empty if the server does not export it."""
         return self._samples.get(name, [])
 
     def total(self, name: str) -> float:
-        """The sum of a metric's samples, 0 if there are none."""
+        """Return the sum of a metric's samples; 0 if there are none."""
         return sum(sample.value for sample in self.of(name))
 
     def by_engine(self, name: str) -> dict[str, float]:
-        """The sum of a metric's samples for each value of the ``engine`` label."""
+        """Return the sum of a metric's samples for each value of the ``engine`` label."""
         totals: dict[str, float] = {}
         for sample in self.of(name):
             engine = sample.labels.get("engine", "")
@@ -81,7 +81,7 @@ class Metrics:
 
     @property
     def info(self) -> dict[str, str] | None:
-        """The server's compression settings, or None if compression is off."""
+        """Return the server's compression settings, or None if compression is off."""
         samples = self.of(f"{PREFIX}info")
         return samples[0].labels if samples else None
 
@@ -128,7 +128,7 @@ class Host:
             )
 
     def get(self, path: str, timeout_s: float) -> tuple[int, str]:
-        """Status and text of a page.
+        """Return the status and text of a page.
 
         Raises:
             Unreachable: the server did not respond.
@@ -137,7 +137,7 @@ class Host:
             return answer.status, self._read(answer)
 
     def metrics(self, timeout_s: float) -> Metrics:
-        """The server's current metrics.
+        """Return the server's current metrics.
 
         Raises:
             Unreachable: the server has no ``/metrics`` page, or did not respond.
@@ -151,7 +151,7 @@ class Host:
         return Metrics(text)
 
     def post(self, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
-        """Status and text of the response to a JSON body.
+        """Send a JSON body, and return the status and text of the response.
 
         Raises:
             Unreachable: the server did not respond.
@@ -160,7 +160,7 @@ class Host:
             return answer.status, self._read(answer)
 
     def stream(self, path: str, body: Any, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Events of a streaming response, each as it arrives.
+        """Send a JSON body, and yield each event of the streaming response as it arrives.
 
         Raises:
             Refused: the status is not 200.
@@ -179,7 +179,7 @@ class Host:
                     raise Unreachable(f"{path} failed: {error_message(text)}")
                 yield event
         # If the server or a proxy dies, the connection can still close cleanly, without [DONE].
-        raise Unreachable(f"{self.url} broke off its answer")
+        raise Unreachable(f"{self.url} closed the connection before its response was complete")
 
     def _open(self, path: str, body: Any, timeout_s: float) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -213,18 +213,22 @@ class Host:
                     return  # cut off
                 yield line.decode(errors="replace").strip().removeprefix("data:").strip()
         except (OSError, HTTPException) as e:
-            raise Unreachable(f"{self.url} broke off its answer ({e})") from None
+            raise Unreachable(
+                f"{self.url} closed the connection before its response was complete ({e})"
+            ) from None
 
     def _read(self, answer: Any) -> str:
         try:
             text: str = answer.read().decode(errors="replace")
         except (OSError, HTTPException) as e:
-            raise Unreachable(f"{self.url} broke off its answer ({e})") from None
+            raise Unreachable(
+                f"{self.url} closed the connection before its response was complete ({e})"
+            ) from None
         return text
 
 
 def error_message(text: str) -> str:
-    """The message of a JSON error, or the start of any other text, as one line of valid UTF-8."""
+    """Return a JSON error's message, or the start of any other text, as one line of valid UTF-8."""
     try:
         message = str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

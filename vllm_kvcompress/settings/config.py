@@ -65,7 +65,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
 
     Every field is a key of ``--kv-compress-config JSON`` and of
     ``additional_config={"kvcompress": {...}}``. Those in `FLAGS` of engine/startup/cli_args.py are
-    flags too. Use `parse`, whose errors are one sentence.
+    flags too. Create it with `parse`, which reports each error in one sentence.
     """
 
     compress: str = "off"
@@ -80,7 +80,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     """Requests with a smaller max_tokens stay uncompressed. At least 2, because a request for one
     token never reads the compressed cache."""
     pressure: float = Field(default=0.0, ge=0, le=1)
-    """A prompt stays uncompressed while less than this share of the KV pool is in use, with it."""
+    """A prompt stays uncompressed while the KV pool, with it, is less full than this share."""
     allow_override: tuple[str, ...] = ()
     """Methods that requests may choose, or "all". Include off to let requests opt out."""
     budget_bounds: tuple[Bounds, ...] = ()
@@ -198,7 +198,8 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
             hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
             raise ConfigError(
                 f"budget={self.budget} tokens per layer cannot hold the observation window of"
-                f" {window} and one token more; set budget above {window}, or window below{hint}"
+                f" {window} and at least one more token;"
+                f" raise budget above {window}, or lower window{hint}"
             )
         return self
 
@@ -237,13 +238,13 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
 
     def to_additional_config(self) -> dict[str, Any]:
         """Return JSON values that `parse` turns back into an equal configuration."""
-        plain = self.model_dump(mode="json", exclude_unset=True) | {"compress": self.compress}
+        values = self.model_dump(mode="json", exclude_unset=True) | {"compress": self.compress}
         for key in ("allocator_params", "scorer_params", "selector_params"):
-            if key in plain:
-                plain[key] = dict(getattr(self, key))
+            if key in values:
+                values[key] = dict(getattr(self, key))
         if self.alias:
-            plain["alias"] = {alias.name: alias.meaning for alias in self.alias}
-        return plain
+            values["alias"] = {alias.name: alias.meaning for alias in self.alias}
+        return values
 
     # -- derived values -----------------------------------------------------------------------
 
@@ -335,7 +336,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
 
     @property
     def resolved_window(self) -> int:
-        """Return the observation window in tokens. A preset's own is at most the look-ahead."""
+        """Return the observation window in tokens. A preset's is capped at the look-ahead."""
         window, ahead = self.parts.window, self.resolved_lookahead
         return min(window, ahead) if ahead and self.window is None else window
 
@@ -384,7 +385,8 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     def tokens_per_layer(self, tokens: int) -> int:
         """Return the mean number of tokens to keep per layer, window included.
 
-        A ratio gives ``max(floor(ratio * tokens), window + 1)``, computed exactly from the decimal.
+        A ratio gives ``max(floor(ratio * tokens), window + 1)``, computed exactly from the
+        ratio's decimal digits.
 
         Args:
             tokens: prompt length.

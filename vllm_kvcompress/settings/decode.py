@@ -12,7 +12,7 @@ MAX_DEFAULT_WINDOW = 8
 
 MIN_CHUNKS = 2
 """Chunks that a decode budget must hold in addition to its window, for methods that keep chunks.
-With one chunk, `cake-chunk` repeated one word without end."""
+With one chunk, `cake-chunk` repeated one word endlessly."""
 
 
 class DecodeSettings(BaseModel):

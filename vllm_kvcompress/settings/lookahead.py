@@ -1,6 +1,6 @@
 """Settings of the look-ahead: compression waits for output tokens, whose queries score the prompt.
 
-This is the look-ahead of 2505.20334, not vLLM's speculative `num_lookahead_tokens`.
+This is the look-ahead of arXiv:2505.20334, not vLLM's speculative `num_lookahead_tokens`.
 """
 
 import functools

@@ -38,11 +38,11 @@ def settings_for(
     if settings is not None and extra_args:
         refuse_unknown(extra_args)
     choice = _choice(extra_args) if extra_args else None
-    named = (extra_args or {}).get(ALIAS)
+    alias_name = (extra_args or {}).get(ALIAS)
     if settings is None:
         if (extra_args or {}).get(BY_ROLE):
             setting = BY_ROLE
-        elif named is None and (choice is None or choice.compress == "off"):
+        elif alias_name is None and (choice is None or choice.compress == "off"):
             return None
         else:
             setting = f"{COMPRESS} or {BUDGET}"
@@ -51,10 +51,10 @@ def settings_for(
             f"this server runs without KV-cache compression, but the request sets {setting};"
             " remove them, or ask the operator for --kv-allow-override",
         )
-    if named is not None and not isinstance(named, str):
-        raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
-    if choice is not None or named is not None:
-        return _override(settings, named, choice or _Choice())
+    if alias_name is not None and not isinstance(alias_name, str):
+        raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {alias_name!r}")
+    if choice is not None or alias_name is not None:
+        return _override(settings, alias_name, choice or _Choice())
     return settings if settings.enabled else None
 
 
@@ -80,7 +80,7 @@ def by_role_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | Non
 
     Raises:
         OverrideError: the value is not a bool, the server does not report usage, or requests may
-            not choose, because the report takes CPU time of the API server.
+            not choose settings: the report takes CPU time of the API server.
     """
     by_role = (extra_args or {}).get(BY_ROLE, False)
     # Some clients send `true` as 1.
@@ -219,7 +219,7 @@ def _whole_number(
 @lru_cache(maxsize=4096, typed=True)
 def _override(
     settings: CompressionConfig,
-    named: str | None,
+    alias_name: str | None,
     choice: _Choice,
 ) -> CompressionConfig | None:
     """Return the settings of a request that sets a key or was sent to an alias.
@@ -228,7 +228,7 @@ def _override(
         OverrideError: see `settings_for`.
     """
     compress, budget, decode_budget, lookahead = choice
-    alias = None if named is None else _alias(settings, named)
+    alias = None if alias_name is None else _alias(settings, alias_name)
     if alias is not None and choice == _Choice():
         return settings.alias_settings(alias)
     allowed_methods = settings.allow_override
@@ -280,7 +280,7 @@ def _override(
             return CompressionConfig.parse(chosen.to_additional_config() | numbers)
     except ConfigError as e:
         raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
-    # The engine stores only that many queries.
+    # The engine stores queries for its own look-ahead only.
     raise OverrideError(
         "out_of_bounds",
         f"{LOOKAHEAD} must be at most {chosen.resolved_lookahead} for {method!r} on this server,"

@@ -40,7 +40,7 @@ class Alias:
 
 
 def plain(value: Any) -> Any:
-    """Convert a number of another library to a Python number, and a list to a tuple."""
+    """Return `value`, with another library's number as a Python number and a list as a tuple."""
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
@@ -54,30 +54,30 @@ def parse_budget(value: Any) -> float | int:
     Raises:
         ConfigError: `value` is neither.
     """
-    rule = (
+    message = (
         "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
         f" as 1024; got {value!r}"
     )
     budget: Any = plain(value)
     if isinstance(value, str):
         if not has_plain_digits(value):
-            raise ConfigError(rule)
+            raise ConfigError(message)
         try:
             budget = int(value)
         except ValueError:
             try:
                 budget = float(value)
             except ValueError:
-                raise ConfigError(rule) from None
+                raise ConfigError(message) from None
     if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise ConfigError(rule)
+        raise ConfigError(message)
     if isinstance(budget, int):
         if budget < 1:
-            raise ConfigError(rule)
+            raise ConfigError(message)
         return budget
     # Written this way round because NaN must fail too.
     if not 0 < budget <= 1:
-        raise ConfigError(rule)
+        raise ConfigError(message)
     return budget
 
 
@@ -149,24 +149,24 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
     Raises:
         ConfigError: a pair is not two ordered budgets of one kind, or a kind occurs twice.
     """
-    rule = (
+    message = (
         "budget_bounds must be MIN:MAX, both ratios such as 0.05:0.5 or both whole numbers of"
         f" tokens such as 256:4096, or one of each kind with a comma between; got {value!r}"
     )
     pairs = [part.split(":") for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(pairs, list | tuple):
-        raise ConfigError(rule)
+        raise ConfigError(message)
     bounds: list[Bounds] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ConfigError(rule)
+            raise ConfigError(message)
         try:
             low, high = parse_budget(pair[0]), parse_budget(pair[1])
         except ConfigError:
-            raise ConfigError(rule) from None
+            raise ConfigError(message) from None
         same_kind = type(low) is type(high)
         if not same_kind or low > high or type(low) in [type(low) for low, _ in bounds]:
-            raise ConfigError(rule)
+            raise ConfigError(message)
         bounds.append((low, high))
     return tuple(bounds)
 

@@ -1,4 +1,4 @@
-"""Keys of a request, and errors for misspelt and misplaced ones."""
+"""The keys that a request may set, and errors for misspelt and misplaced ones."""
 
 import difflib
 import re
@@ -25,7 +25,8 @@ _MAX_SHOWN = 24
 _KV_PREFIX = re.compile(r"kv[_-]", re.IGNORECASE)
 _XARGS_NAMES = ("xargs", "extraargs")
 _SIMILAR_XARGS_NAMES = ("vllmxargs", "vllmextraargs")
-"""Names that ``vllm_xargs`` is mistaken for, in letters. Short ones resemble unrelated keys."""
+"""Names, as letters, that a misspelt ``vllm_xargs`` resembles. Shorter ones must match exactly,
+because they resemble unrelated keys."""
 _MAX_DEPTH = 4
 """Levels of nested objects that are searched for our keys."""
 
@@ -79,7 +80,7 @@ def refuse_unknown(extra_args: Mapping[str, Any]) -> None:
 
 
 def misplaced(body: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    """Return our keys that are in a place where vLLM ignores them.
+    """Return our keys and their values in a place where vLLM ignores them.
 
     Args:
         body: the request body, or an object in it.
@@ -168,7 +169,7 @@ def _is_xargs(key: Any) -> bool:
 
 
 def _settings_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield our keys, also misspelt ones, in an object and in its nested objects and lists."""
+    """Yield our keys, including misspelt ones, in an object and its nested objects and lists."""
     if depth == _MAX_DEPTH:
         return
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""VllmHook `api`: check the compression settings of a request before anything of it runs.
+"""VllmHook `api`: check the compression settings of a request before any part of it runs.
 
 A wrong value is answered with HTTP 400 on every endpoint, streaming or not. vLLM checks parameters
 when its generator is first awaited, after a stream has answered 200, so we check where the
-generator is created. Offline, and for requests that arrive another way, we check again where vLLM
+generator is created. Offline, and for requests that arrive in other ways, we check again where vLLM
 turns parameters into a request.
 """
 
@@ -63,7 +63,7 @@ HANDLERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """Policy of an engine for the compression settings of requests.
+    """An engine's policy for the compression settings of requests.
 
     Args:
         settings: settings of the engine; None if nothing can be compressed.
@@ -85,7 +85,7 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     """Refuse a request with wrong or forbidden compression settings.
 
     Args:
-        processor: input processor of the engine, whose configuration has the policy.
+        processor: input processor of the engine, whose configuration determines the policy.
         extra_args: ``vllm_xargs`` of the request, or `extra_args` of its sampling parameters.
 
     Raises:
@@ -272,8 +272,8 @@ def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None
 def _checking(handler: Any, *, chat: bool) -> Any:
     """Wrap a server handler to check the request first, and note the parts of a chat to find.
 
-    This cannot wait for the generator: Responses create it inside the stream, and beam search drops
-    the extra arguments.
+    This cannot wait for the generator: the Responses API creates it inside the stream, and beam
+    search drops the extra arguments.
     """
 
     async def checked(self: Any, request: Any, raw_request: Any) -> None:
@@ -298,10 +298,10 @@ def _checking(handler: Any, *, chat: bool) -> Any:
 
 
 def _checking_batch(handler: Any) -> Any:
-    """Wrap the handler of chat batches; each chat is checked when it is generated.
+    """Wrap the handler of chat batches; each chat is checked when its generation starts.
 
     The prefill server is not told of refused batches: a batch has no request id, and vLLM's engine
-    crashes when told of none.
+    crashes without one.
     """
 
     @functools.wraps(handler)
@@ -318,7 +318,7 @@ def _checking_batch(handler: Any) -> Any:
 def _reporting_refusals(handler: Any) -> Any:
     """Wrap a handler for which vLLM does not tell the prefill server about refused requests.
 
-    Unchanged if nothing can be compressed.
+    If nothing can be compressed, the handler runs unchanged.
     """
 
     @functools.wraps(handler)
@@ -342,7 +342,7 @@ async def _refuse_misplaced_settings(
 ) -> None:
     """Refuse settings outside ``vllm_xargs``, which vLLM ignores.
 
-    A server without compression refuses there what it refuses in ``vllm_xargs``.
+    A server without compression refuses there what it would refuse in ``vllm_xargs``.
 
     Raises:
         VLLMValidationError: a setting is in the wrong place.

@@ -32,7 +32,7 @@ _KEY = "kvcompress_chat"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MAX_PROTECTED_MESSAGES, _MAX_ROLE_MESSAGES = 32, 128
 """Maximum messages of a protected part, and of a role in a report. The chat is rendered once more
-for each."""
+for each message."""
 _QUESTION_END = 256
 """Tokens at each end of a long question that are protected."""
 
@@ -42,7 +42,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "assistant": ("assistant",),
     "tool": ("tool",),
 }
-"""Role in a report -> roles of messages that it includes."""
+"""Message roles that each role in a report includes."""
 REPORTED = (TOOLS, *ROLES)
 
 needed_parts: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_parts", default=None)
@@ -108,9 +108,9 @@ class ChatParts:
         return spans
 
     async def find(self, words: Iterable[str]) -> None:
-        """Find some parts now, while other requests run, and drop what the search needed.
+        """Find some parts now, while other requests run, and drop what only the search needs.
 
-        This object lives as long as the request.
+        Otherwise that would stay in memory with this object, until the request ends.
         """
         for word in dict.fromkeys(words):
             with self._storing(word) as found:
@@ -189,7 +189,7 @@ class ChatParts:
         return [index for index in found if _text_of(self.messages[index]).strip()]
 
     def _placeholder(self, index: int) -> dict[str, Any]:
-        """Return a message with other text, whose first and last characters differ too."""
+        """Return a message with a placeholder that begins and ends unlike the message's text."""
         message = self.messages[index]
         text = _text_of(message).strip()
         first, last = ("Q" if text[end] != "Q" else "Z" for end in (0, -1))
@@ -288,7 +288,7 @@ def install() -> None:
         rendered_chats, prompts = render_chat(self, chats, chat_params, tok_params, **more)
         used = self.default_chat_tok_params if tok_params is None else tok_params
         for chat, prompt in zip(chats, prompts, strict=True):
-            # The parts that a request needs are known later, with its parameters.
+            # Which parts a request needs is known only later, with its parameters.
             prompt[_KEY] = ChatParts(self, chat, chat_params, used, dict(prompt))
         return rendered_chats, prompts
 
@@ -307,7 +307,7 @@ def install() -> None:
         )
         for chat, prompt in zip(chats, prompts, strict=True):
             parts = prompt[_KEY] = ChatParts(self, chat, chat_params, used, dict(prompt))
-            # `words` is None on other endpoints, which know the needed parts later.
+            # `words` is None on other endpoints, where the needed parts are known only later.
             if words:
                 await parts.find(words)
             if not used.return_token_offsets:

@@ -1,4 +1,4 @@
-"""Refuse prompts that the KV cache can never hold, before anything of them runs.
+"""Refuse prompts that the KV cache can never hold, before any part of them runs.
 
 vLLM makes sure that the longest sequence fits. With --kv-max-whole, sequences can be longer than
 the pool, and a prompt may not fit because its request chooses `off` or a large budget.
@@ -57,10 +57,10 @@ def check_fits_pool(
     tokens: int | None,
     spans: Spans,
 ) -> None:
-    """Refuse a prompt that needs more blocks than the pool has at any time of its request.
+    """Refuse a prompt that at some point needs more blocks than the pool has.
 
     Args:
-        config: configuration of the engine. It has the pool's size once the engine reported it.
+        config: configuration of the engine. It has the pool's size once the engine has reported it.
         settings: settings of the engine; None without compression.
         extra_args: extra arguments of the request, already accepted by `settings_for`.
         tokens: prompt length; None if not known yet.

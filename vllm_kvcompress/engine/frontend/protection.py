@@ -130,7 +130,7 @@ def _part_spans(
 class _Limits:
     """Limits of the protected tokens of one prompt.
 
-    The operator's words raise the budget as much as needed. A request's own spans raise it up to
+    The operator's words raise the budget as far as needed. A request's own spans raise it up to
     the largest budget that the request could have named.
 
     Args:
@@ -146,7 +146,7 @@ class _Limits:
     tokens: int
 
     def check(self, spans: Spans, granted: Spans) -> None:
-        """Check that the spans fit a budget that the request may have, and between two pieces.
+        """Check that the spans fit a budget that the request may have, and fit between pieces.
 
         Args:
             spans: all protected spans.
@@ -184,7 +184,8 @@ class _Limits:
     def _check_between_pieces(self, spans: Spans, protected: int) -> None:
         """Raise OverrideError if a prompt in pieces would have to keep too many protected tokens.
 
-        The prompt length does not matter: after a preemption the output is recomputed with it.
+        The prompt length does not matter: after a preemption, the output is recomputed with
+        the prompt.
         """
         request_settings, size = self.request_settings, self._block_size
         if request_settings.max_whole is None:
@@ -206,7 +207,7 @@ class _Limits:
             )
 
     def _needed(self, request_settings: CompressionConfig, spans: Spans) -> int:
-        """Return the budget in tokens per layer with these spans protected."""
+        """Return the budget, in tokens per layer, that the request needs to protect these spans."""
         plan = request_settings.page_plan(self._layers, self.tokens, self._block_size, spans)
         if plan is not None:
             return plan.budget if plan.raised else request_settings.tokens_per_layer(self.tokens)

@@ -30,7 +30,7 @@ WITHIN_BUDGET = "within_budget"
 LOW_PRESSURE = "low_pressure"
 UNSUPPORTED = "unsupported"
 INVALID = "invalid"
-# More than half of the prompt is protected, or the budget with the protected tokens is everything.
+# More than half of the prompt is protected, or the budget raised for protection covers all of it.
 PROTECTED = "protected"
 # The output ended before the look-ahead was over.
 ANSWERED = "answered"
@@ -83,8 +83,8 @@ class Decision:
         """Return settings to pack an uncompressed prompt that is recomputed with its output.
 
         None if the cache may grow during decoding. After a preemption, prompt and output are
-        computed together and packed to what the output was bounded to. The prompt's own budget
-        would be all of a short prompt.
+        computed together and packed to the decode budget. The prompt's own budget would keep all of
+        a short prompt.
         """
         settings = self.output_settings
         if settings is None or settings.decode_budget is None:
@@ -129,8 +129,8 @@ class Admissions:
         """Make the decision final.
 
         Returns:
-            The reason why the prompt stays uncompressed. Empty if it is compressed, or if the
-            decision was final before.
+            Why the prompt stays uncompressed. Empty if it is compressed, or if the decision was
+            already final.
         """
         decision = self.decision_of(request)
         if decision.is_final:
@@ -160,7 +160,7 @@ class Admissions:
         return 0 if self._other_layers is None else self._other_layers.blocks(tokens)
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
-        """Return the pages kept of a prefill of `tokens` tokens, None if nothing is dropped."""
+        """Return the plan for a prefill of `tokens` tokens, or None if nothing is dropped."""
         return settings.page_plan(self._num_layers, tokens, self._block_size, spans)
 
     def usage_with_prompt(self, tokens: int) -> float:
@@ -173,7 +173,7 @@ class Admissions:
     def piece_schedule(
         self, settings: CompressionConfig, tokens: int, spans: Spans = ()
     ) -> PieceSchedule | None:
-        """Return the schedule to pack a prefill of `tokens` in pieces, None if it is not."""
+        """Return the schedule that packs a prefill of `tokens` in pieces, or None if none does."""
         return piece_schedule(settings, self._num_layers, self._block_size, tokens, spans)
 
     def _decide(self, request: Request) -> Decision:

@@ -6,7 +6,7 @@ blocks come from the same pool as ours, and everything they compute after a comp
 depends on its kept tokens. So the number of blocks, and which of them may be shared with other
 requests, must be decided for all groups together.
 
-We wrap the coordinator's methods on the scheduler's one instance.
+We wrap methods of the scheduler's one coordinator and of the `KVCacheManager` that owns it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class Coordination:
 
     @contextmanager
     def _look_up(self, request: Request) -> Iterator[None]:
-        """Remember, inside the context, whose prefix vLLM looks up."""
+        """Within the context, record whose prefix vLLM is looking up."""
         self.manager.planner.admissions.consider(request)
         self._looked_up = request
         try:
@@ -87,7 +87,7 @@ class Coordination:
         if not self._other_managers or len(found) < 3 or found[2]:
             return found
         # The third value is a boundary at which vLLM keeps window blocks and states for later hits,
-        # besides the last possible end of a hit. Hits of a compressed prompt end earlier.
+        # as it does at the last possible end of a hit. Hits of a compressed prompt end earlier.
         return *found[:2], self._last_hit_end(request)
 
     def _last_hit_end(self, request: Request) -> int:
@@ -118,9 +118,9 @@ class Coordination:
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Return the blocks that all groups need.
+        """Return the number of blocks that all groups need together.
 
-        They include blocks from the pool for all destinations if the pool has enough.
+        If the pool has enough blocks, this includes a block from the pool for every destination.
         """
         needed = int(
             self._vllm_get_num_blocks_to_allocate(
@@ -129,8 +129,8 @@ class Coordination:
         )
         hit_blocks = new_computed_blocks[self._group_index]
         if self._in_allocate_slots:
-            # Only here: vLLM also calls this for other prompts that are pulled or computed, and
-            # adds up the results.
+            # Only inside `allocate_slots`: vLLM also calls this method for other prompts, which are
+            # pulled or computed, and adds up the results.
             needed += self._reserved_blocks(request_id, num_tokens, needed, hit_blocks)
         if kwargs.get("apply_admission_cap"):
             return needed
@@ -143,7 +143,7 @@ class Coordination:
     def _reserved_blocks(
         self, request_id: str, num_tokens: int, needed: int, hit_blocks: Sequence[KVCacheBlock]
     ) -> int:
-        """Return the blocks that a request must leave in the pool for look-aheads that end."""
+        """Return the blocks that a request must leave in the pool for packing look-aheads."""
         lookaheads = self.manager.lookaheads
         request = self.manager.planner.request(request_id)
         is_running = request.status == RequestStatus.RUNNING
@@ -159,7 +159,7 @@ class Coordination:
         return reserved + lookaheads.pipeline_blocks(request_id, tokens)
 
     def missing_blocks(self, request_id: str, num_tokens: int, num_steps: int = 1) -> int:
-        """Return the maximum blocks, over all groups, that a running request still takes.
+        """Return the maximum number of blocks that a running request still takes in all groups.
 
         A state is written at the end of a step, so a step takes at most one block for it, however
         many tokens it computes.
@@ -177,7 +177,7 @@ class Coordination:
         return missing
 
     def shared_prefix_blocks(self, request: Request) -> int:
-        """Return the blocks of a waiting prompt's prefix that running requests already hold."""
+        """Return how many blocks of a waiting prompt's prefix are held by running requests."""
         if not request.block_hashes:
             return 0
         with self._look_up(request):
@@ -185,7 +185,7 @@ class Coordination:
         return sum(block.ref_cnt > 0 for block in found[0][self._group_index])
 
     def _allocate_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
-        """Allocate slots. `delay_cache_blocks` means the prompt will be pulled from a server."""
+        """Allocate slots. `delay_cache_blocks` means that the prompt is pulled from a server."""
         self._in_allocate_slots, self._is_pulling = True, delay_cache_blocks
         try:
             return self._vllm_allocate_slots(*args, delay_cache_blocks=delay_cache_blocks, **kwargs)
@@ -228,8 +228,8 @@ class Coordination:
         cached_blocks = int(self.manager.num_cached_block.get(request.request_id, 0))
         if cached_blocks * int(self.manager.block_size) < boundary <= cacheable:
             # vLLM keeps window blocks and states at one boundary, where another prompt's prefix
-            # ends. The next boundary is where hits for this prompt end. A step may compute both,
-            # and then has to keep both.
+            # ends. The next boundary is where hits for this prompt end. One step may compute both,
+            # and must then keep both.
             self._vllm_cache_blocks(request, boundary, *args, **kwargs)
             request.shared_prefix_boundary = max(boundary, self._last_hit_end(request))
         return self._vllm_cache_blocks(request, cacheable, *args, **kwargs)

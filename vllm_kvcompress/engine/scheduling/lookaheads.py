@@ -1,13 +1,14 @@
-"""Look-aheads: prompts that their first output tokens will score, and when each is packed.
+"""Look-aheads: prompts scored by their own first output tokens, and when each of them is packed.
 
-A look-ahead keeps an uncompressed prompt in the pool that would otherwise have been packed when its
-prefill ended. If the pool runs short, `--kv-lookahead-on-pressure` allows compressing such prompts
-early: to half of the prompt if that is enough, otherwise to the budget. A prompt can only be packed
-after a step that its request takes part in, and the freed blocks can be allocated in the next step.
-So the decision is made once a step is scheduled, from the demand of the next step (`next_step`).
+During a look-ahead, a prompt stays uncompressed in the pool. Without one, it would have been packed
+when its prefill ended. If the pool runs short, `--kv-lookahead-on-pressure` allows such prompts to
+be compressed early: to half of the prompt if that is enough, otherwise to the budget. A prompt can
+only be packed after a step that its request takes part in, and the freed blocks can be allocated in
+the next step. So the decision is made once a step is scheduled, from the blocks that the next step
+will need (`next_step`).
 
 If a prompt's blocks are shared, packing it also needs blocks from the pool. These are reserved for
-it when its prefill ends. Without a look-ahead it would have taken them by then.
+it when its prefill ends. Without a look-ahead, it would have taken them at that point.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -59,7 +60,7 @@ class BlockHolder(Protocol):
     def unpacked_blocks(
         self, request_id: str, footprint: KVFootprint, tokens: int
     ) -> Sequence[KVCacheBlock]:
-        """Return a request's full blocks that were not packed before. Packing reads them."""
+        """Return a request's full blocks that have not been packed yet, which packing reads."""
 
     def num_packed_blocks(self, request_id: str) -> int:
         """Return the number of blocks that hold a request's packed pages."""
@@ -72,18 +73,18 @@ class BlockHolder(Protocol):
         tokens: int,
         early_target: str,
     ) -> bool:
-        """Plan to pack a prompt with a look-ahead. Return False if the pool is too short."""
+        """Plan to pack a prompt with a look-ahead. Return False if the pool has too few blocks."""
 
 
 @dataclass(slots=True)
 class _ActiveLookAhead:
-    """A request whose prefill has ended and whose prompt its output will score.
+    """A request whose prefill has ended and whose output will score its prompt.
 
     Args:
         schedule: the request's schedule.
         lookahead: the part of `schedule` that packs the prompt.
-        tokens: tokens computed when the last step that it takes part in ends.
-        in_step: it takes part in the step that is being scheduled.
+        tokens: tokens computed by the end of the last step that the request takes part in.
+        in_step: whether the request takes part in the step that is being scheduled.
     """
 
     schedule: RequestSchedule
@@ -98,7 +99,7 @@ class _PackChoice(NamedTuple):
     Args:
         request_id: vLLM's request id.
         plan: pages to keep.
-        early_target: HALF or BUDGET for an early compression, empty if the look-ahead is over.
+        early_target: HALF or BUDGET for an early compression; empty once the look-ahead is over.
     """
 
     request_id: str
@@ -117,8 +118,8 @@ class _Candidate(NamedTuple):
         packed_blocks: blocks that hold its packed pages.
         reserved_blocks: blocks of the pool that are reserved for it.
         unshared_blocks: its unpacked full blocks that no other request shares.
-        returning_blocks: unpacked blocks that go back to the pool if this candidate and all before
-            it are packed.
+        returning_blocks: unpacked blocks that go back to the pool if this candidate and all
+            candidates before it are packed.
     """
 
     request_id: str
@@ -134,11 +135,11 @@ class _Candidate(NamedTuple):
         return max(plan.blocks - self.packed_blocks - self.unshared_blocks, 0)
 
     def to_budget(self) -> _PackChoice:
-        """Return the choice to keep only the budget."""
+        """Return the choice to pack the prompt to its budget."""
         return _PackChoice(self.request_id, self.budget_plan, BUDGET)
 
     def to_half(self) -> _PackChoice:
-        """Return the choice to keep half of the prompt, or the budget if half is not possible."""
+        """Return the choice to pack the prompt to half, or to its budget if it has no half plan."""
         if self.half_plan is None:
             return self.to_budget()
         return _PackChoice(self.request_id, self.half_plan, HALF)
@@ -155,7 +156,7 @@ class LookAheads:
     def __init__(self, holder: BlockHolder, on_pressure: str) -> None:
         self._holder, self._on_pressure = holder, on_pressure
         self._by_id: dict[str, _ActiveLookAhead] = {}
-        # Upper bound on the reserved blocks. They are only counted if fewer blocks are free.
+        # Upper bound on the reserved blocks. They are counted only if fewer blocks are free.
         self._max_reserved_blocks = 0
         # Demand of the next steps, if they are scheduled before freed blocks are available.
         self._pipelined_demand: NextStepDemand | None = None
@@ -179,7 +180,7 @@ class LookAheads:
             self._max_reserved_blocks += _max_kept_blocks(schedule.lookahead)
 
     def forget(self, request_id: str) -> None:
-        """Remove a request that is packed for good, ended or preempted, if it is known."""
+        """Remove a request that was packed for good, ended or preempted; ignore an unknown one."""
         removed = self._by_id.pop(request_id, None)
         if removed is not None:
             self._max_reserved_blocks -= _max_kept_blocks(removed.lookahead)
@@ -187,9 +188,9 @@ class LookAheads:
     def reserved_blocks(
         self, free_blocks: int, newly_shared: Collection[int] = _NO_BLOCK_IDS
     ) -> int:
-        """Return the blocks of the pool that packing the active look-aheads needs.
+        """Return the blocks that packing the active look-aheads needs from the pool.
 
-        A look-ahead needs blocks of the pool if other requests share its own blocks.
+        A look-ahead needs blocks from the pool if other requests share its own blocks.
 
         Args:
             free_blocks: blocks available for allocation. If they cover the upper bound, nothing is
@@ -204,7 +205,7 @@ class LookAheads:
         )
 
     def pipeline_blocks(self, request_id: str, tokens: int) -> int:
-        """Return the blocks that a waiting request must leave, beside the reserved ones.
+        """Return the blocks that a waiting request must leave, in addition to the reserved ones.
 
         In a pipeline, the running requests, the requests admitted in this step and the rest of the
         request's own prompt need blocks before a look-ahead of an earlier step can return any.
@@ -281,7 +282,7 @@ class LookAheads:
     def _compress_early(
         self, in_step: dict[str, _ActiveLookAhead], next_step: NextStepDemand
     ) -> None:
-        """Pack some of the prompts in this step early if the next step would lack blocks."""
+        """Pack some of the prompts in this step early if the next step would run short."""
         free_blocks = self._holder.free_blocks_after_step()
         needed = next_step.blocks_for_running(self._by_id)
         self._pipelined_demand = next_step if next_step.is_pipelined else None
@@ -361,7 +362,7 @@ def choose_packs(
         candidates: prompts that can be packed, oldest first.
         free_now: blocks that the packings may take before they return any.
         free_after: free blocks after the step, without these packings.
-        needed: blocks needed after the step, beside those reserved for candidates.
+        needed: blocks needed after the step, in addition to those reserved for candidates.
 
     Returns:
         The choices, and whether they free enough blocks. If not, the choices pack every candidate
@@ -391,7 +392,7 @@ def _max_kept_blocks(lookahead: LookaheadSchedule) -> int:
     """Return an upper bound on the destination blocks of packing a prompt to its budget."""
     max_tokens = lookahead.settings.budget_spec(lookahead.num_layers, lookahead.prompt).budget
     if protected := count_before(lookahead.spans, lookahead.prompt):
-        # A budget too small for the protected tokens is raised to hold other tokens beside them.
+        # A budget too small for the protected tokens is raised to hold other tokens as well.
         unprotected = lookahead_window(lookahead.settings) + lookahead.block_size
         max_tokens = protected + max(unprotected, max_tokens)
     max_tokens += lookahead.settings.resolved_lookahead

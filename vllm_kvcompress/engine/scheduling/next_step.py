@@ -1,8 +1,8 @@
 """Upper bound on the blocks that the next step takes from the pool.
 
-It is computed from lengths alone, before this step's outputs are known, and is never too small: a
-request that turns out to have ended needs no blocks, and the blocks it returns outweigh what other
-requests' chunks can take of its share of the next step.
+It is computed from lengths alone, before this step's outputs are known, and is never too small. A
+request that turns out to have ended needs no blocks. Other requests' chunks may take over its
+tokens of the next step, but need no more blocks for them than the ended request returns.
 """
 
 from collections.abc import Collection, Iterable
@@ -28,13 +28,13 @@ class NextStep:
         config = scheduler.vllm_config
         self._num_stages = int(config.parallel_config.pipeline_parallel_size)
         if self._manager.deferred_free.is_deferring:
-            # Blocks that this step frees are available one step later.
+            # Blocks that this step frees become available only one step later.
             self._num_stages = max(self._num_stages, 2)
         self.is_pipelined = self._num_stages > 1
         self.overlaps = bool(config.scheduler_config.async_scheduling) or self.is_pipelined
 
     def blocks_for_running(self, lookahead_ids: Collection[str]) -> int:
-        """Return the blocks that running requests take until every look-ahead was scheduled again.
+        """Return the blocks that running requests take until every look-ahead is scheduled again.
 
         That takes one step, or more if chunks of older prompts fill the token budget or steps of
         other requests are running in a pipeline. A look-ahead can only be packed when it is
@@ -101,8 +101,8 @@ class NextStep:
             unscheduled.discard(request_id)
             taken = self._manager.destination_blocks(request_id, computed + num_new, ())
             destinations += taken.must_be_fresh + taken.may_be_fresh
-            # A limit per chunk depends on the waiting requests, so the tokens that it leaves to
-            # other requests are unknown. Assume that this chunk takes 1.
+            # A limit per chunk depends on the waiting requests, so the number of tokens left for
+            # other requests is unknown. Assume that this chunk takes only 1.
             token_budget -= (
                 self._min_scheduled(request, computed, num_new) + probe_tokens
                 if max_chunk >= token_budget
@@ -111,10 +111,10 @@ class NextStep:
         return destinations
 
     def _min_scheduled(self, request: Request, computed: int, num_new: int) -> int:
-        """Return the least number of tokens that vLLM schedules of a chunk.
+        """Return the minimum number of a chunk's tokens that vLLM schedules.
 
-        vLLM ends chunks early to save a state. The tokens it leaves let a request behind it reach
-        the end of a block, where that request takes a state block in each group.
+        vLLM may end a chunk early to save a state. With the tokens left over, a later request may
+        reach the end of a block, where it takes a state block in each group.
         """
         scheduler = self._scheduler
         if num_new <= 1 or not scheduler.need_mamba_block_aligned_split:
@@ -125,7 +125,7 @@ class NextStep:
     def _with_drafts(self, request: Request, computed: int, num_new: int, known: int) -> int:
         """Return the tokens of a chunk plus the draft tokens that vLLM may put behind it.
 
-        Drafts take blocks even if they are rejected. A look-ahead bounds them, but not after it was
+        Drafts take blocks even if they are rejected. A look-ahead limits them, unless it was
         compressed early. The token budget is charged without drafts, because there may be none.
         """
         num_drafts = int(self._scheduler.num_spec_tokens)
@@ -135,7 +135,7 @@ class NextStep:
         return max(min(num_new + num_drafts, remaining), num_new)
 
     def _max_chunk(self, token_budget: int) -> int:
-        """Return the maximum tokens of one prompt in a step."""
+        """Return the maximum number of tokens of one prompt that a step computes."""
         config = self._scheduler.scheduler_config
         threshold = int(config.long_prefill_token_threshold)
         num_running = len(self._scheduler.running)

@@ -1,7 +1,7 @@
 """Packing plans: which prompts are packed, after which step, and to how many pages.
 
-Plans depend on lengths alone. The block manager asks for them; nothing here touches a block. Not
-thread-safe: it runs in the scheduler's loop.
+Plans depend on lengths alone. The block manager asks for them; nothing here touches a block. This
+module is not thread-safe: it runs in the scheduler's loop.
 """
 
 from collections.abc import Mapping
@@ -57,8 +57,8 @@ class Planner:
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests = requests
-        # Schedules fixed at admission: of requests whose prefill has ended, of prompts in pieces,
-        # and of prompts with a look-ahead, also if they found no free slot.
+        # Fixed schedules: those of requests whose prefill has ended, of prompts in pieces, and of
+        # prompts with a look-ahead, even if no slot was free for it.
         self.schedules: dict[str, RequestSchedule] = {}
         # Requests that hold one of the workers' query slots for their look-ahead.
         self._lookahead_ids: set[str] = set()
@@ -87,8 +87,8 @@ class Planner:
             cached_tokens: its tokens found in the prefix cache, if this is its first chunk.
 
         Returns:
-            The reason why its prompt stays uncompressed, empty as in `Admissions.admit`; and
-            whether it would have a look-ahead but found no free slot.
+            Why its prompt stays uncompressed, empty in the same cases as in `Admissions.admit`; and
+            whether it would have had a look-ahead but found no free slot.
         """
         request = self.request(request_id)
         skip_reason = self._make_final(request)
@@ -109,7 +109,7 @@ class Planner:
         """Make the decision final for a prompt that is going to be pulled from another server.
 
         Returns:
-            The reason why its prompt stays uncompressed, empty as in `Admissions.admit`.
+            Why its prompt stays uncompressed, empty in the same cases as in `Admissions.admit`.
         """
         return self._make_final(request)
 
@@ -124,9 +124,9 @@ class Planner:
         """Note that a prompt's KV cache has arrived from another server.
 
         Returns:
-            Tokens that count as computed. As after a prefix-cache hit, the tokens whose queries the
-            method reads are computed here. 0 if these are all tokens; the caller then frees the
-            blocks, and the prompt is computed like any other.
+            How many tokens count as computed. As after a prefix-cache hit, tokens whose queries the
+            method reads must still be computed here. If that is all of them, the result is 0: the
+            caller then frees the blocks, and the prompt is computed like any other.
         """
         longest_hit = self.longest_hit(request, int(request.num_tokens) - 1)
         tokens = min(int(request.num_computed_tokens), max(longest_hit, 0))
@@ -135,7 +135,7 @@ class Planner:
         return tokens
 
     def waits_pulled(self, request_id: str) -> bool:
-        """Return whether a pulled prompt waits for its first step.
+        """Return whether a request's prompt was pulled and still waits for its first step.
 
         Such a prompt must not wait for destination blocks: the requests that hold them may be
         waiting for destination blocks too.
@@ -148,12 +148,12 @@ class Planner:
         self._lookahead_ids.discard(request_id)
 
     def schedule_of(self, request: Request) -> RequestSchedule:
-        """Return a request's schedule, as it is or as it would be if it were admitted now.
+        """Return a request's fixed schedule, or the one that it would get if it were admitted now.
 
         The schedule covers a prefill of all tokens that the request has now. After a preemption
-        these are the prompt and the output so far, as for a new request with the same tokens. But
-        with a decode budget the prompt's budget stays that of the prompt, or each preemption would
-        raise it. Whether to compress at all was decided at admission.
+        these are the prompt and the output so far, as for a new request with the same tokens. With
+        a decode budget, however, the budget is still computed from the prompt alone; otherwise each
+        preemption would raise it. Whether to compress at all was decided at admission.
         """
         fixed = self.schedules.get(request.request_id)
         if fixed is not None:
@@ -174,11 +174,11 @@ class Planner:
     def _lookahead_schedule(
         self, request: Request, prefill: PromptSchedule | PieceSchedule
     ) -> LookaheadSchedule | None:
-        """Return the look-ahead of a prompt, None if it is packed when its prefill ends.
+        """Return the look-ahead of a prompt, or None if it is packed when its prefill ends.
 
-        That is so without a look-ahead in the settings, if a preempted request already has enough
-        output tokens, and if the pool cannot hold the uncompressed prompt until its look-ahead is
-        over.
+        That is the case if the settings have no look-ahead, if a preempted request already has
+        enough output tokens, or if the pool cannot hold the uncompressed prompt until its
+        look-ahead is over.
         """
         if not prefill.settings.resolved_lookahead:
             return None
@@ -197,7 +197,7 @@ class Planner:
         return lookahead
 
     def _prefill_schedule(self, request: Request) -> PromptSchedule | PieceSchedule | None:
-        """Return the schedule to pack a request's current prefill, None if it is not packed."""
+        """Return the schedule that packs a request's current prefill, or None if none does."""
         decision, tokens = self.admissions.decision_of(request), int(request.num_tokens)
         settings = budget_settings = decision.settings
         if (
@@ -209,8 +209,8 @@ class Planner:
             budget_settings = settings.variant(budget=prompt_budget)
         piece_settings = budget_settings
         if piece_settings is None and request.num_output_tokens:
-            # The prompt stayed uncompressed, but with an output whose cache was bounded, prompt
-            # and output together may not fit the pool.
+            # The prompt stayed uncompressed. But if its output's cache was bounded, prompt and
+            # output together may not fit the pool.
             piece_settings = decision.recompute_settings
         has_embeddings = request.prompt_token_ids is None or bool(request.mm_features)
         if piece_settings is not None and piece_settings.max_whole is not None and has_embeddings:
@@ -236,7 +236,7 @@ class Planner:
     def end_prefill(
         self, request: Request, schedule: RequestSchedule, plan: PagePlan | None
     ) -> None:
-        """Note that a prefill ends in this step and is then packed by `plan`, if that is given."""
+        """Record that a prefill ends in this step, and that `plan`, if given, packs it."""
         schedule.output = self._output_schedule(request, schedule.footprint, plan)
         schedule.prefilled = True
         self._pulled.discard(request.request_id)
@@ -245,7 +245,7 @@ class Planner:
     def _output_schedule(
         self, request: Request, footprint: KVFootprint, plan: PagePlan | None
     ) -> OutputSchedule | None:
-        """Return the schedule that bounds the cache during decoding, None if it may grow.
+        """Return the schedule that bounds the cache during decoding, or None if it may grow.
 
         Args:
             request: the request.
@@ -273,7 +273,7 @@ class Planner:
     def _packed_footprint(
         footprint: KVFootprint, plan: PagePlan | None, tokens: int
     ) -> KVFootprint:
-        """Return the footprint after a prefill of `tokens` tokens was packed by `plan`."""
+        """Return the footprint once a prefill of `tokens` tokens has been packed by `plan`."""
         packed = replace(footprint)
         if plan is not None:
             packed.pack(plan, tokens // footprint.block_size)
@@ -282,11 +282,11 @@ class Planner:
     def observation_settings(
         self, request: Request, schedule: RequestSchedule
     ) -> CompressionConfig | None:
-        """Return the settings to observe a prefill chunk with that is not followed by a packing.
+        """Return the settings for observing a prefill chunk after which nothing is packed.
 
-        None if nothing needs to be observed. If the method sums the attention of all queries, an
-        uncompressed prompt is observed too when its output's cache is bounded, because packing
-        during decoding needs its sums.
+        None means that nothing needs to be observed. If the method sums the attention of all
+        queries, an uncompressed prompt is also observed when its output's cache is bounded, because
+        packing during decoding needs its sums.
         """
         if schedule.prefill is not None:
             # After the last chunk of a prompt with a look-ahead, its output's queries score it.

@@ -37,7 +37,7 @@ logger = init_logger("vllm.kvcompress")
 
 
 class _CompressingMixin:
-    """Mixin before a vLLM scheduler."""
+    """Mixin that adds compression to a vLLM scheduler, which must come after it in the bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,9 +55,9 @@ class _CompressingMixin:
         self.usage_notes = UsageNotes()
         # Scheduled steps whose outputs have not arrived, in order, each with its plan.
         self._steps_in_flight: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
-        # The message of the error to raise, once a plan was not executed.
+        # Message of the error that stops the engine; None unless a plan was not executed.
         self._stop_message: str | None = None
-        # Ids of the requests being aborted that ended at a stop string.
+        # While requests are being aborted: ids of those that ended at a stop string.
         self._stopped: frozenset[str] = frozenset()
         self._log_concurrency()
 
@@ -95,8 +95,8 @@ class _CompressingMixin:
     def add_request(self, request: Request) -> None:
         """Add a request. It ends with an error if the pool cannot hold its prompt.
 
-        Servers refuse such requests earlier (`frontend.api`). Without this check the request would
-        wait forever, and every request behind it too.
+        Servers refuse such requests earlier (`frontend.api`). Without this check, the request would
+        wait forever, and so would every request behind it.
         """
         super().add_request(request)  # type: ignore[misc]
         manager = self.compressed_manager
@@ -198,7 +198,7 @@ class _CompressingMixin:
         return tokens, probe_tokens
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Do not count probe tokens as computed: the next tokens take their positions."""
+        """Advance the requests, except for probe tokens: the next tokens take their positions."""
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         probes = self.compressed_manager.probes
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -245,7 +245,7 @@ class _CompressingMixin:
         return outputs
 
     def _check_report(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
-        """Compare a report with the step's plan, taken from our record, and count the report."""
+        """Check a report against our record of the step's plan, and count what was packed."""
         plan: StepPlan | None = None
         if any(output is scheduler_output for output, _ in self._steps_in_flight):
             output, plan = self._steps_in_flight.popleft()
@@ -284,12 +284,12 @@ class _CompressingMixin:
     def _stop(self, problem: str, fix: str) -> NoReturn:
         self._stop_message = (
             f"workers must carry out every compression, but {problem}, so the engine stops before"
-            f" it reads blocks that were freed and not packed; {fix}"
+            f" it reads blocks that were freed without being packed; {fix}"
         )
         raise VllmHookError(self._stop_message)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """Return vLLM's statistics with our counts attached. `metrics` takes them off again."""
+        """Return vLLM's statistics with our counts attached. `metrics` detaches them again."""
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         counts = self.compressed_manager.compression_stats.take()
         if stats is not None and counts is not None:

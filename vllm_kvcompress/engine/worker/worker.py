@@ -48,7 +48,7 @@ logger = init_logger("vllm.kvcompress")
 
 
 class CompressingWorker:
-    """Mixin for a vLLM worker, for both of vLLM's model runners."""
+    """Mixin that adds compression to a vLLM worker, with either of vLLM's model runners."""
 
     backends: ClassVar[Backends]
     compressor: PromptCompressor | None = None
@@ -61,7 +61,7 @@ class CompressingWorker:
 
     @property
     def settings(self) -> CompressionConfig:
-        """The engine's settings, rounded to KV blocks; valid once the model is loaded.
+        """Return the engine's settings, rounded to KV blocks; valid once the model is loaded.
 
         vLLM chooses the block size while it loads the model.
         """
@@ -160,7 +160,7 @@ def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
     if other_backends:
         names = sorted(backend.name for backend in known)
         raise ConfigError(
-            f"--kv-compress works with the attention backends {names}, vLLM chose"
+            f"--kv-compress works with the attention backends {names}, but vLLM chose"
             f" {sorted(other_backends)}; pass --attention-backend {names[0]}, or serve without"
             " --kv-compress"
         )
