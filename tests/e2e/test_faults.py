@@ -156,11 +156,23 @@ def test_each_request_is_counted_once_however_it_ends(server, text):
     def complete(tokens, prompt=text, **fields):
         return httpx.post(url, json=completion_body(prompt, tokens, **fields), timeout=300)
 
+    def increases():
+        return {name: count - before[name] for name, count in request_counts(server).items()}
+
+    def wait_for_total(count):
+        wait_for(lambda: sum(increases().values()) == count)
+
     stopped = complete(200, stop=[output[len(output) // 2 :][:4]]).json()
     assert stopped["choices"][0]["finish_reason"] == "stop"
     assert stopped["usage"]["completion_tokens"] <= 24
-    with streaming(server, text, 300) as events:
-        next(events)
+    # A fast engine may end a look-ahead before the server notices that the client left.
+    disconnects = 0
+    while not increases()["aborted"]:
+        with streaming(server, text, 300) as events:
+            next(events)
+        disconnects += 1
+        assert disconnects < 50
+        wait_for_total(1 + disconnects)
     assert complete(24).status_code == 200  # ends within its look-ahead
     assert complete(LOOKAHEAD + 8, stop=["never said"]).status_code == 200
     assert complete(8, prompt="Hello", n=2, temperature=1).status_code == 200
@@ -169,16 +181,13 @@ def test_each_request_is_counted_once_however_it_ends(server, text):
     expected = {
         "answered": 2,
         "aborted": 1,
-        "planned": 1,
+        "planned": disconnects,  # all disconnects but the last, and one complete output
         "short_prompt": 2,
         "off": 1,
         "refused": 1,
     }
 
-    def increases():
-        return {name: count - before[name] for name, count in request_counts(server).items()}
-
-    wait_for(lambda: sum(increases().values()) == sum(expected.values()))
+    wait_for_total(sum(expected.values()))
     assert {name: count for name, count in increases().items() if count} == expected
 
 
