@@ -10,6 +10,7 @@ import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from test_decode_budgets import (
+    METHODS,
     WINDOWS,
     Replay,
     kept_slots_per_head,
@@ -20,17 +21,6 @@ from test_decode_budgets import (
 from vllm_kvcompress.engine.scheduling import scheduler
 from vllm_kvcompress.planning.pieces import PieceSchedule
 
-METHODS = [
-    "snapkv",
-    "pyramidkv",
-    "tova",
-    "cake",
-    "chunkkv",
-    "streamingllm",
-    "cake-chunk",
-    "caote",
-    "fastcaote",
-]
 MAX_WHOLE, PIECE, WINDOW = 128, 96, 8
 CHUNKED_PREFILL = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
 

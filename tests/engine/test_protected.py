@@ -8,7 +8,7 @@ import torch
 
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
-from test_decode_budgets import INTERVAL, Replay
+from test_decode_budgets import INTERVAL, METHODS, Replay
 from test_lookahead import (
     BUDGET,
     LOOKAHEAD,
@@ -20,17 +20,6 @@ from test_prompts_in_pieces import CHUNKED_PREFILL, PIECE, PieceReplay, pieces_s
 from vllm_kvcompress.settings.protection import parse_protect
 
 NAME = "llama-gqa"
-METHODS = [
-    "snapkv",
-    "pyramidkv",
-    "tova",
-    "cake",
-    "chunkkv",
-    "streamingllm",
-    "cake-chunk",
-    "caote",
-    "fastcaote",
-]
 # at the beginning, in the middle, and overlapping the window and the tail
 SPANS = ["0:20", "95:131", "300:301", "390:411"]
 
