@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -54,7 +54,15 @@ from vllm_kvcompress.settings.pieces import PieceSettings
 from vllm_kvcompress.settings.protection import ProtectSettings
 
 MAX_WINDOW = 1024
-_ENGINE_KEYS = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
+_ENGINE_KEYS = {
+    "packed_dtype",
+    "min_prompt",
+    "min_output",
+    "pressure",
+    "model",
+    "log_requests",
+    "usage",
+}
 for _settings in (DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings):
     _ENGINE_KEYS |= {*_settings.model_fields}
 _OVERRIDE_KEYS = {"allow_override", "budget_bounds", "alias"}
@@ -72,6 +80,9 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     """off, a preset of PRESETS, or custom with `allocator`, `scorer` and `selector`."""
     budget: float | int = 0.2
     """Ratio of the prompt in (0, 1], or whole number of tokens per layer; includes the window."""
+    packed_dtype: Literal["auto", "k4v3"] = "auto"
+    """Format of the kept tokens: auto is the cache's own dtype, k4v3 has 4-bit keys and 3-bit
+    values (`kvcompress_kernels.k4v3`)."""
     window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
     """Observation window: last prompt tokens, always kept. None uses the preset's."""
     min_prompt: int = Field(default=1024, ge=0)
