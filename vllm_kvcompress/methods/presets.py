@@ -30,6 +30,7 @@ class Preset:
             at most `window`; 0 if only the output's queries score.
         output_scorer: name in SCORERS of the scorer used when output tokens score the prompt, token
             by token; empty to use `scorer` and `selector` then too.
+        packed_dtype: format of kept tokens, as `CompressionConfig.packed_dtype`.
     """
 
     allocator: str
@@ -42,6 +43,7 @@ class Preset:
     lookahead: int = 0
     prompt_window: int = 0
     output_scorer: str = ""
+    packed_dtype: str = "auto"
 
     def matches(self, names: tuple[str, str, str], params: Params) -> bool:
         """Return whether the names and parameters are those of this preset.

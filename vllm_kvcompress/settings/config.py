@@ -80,9 +80,9 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     """off, a preset of PRESETS, or custom with `allocator`, `scorer` and `selector`."""
     budget: float | int = 0.2
     """Ratio of the prompt in (0, 1], or whole number of tokens per layer; includes the window."""
-    packed_dtype: Literal["auto", "k4v3"] = "auto"
-    """Format of the kept tokens: auto is the cache's own dtype, k4v3 has 4-bit keys and 3-bit
-    values (`kvcompress_kernels.k4v3`)."""
+    packed_dtype: Literal["auto", "k4v3"] | None = None
+    """Format of kept tokens: auto is the cache's dtype, k4v3 has 4-bit keys and 3-bit values
+    (`kvcompress_kernels.k4v3`). None uses the preset's."""
     window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
     """Observation window: last prompt tokens, always kept. None uses the preset's."""
     min_prompt: int = Field(default=1024, ge=0)
@@ -343,6 +343,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
             lookahead=preset.lookahead if has_preset_scorer else 0,
             prompt_window=preset.prompt_window if is_preset and self.window is None else 0,
             output_scorer=preset.output_scorer if is_preset else "",
+            packed_dtype=preset.packed_dtype,
         )
 
     @property
@@ -350,6 +351,11 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         """Return the observation window in tokens. A preset's is capped at the look-ahead."""
         window, ahead = self.parts.window, self.resolved_lookahead
         return min(window, ahead) if ahead and self.window is None else window
+
+    @property
+    def resolved_packed_dtype(self) -> str:
+        """Return the format of kept tokens: auto or k4v3."""
+        return self.parts.packed_dtype if self.packed_dtype is None else self.packed_dtype
 
     @property
     def resolved_lookahead(self) -> int:
