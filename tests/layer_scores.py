@@ -36,7 +36,7 @@ def kept_slots(scores, rows, counts, window, block_size, max_layer_pages, select
         counts,
         window=window,
         tail=tail,
-        block_size=block_size,
+        page_tokens=block_size,
         max_layer_pages=max_layer_pages,
         selector=selector,
     )

@@ -30,7 +30,7 @@ def kept_positions(scores, plan, pages, selector):
         torch.tensor([pages], dtype=torch.int32),
         window=plan.window,
         tail=plan.tail,
-        block_size=plan.block_size,
+        page_tokens=plan.page_tokens,
         max_layer_pages=pages,
         selector=selector,
     )
@@ -38,9 +38,9 @@ def kept_positions(scores, plan, pages, selector):
     return kept[0].long()
 
 
-def plan_of(layers, tokens, block, window, budget):
+def plan_of(layers, tokens, block, window, budget, page_tokens=None):
     p = BudgetSpec(num_layers=layers, tokens=tokens, window=window, budget=budget)
-    return page_plan(p, block)
+    return page_plan(p, block, page_tokens=page_tokens)
 
 
 @st.composite
@@ -50,7 +50,8 @@ def plans(draw):
     window = draw(st.integers(0, 3 * block))
     tokens = draw(st.integers(window + 1, window + 20 * block))
     budget = draw(st.integers(window + 1, tokens))
-    plan = plan_of(draw(st.integers(1, 8)), tokens, block, window, budget)
+    page_tokens = draw(st.sampled_from([None, 2 * block, 4 * block])) if block > 1 else None
+    plan = plan_of(draw(st.integers(1, 8)), tokens, block, window, budget, page_tokens)
     assume(plan is not None)
     return plan
 
@@ -75,7 +76,7 @@ def test_layer_pages_keep_sum_and_bounds(case):
         pages = layer_pages(allocator, plan, stats)
         assert len(pages) == plan.num_layers
         assert sum(pages) == plan.pages
-        assert all(plan.floor_pages <= p <= plan.full_blocks for p in pages)
+        assert all(plan.floor_pages <= p <= plan.full_pages for p in pages)
 
 
 @prop
@@ -112,7 +113,7 @@ def slow_positions(row, plan, pages):
     past = plan.tokens - plan.window
     protected = [j for j in range(end) if j >= past]
     free = [j for j in range(end) if j < past]
-    num_best = pages * plan.block_size - len(protected)
+    num_best = plan.layer_tokens(pages) - plan.tail - len(protected)
     best = sorted(free, key=lambda j: (-row[j], j))[:num_best]
     return sorted(best + protected)
 
@@ -120,11 +121,11 @@ def slow_positions(row, plan, pages):
 @prop
 @given(plans(), st.integers(1, 3), st.integers(0, 2**31 - 1), st.data())
 def test_kept_positions_are_the_windows_and_the_best(plan, heads, seed, data):
-    pages = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
+    pages = data.draw(st.integers(plan.floor_pages, plan.full_pages))
     rng = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 5, (heads, plan.tokens - plan.window), generator=rng).float()
     kept = kept_positions(scores, plan, pages, TopK())
-    assert kept.shape == (heads, pages * plan.block_size)
+    assert kept.shape == (heads, plan.layer_tokens(pages) - plan.tail)
     assert (kept.diff(dim=1) > 0).all()
     end = plan.full_blocks * plan.block_size
     assert ((kept >= 0) & (kept < end)).all()
@@ -136,8 +137,8 @@ def test_kept_positions_are_the_windows_and_the_best(plan, heads, seed, data):
 @prop
 @given(plans(), st.integers(0, 2**31 - 1), st.data())
 def test_more_pages_keep_a_superset(plan, seed, data):
-    fewer = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
-    more = data.draw(st.integers(fewer, plan.full_blocks))
+    fewer = data.draw(st.integers(plan.floor_pages, plan.full_pages))
+    more = data.draw(st.integers(fewer, plan.full_pages))
     rng = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, plan.tokens - plan.window, generator=rng)
     few, many = (kept_positions(scores, plan, p, TopK())[0] for p in (fewer, more))
@@ -148,7 +149,7 @@ def test_more_pages_keep_a_superset(plan, seed, data):
 @given(plans())
 def test_all_pages_keep_everything(plan):
     scores = torch.rand(2, plan.tokens - plan.window)
-    kept = kept_positions(scores, plan, plan.full_blocks, TopK())
+    kept = kept_positions(scores, plan, plan.full_pages, TopK())
     end = plan.full_blocks * plan.block_size
     assert kept.tolist() == [list(range(end))] * 2
 
@@ -205,7 +206,7 @@ def test_the_entire_method(case, seed):
     for pages in layer_pages(Cake(), plan, stats):
         index = torch.randint(0, 5, (2, plan.tokens - plan.window), generator=rng)
         kept = kept_positions(pick[index], plan, pages, TopK())
-        assert kept.shape == (2, pages * plan.block_size)
+        assert kept.shape == (2, plan.layer_tokens(pages) - plan.tail)
         assert (kept.diff(dim=1) > 0).all()
         assert all(set(range(plan.tokens - plan.window, end)) <= set(row.tolist()) for row in kept)
         kept_pages += pages

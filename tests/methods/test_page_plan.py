@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
-from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 
 prop = settings(derandomize=True, deadline=None, max_examples=120)
 
@@ -163,3 +163,50 @@ def test_a_prompt_of_one_full_block_stays_uncompressed():
     assert page_plan(budget_spec(4, 1500, 1, 300), 1040) is None
     assert page_plan(budget_spec(4, 2079, 1, 300), 1040) is None
     assert page_plan(budget_spec(4, 2080, 1, 300), 1040).pages == 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "block", "page_tokens", "budget", "pages", "blocks", "layer_tokens"),
+    [
+        # 30 * 600 // 64 = 281 pages = 10 blocks, of 375
+        (30, 6000, 16, 64, 600, 300, 10, 640),
+        # every token: 375 blocks of 16 tokens are 6,000 tokens, 94 pages of 64 (the last 48 full)
+        (30, 6000, 16, 64, 6000, 2820, 94, 6000),
+        # tail 8, and a budget above the prompt
+        (30, 6008, 16, 64, 9999, 2820, 94, 6008),
+        # blocks of 128: 11 full blocks, 1,408 tokens, 3 pages of 512
+        (30, 1500, 128, 512, 1500, 90, 3, 1500),
+        # 30 * (300 - 92) // 512 = 12, filled to one block: 512 tokens and the tail
+        (30, 1500, 128, 512, 300, 30, 1, 604),
+    ],
+)
+def test_packed_pages_hold_more_tokens(
+    layers, tokens, block, page_tokens, budget, pages, blocks, layer_tokens
+):
+    plan = page_plan(budget_spec(layers, tokens, 32, budget), block, page_tokens=page_tokens)
+    assert (plan.pages, plan.blocks) == (pages, blocks)
+    assert plan.layer_tokens(pages // layers) == layer_tokens
+    assert plan.page_tokens == page_tokens
+
+
+@prop
+@given(cases(), st.sampled_from([2, 4, 8]))
+def test_bounds_of_packed_pages(case, factor):
+    """At the budget of all tokens nothing is dropped, and blocks become free if any can."""
+    p, block = case
+    page_tokens, full = block * factor, p.tokens // block
+    for budget in (p.budget, p.tokens, p.tokens + 5):
+        spec = budget_spec(p.num_layers, p.tokens, p.window, budget)
+        plan = page_plan(spec, block, page_tokens=page_tokens)
+        all_pages = ceil(Fraction(full * block, page_tokens))
+        if plan is None:
+            pages = pages_kept(spec, p.tokens % block, page_tokens)
+            assert full < 2 or p.tokens <= p.window or pages >= p.num_layers * full
+            continue
+        assert plan.blocks < full
+        assert p.num_layers * plan.floor_pages <= plan.pages <= p.num_layers * all_pages
+        assert plan.max_layer_pages <= plan.full_pages == all_pages
+        assert plan.budget_spec.budget <= p.tokens
+        if budget >= p.tokens:
+            assert plan.pages == p.num_layers * all_pages
+            assert plan.layer_tokens(all_pages) == p.tokens

@@ -120,7 +120,7 @@ def round_to_pages(
 ) -> torch.Tensor:
     """Return the pages per layer for token budgets, with sum exactly `plan.pages`.
 
-    Largest remainders of ``(n_l - tail) / block_size``, between the window's pages and all pages,
+    Largest remainders of ``(n_l - tail) / page_tokens``, between the window's pages and all pages,
     in integers; ties to the lower layer. A layer is less than a page from its token budget, unless
     the minimum for the window's pages takes pages from other layers.
 
@@ -131,11 +131,11 @@ def round_to_pages(
     Returns:
         ``[L]`` int64.
     """
-    block_size, min_pages = plan.block_size, plan.floor_pages
-    max_pages = torch.full_like(tokens, plan.full_blocks) if caps is None else caps
-    min_tokens = min_pages * block_size
-    paged_tokens = (tokens - plan.tail).clamp(min_tokens).minimum(max_pages * block_size)
-    full_pages = paged_tokens // block_size
+    page_tokens, min_pages = plan.page_tokens, plan.floor_pages
+    max_pages = torch.full_like(tokens, plan.full_pages) if caps is None else caps
+    min_tokens = min_pages * page_tokens
+    paged_tokens = (tokens - plan.tail).clamp(min_tokens).minimum(max_pages * page_tokens)
+    full_pages = paged_tokens // page_tokens
     scaled_down = apportion(paged_tokens - min_tokens, plan.pages, max_pages, min_pages)
-    rounded = _round_up(full_pages, paged_tokens % block_size, max_pages, plan.pages)
+    rounded = _round_up(full_pages, paged_tokens % page_tokens, max_pages, plan.pages)
     return scaled_down.where(full_pages.sum() > plan.pages, rounded)

@@ -24,7 +24,7 @@ def kept_slots(
     *,
     window: int,
     tail: int,
-    block_size: int,
+    page_tokens: int,
     max_layer_pages: int,
     selector: Selector,
     protected: ProtectedTokens | None = None,
@@ -40,17 +40,22 @@ def kept_slots(
         window: last tokens of each layer, always kept.
         tail: last tokens of each layer that lie in no page of `counts`. Window and tail may
             overlap.
+        page_tokens: tokens in a packed page. A page that holds more tokens than a block may be
+            partly filled.
         max_layer_pages: pages that no layer exceeds.
         protected: slots before the window and the tail that are kept whatever their score.
 
     Returns:
-        ``[N, Hkv, max_layer_pages * block_size]`` int32, ascending, with -1 after the ``counts[l] *
-        block_size`` kept slots.
+        ``[N, Hkv, n]`` int32, ascending, with -1 after the ``counts[l] * page_tokens`` kept slots,
+        at most all slots before the tail. n is their upper bound for `max_layer_pages`.
     """
     kept_after, window_in_pages = max(window, tail), max(window - tail, 0)
     past = lengths - kept_after
-    keep = counts.to(torch.int32) * block_size - window_in_pages
-    width = max_layer_pages * block_size
+    in_pages, width = counts.to(torch.int32) * page_tokens, max_layer_pages * page_tokens
+    if isinstance(lengths, int) and width > lengths - tail:
+        width = lengths - tail
+        in_pages = in_pages.clamp(max=width)
+    keep = in_pages - window_in_pages
     if protected is None:
         best = selector.select(scores, past, keep, kept_after, width)
     else:

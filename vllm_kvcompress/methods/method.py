@@ -320,8 +320,8 @@ class Method:
         """Return the positions that the layers of an uncompressed prompt keep, including the tail.
 
         Returns:
-            ``[L, Hkv, n]`` int32, ascending, with -1 after the ``pages[l] * block_size + tail``
-            kept positions.
+            ``[L, Hkv, n]`` int32, ascending, with -1 after the `PagePlan.layer_tokens` kept
+            positions.
         """
         scores = self.scores(layers)
         counts = to_device(pages, torch.int32, scores.device)
@@ -331,12 +331,13 @@ class Method:
             counts,
             window=plan.window,
             tail=plan.tail,
-            block_size=plan.block_size,
+            page_tokens=plan.page_tokens,
             max_layer_pages=max_layer_pages(plan, pages),
             selector=self.selector,
             protected=ProtectedTokens.of(plan.spans, plan.tokens - plan.kept_after, scores.device),
         )
-        return append_tail(kept, plan.tokens, counts * plan.block_size, plan.tail)
+        in_pages = (counts * plan.page_tokens).clamp(max=plan.tokens - plan.tail)
+        return append_tail(kept, plan.tokens, in_pages, plan.tail)
 
     def protected_scores(
         self, layers: Sequence[LayerObservation], plan: PagePlan, pages: torch.Tensor
@@ -348,7 +349,8 @@ class Method:
         """
         scores, kept_after = self.scores(layers), plan.kept_after
         counts = to_device(pages, torch.int32, scores.device)
-        keep = counts * plan.block_size - max(plan.window - plan.tail, 0)
+        in_pages = (counts * plan.page_tokens).clamp(max=plan.tokens - plan.tail)
+        keep = in_pages - max(plan.window - plan.tail, 0)
         past = plan.tokens - kept_after
         protected = ProtectedTokens.of(plan.spans, past, scores.device)
         if protected is None:
@@ -412,7 +414,7 @@ def layer_pages(
     spec = plan.budget_spec
     past = allocator.allocate(spec, stats)
     if caps is not None:
-        max_past = (caps * plan.block_size + plan.tail - spec.always_kept).clamp(min=0)
+        max_past = (caps * plan.page_tokens + plan.tail - spec.always_kept).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
         past = apportion(past, past.sum(), max_past)
     return round_to_pages(past + spec.always_kept, plan, caps)

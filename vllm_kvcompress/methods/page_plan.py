@@ -31,6 +31,8 @@ class PagePlan:
         computed: tokens of the request computed so far, if some were dropped before; None if
             `tokens` are all of them.
         raised: whether the budget was raised so that the protected tokens fit.
+        packed_page_tokens: tokens in a packed page, if its format packs more than `block_size`
+            tokens into it; otherwise None. A layer's last packed page may then be partly filled.
     """
 
     num_layers: int
@@ -46,6 +48,12 @@ class PagePlan:
     spans: Spans = ()
     computed: int | None = None
     raised: bool = False
+    packed_page_tokens: int | None = None
+
+    @property
+    def page_tokens(self) -> int:
+        """Return the tokens that a packed page holds."""
+        return self.block_size if self.packed_page_tokens is None else self.packed_page_tokens
 
     @property
     def budget_spec(self) -> BudgetSpec:
@@ -58,8 +66,9 @@ class PagePlan:
         # The tail is kept whatever the budget.
         always_kept = self.window + protected
         budget, total = self.budget, self.total
-        if self.block_size > 1:
-            budget, total = self.pages * self.block_size // self.num_layers + self.tail, None
+        if self.page_tokens > 1:
+            held = self.pages * self.page_tokens // self.num_layers + self.tail
+            budget, total = min(held, self.tokens), None
         return BudgetSpec(
             num_layers=self.num_layers,
             tokens=self.tokens,
@@ -102,15 +111,29 @@ class PagePlan:
         return self.tokens - self.full_blocks * self.block_size
 
     @property
+    def packed_end(self) -> int:
+        """Return the number of the request's tokens before the first token that is not packed."""
+        return (self.tokens if self.computed is None else self.computed) - self.tail
+
+    @property
+    def full_pages(self) -> int:
+        """Return the packed pages that hold all tokens before the tail of one layer."""
+        return -(-self.full_blocks * self.block_size // self.page_tokens)
+
+    def layer_tokens(self, pages: int) -> int:
+        """Return the tokens that a layer keeps with `pages` packed pages, tail included."""
+        return min(pages * self.page_tokens, self.full_blocks * self.block_size) + self.tail
+
+    @property
     def floor_pages(self) -> int:
         """Return the minimum pages of a layer, m, for window and protected tokens; at least 1."""
         window, tail = self.window - self.probe, self.tail - self.probe
-        return _floor_pages(window, tail, self.block_size, self.protected_in_pages)
+        return _floor_pages(window, tail, self.page_tokens, self.protected_in_pages)
 
     @property
     def max_layer_pages(self) -> int:
         """Return the maximum pages of one layer, however the allocator divides them."""
-        return min(self.full_blocks, self.pages - (self.num_layers - 1) * self.floor_pages)
+        return min(self.full_pages, self.pages - (self.num_layers - 1) * self.floor_pages)
 
     @property
     def blocks(self) -> int:
@@ -118,21 +141,27 @@ class PagePlan:
         return -(-self.pages // self.num_layers)
 
 
-def _floor_pages(window: int, tail: int, block_size: int, protected: int = 0) -> int:
+def _floor_pages(window: int, tail: int, page_tokens: int, protected: int = 0) -> int:
     # A layer that keeps only its tail may have a single token, which ruins the output.
-    return max(-(-(max(window - tail, 0) + protected) // block_size), 1)
+    return max(-(-(max(window - tail, 0) + protected) // page_tokens), 1)
 
 
-def pages_kept(budget: BudgetSpec, tail: int, block_size: int) -> int:
+def pages_kept(budget: BudgetSpec, tail: int, page_tokens: int) -> int:
     """Return the pages kept over all layers, P, for a prompt with `tail` tokens after them.
 
-    Pages of one token hold the budget exactly. With larger pages, every block is filled.
+    Pages of one token hold the budget exactly. With larger pages, every block is filled. A budget
+    of all tokens gets the pages that hold them all.
+
+    Args:
+        page_tokens: tokens in a packed page.
     """
     layers = budget.num_layers
-    kept = budget.kept if block_size == 1 else layers * budget.budget
-    floor = _floor_pages(budget.window, tail, block_size)
-    pages = max((kept - layers * tail) // block_size, layers * floor)
-    return pages if block_size == 1 else round_up_to_blocks(pages, layers)
+    if budget.budget >= budget.tokens:
+        return layers * -(-max(budget.tokens - tail, 0) // page_tokens)
+    kept = budget.kept if page_tokens == 1 else layers * budget.budget
+    floor = _floor_pages(budget.window, tail, page_tokens)
+    pages = max((kept - layers * tail) // page_tokens, layers * floor)
+    return pages if page_tokens == 1 else round_up_to_blocks(pages, layers)
 
 
 def round_up_to_blocks(pages: int, layers: int) -> int:
@@ -147,10 +176,11 @@ def page_plan(
     *,
     full_share: bool = False,
     share_budget: int | None = None,
+    page_tokens: int | None = None,
 ) -> PagePlan | None:
-    """Return the plan for a prompt, or None if nothing would be dropped.
+    """Return the plan for a prompt, or None if no block would become free.
 
-    ``P = L * ceil(floor(L * (B - t) / block_size) / L)``: the blocks that the budget needs are
+    ``P = L * ceil(floor(L * (B - t) / page_tokens) / L)``: the blocks that the budget needs are
     filled. Every layer keeps at least the pages of its window, or one page. With pages of one token
     the plan holds `budget.kept` tokens exactly.
 
@@ -160,12 +190,15 @@ def page_plan(
         spans: protected spans of the prompt. A budget that is too small for them and other tokens
             is raised. If more than half of the prompt is protected, it stays uncompressed (None).
         full_share, share_budget: as in `raise_for_protected`.
+        page_tokens: tokens in a packed page, if they are more than `block_size`. A budget of all
+            tokens then frees blocks too, and drops none.
     """
     layers, tokens = budget.num_layers, budget.tokens
     full_blocks, tail = divmod(tokens, block_size)
-    if tokens <= budget.budget or full_blocks == 0:
+    keeps_all = tokens <= budget.budget
+    if full_blocks == 0 or tokens <= budget.window or (keeps_all and page_tokens is None):
         return None
-    if mostly_protected(spans, tokens):
+    if mostly_protected(spans, tokens) and not keeps_all:
         return None
     plan = PagePlan(
         num_layers=layers,
@@ -173,10 +206,12 @@ def page_plan(
         block_size=block_size,
         window=budget.window,
         budget=budget.budget,
-        pages=pages_kept(budget, tail, block_size),
+        pages=pages_kept(budget, tail, page_tokens or block_size),
         total=budget.total,
         spans=spans,
+        packed_page_tokens=page_tokens,
     )
+    plan = replace(plan, pages=min(plan.pages, layers * plan.full_pages))
     plan = raise_for_protected(plan, full_share=full_share, share_budget=share_budget)
     return plan if plan.pages < layers * full_blocks else None
 
@@ -208,13 +243,15 @@ def raise_for_protected(
     if full_share:
         unprotected = -(-budget * (length - plan.protected_in_pages) // length)
     min_tokens = plan.protected_in_pages + unprotected
-    min_pages = max(plan.floor_pages + 1, -(-(min_tokens - plan.tail) // plan.block_size))
+    min_pages = max(plan.floor_pages + 1, -(-(min_tokens - plan.tail) // plan.page_tokens))
+    if plan.packed_page_tokens is not None:
+        min_pages = min(min_pages, plan.full_pages)
     if plan.pages >= plan.num_layers * min_pages:
         return plan
     pages = plan.num_layers * min_pages
     if max_pages is not None and (pages := min(pages, max_pages)) <= plan.pages:
         return plan
-    budget = pages // plan.num_layers * plan.block_size + plan.tail
+    budget = pages // plan.num_layers * plan.page_tokens + plan.tail
     return replace(plan, pages=pages, budget=budget, total=None, raised=True)
 
 

@@ -2,8 +2,8 @@
 
 A request has one footprint and up to three schedules in sequence: `PromptSchedule` or
 `PieceSchedule` for its prefill, `LookaheadSchedule` for a prompt scored by its first output
-tokens, and `OutputSchedule` for its output. Each schedule returns the plan, if any, to apply after
-a step.
+tokens, and `OutputSchedule` or `OutputGroupSchedule` for its output. Each schedule returns the
+plan, if any, to apply after a step.
 """
 
 from dataclasses import dataclass, replace
@@ -67,6 +67,7 @@ class LookaheadSchedule:
         prefilled: tokens when the prefill ends, including the output tokens of a preempted request.
         cached: tokens found in the prefix cache. Their queries are not available.
         spans: protected spans of the prompt.
+        page_tokens: tokens in a packed page; None if it holds those of an ordinary page.
     """
 
     settings: CompressionConfig
@@ -77,6 +78,7 @@ class LookaheadSchedule:
     prefilled: int
     cached: int = 0
     spans: Spans = ()
+    page_tokens: int | None = None
 
     @property
     def due(self) -> int:
@@ -166,6 +168,7 @@ class LookaheadSchedule:
                 self.spans,
                 full_share=full_share,
                 share_budget=share_budget,
+                page_tokens=self.page_tokens,
             )
         else:
             blocks, tail = divmod(tokens, size)
@@ -200,11 +203,12 @@ class LookaheadSchedule:
     def early_plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the plan for packing a prompt early, to half of it, and again later; or None.
 
-        None in the same cases as `plan_at`, and if the prompt was packed before.
+        None in the same cases as `plan_at`, if the prompt was packed before, and if packed pages
+        have a format of their own, which packing cannot read again.
         """
-        return (
-            None if footprint.pages else self.plan_at(footprint, tokens, min_kept=self.prompt // 2)
-        )
+        if footprint.pages or self.page_tokens is not None:
+            return None
+        return self.plan_at(footprint, tokens, min_kept=self.prompt // 2)
 
     def blocks_when_due(self, blocks_at_end: int) -> int:
         """Return the blocks that prompt and output hold when they are packed, if packed in place.
@@ -233,6 +237,11 @@ class OutputSchedule:
     max_tokens: int
     summed_tokens: int | None = None
     spans: Spans = ()
+
+    @property
+    def scored(self) -> bool:
+        """Return True: the latest queries score the tokens."""
+        return True
 
     def cap(self, footprint: KVFootprint) -> int:
         """Return how many pages, over all layers, are held once the output is packed again, P."""
@@ -324,6 +333,82 @@ class OutputSchedule:
         return max(max_blocks, packed + -(-tokens // size) - footprint.first_block)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGroupSchedule:
+    """The schedule that packs a request's tokens in k4v3 while its output is generated.
+
+    No token is dropped, and no group is quantised twice: each packing adds pages for the tokens
+    since the last one.
+
+    Args:
+        settings: settings of the method, which pack outputs (`CompressionConfig.packs_outputs`).
+        max_tokens: maximum tokens of the prompt and its output.
+        page_tokens: tokens in a packed page.
+    """
+
+    settings: CompressionConfig
+    max_tokens: int
+    page_tokens: int
+
+    @property
+    def scored(self) -> bool:
+        """Return False: no query scores the tokens, since all are kept."""
+        return False
+
+    @property
+    def interval(self) -> int:
+        """Return `decode_interval`, rounded up to whole packed pages."""
+        return -(-self.settings.decode_interval // self.page_tokens) * self.page_tokens
+
+    def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
+        """Return the page plan to apply after a step that ends with `tokens` computed, or None.
+
+        The step must fill a block, hold an interval of unpacked tokens, and not be the last one.
+        The plan packs as many of these tokens as fill whole pages.
+        """
+        size, layers = footprint.block_size, footprint.num_layers
+        start = footprint.first_block * size
+        unpacked = tokens - start
+        if tokens % size or unpacked < self.interval or tokens + 1 >= self.max_tokens:
+            return None
+        pages = unpacked // self.page_tokens
+        added = pages * self.page_tokens
+        return PagePlan(
+            num_layers=layers,
+            tokens=added,
+            block_size=size,
+            window=0,
+            budget=added,
+            pages=footprint.pages + layers * pages,
+            computed=start + added,
+            packed_page_tokens=self.page_tokens,
+        )
+
+    def may_pack(self, footprint: KVFootprint) -> bool:
+        """Return whether the longest possible output is packed before its last step."""
+        end = (self.max_tokens - 2) // footprint.block_size
+        return (end - footprint.first_block) * footprint.block_size >= self.interval
+
+    def advance_sums(self, tokens: int, block_size: int, *, packs: bool) -> int:
+        """Return 0: no attention is summed."""
+        return 0
+
+    def max_blocks(self, footprint: KVFootprint, *, packed: int, tokens: int) -> int:
+        """Return the maximum blocks that the request holds until `tokens` of its tokens are cached.
+
+        Args:
+            footprint: footprint of the request when its prefill has ended; not modified.
+            packed: blocks that its prompt was packed into, 0 if it was not packed.
+        """
+        size, footprint, max_blocks = footprint.block_size, replace(footprint), 0
+        for blocks in range(footprint.first_block, tokens // size + 1):
+            max_blocks = max(max_blocks, packed + blocks - footprint.first_block)
+            if (plan := self.plan(footprint, blocks * size)) is not None:
+                packed += (plan.pages - footprint.pages) // plan.num_layers
+                footprint.pack(plan, plan.packed_end // size)
+        return max(max_blocks, packed + -(-tokens // size) - footprint.first_block)
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestSchedule:
     """The footprint of one request and the schedules that pack it.
@@ -331,14 +416,14 @@ class RequestSchedule:
     Args:
         prefill: used until the prefill ends; None if nothing is packed by then.
         lookahead: used from then on until it has packed the prompt; None without a look-ahead.
-        output: used from then on; None if the output is not bounded.
+        output: used from then on; None if the output stays as it is.
         prefilled: whether the prefill has ended.
     """
 
     footprint: KVFootprint
     prefill: PromptSchedule | PieceSchedule | None
     lookahead: LookaheadSchedule | None = None
-    output: OutputSchedule | None = None
+    output: OutputSchedule | OutputGroupSchedule | None = None
     prefilled: bool = False
 
     def plan(self, tokens: int) -> PagePlan | None:

@@ -203,7 +203,12 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         bounded = self.decode_budget is not None
         self.check_lookahead(self.compress, reads, smallest_window, bounded=bounded)
         refuse_window(parts.scorer, reads, window)
-        self.check_decode(self.resolved_decode_window, smallest_window, self._chunk)
+        self.check_decode(
+            self.resolved_decode_window,
+            smallest_window,
+            self._chunk,
+            packs_groups=self.resolved_packed_dtype == "k4v3",
+        )
         self.check_pieces(window, self.min_prompt)
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
@@ -269,6 +274,20 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         """Return whether any request can be compressed."""
         on_request = {*self.allow_override, *(alias.method for alias in self.alias)}
         return self.enabled or bool(on_request - {"off"})
+
+    @property
+    def packs_k4v3(self) -> bool:
+        """Return whether a request can be packed in k4v3."""
+        return any(variant.resolved_packed_dtype == "k4v3" for variant in self.variants)
+
+    @property
+    def packs_outputs(self) -> bool:
+        """Return whether output tokens are packed in k4v3 too, every `decode_interval` tokens."""
+        return (
+            self.resolved_packed_dtype == "k4v3"
+            and self.decode_budget is None
+            and "decode_interval" in self.model_fields_set
+        )
 
     @property
     def variants(self) -> tuple["CompressionConfig", ...]:
@@ -413,13 +432,24 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         return max(math.floor(Fraction(repr(self.budget)) * tokens), self.resolved_window + 1)
 
     def page_plan(
-        self, num_layers: int, tokens: int, block_size: int, spans: Spans = ()
+        self,
+        num_layers: int,
+        tokens: int,
+        block_size: int,
+        spans: Spans = (),
+        page_tokens: int | None = None,
     ) -> PagePlan | None:
-        """Return the page plan of a prompt; None if it is too short, or all tokens are kept."""
+        """Return the page plan of a prompt; None if it is too short, or frees no block.
+
+        Args:
+            page_tokens: as in `page_plan`.
+        """
         if tokens < max(self.min_prompt, 1):
             return None
         budget = self.budget_spec(num_layers, tokens)
-        return page_plan(budget, block_size, spans, full_share=self.full_share)
+        return page_plan(
+            budget, block_size, spans, full_share=self.full_share, page_tokens=page_tokens
+        )
 
     def budget_spec(self, num_layers: int, tokens: int) -> BudgetSpec:
         """Return the budget of a prompt of `tokens` tokens on `num_layers` layers."""

@@ -23,7 +23,9 @@ class DecodeSettings(BaseModel):
     decode_budget: int | None = Field(default=None, ge=1)
     """Mean tokens per layer that a request may hold while it generates. None sets no limit."""
     decode_interval: int = Field(default=128, ge=1)
-    """Output tokens between two compressions to the decode budget: a multiple of the KV block."""
+    """Output tokens between two compressions to the decode budget: a multiple of the KV block.
+    Without a budget, but with packed_dtype k4v3: output tokens between two packings, which drop
+    none."""
     decode_window: int | None = Field(default=None, ge=0, le=128)
     """Last output tokens, which are always kept and whose queries score the other tokens. None is
     the method's observation window, at most 8."""
@@ -39,13 +41,17 @@ class DecodeSettings(BaseModel):
     def _parse_decode_tokens(cls, value: Any) -> Any:
         return whole_tokens(value)
 
-    def check_decode(self, window: int, min_window: int, chunk_size: int) -> None:
+    def check_decode(
+        self, window: int, min_window: int, chunk_size: int, *, packs_groups: bool
+    ) -> None:
         """Check that the decode settings work together and with the method.
 
         Args:
             window: decode window in tokens.
             min_window: smallest decode window of the method, in tokens.
             chunk_size: tokens per chunk that the method keeps; 0 if it keeps single tokens.
+            packs_groups: whether kept tokens are packed in k4v3. Then an interval without a budget
+                packs output tokens too, and drops none.
 
         Raises:
             ConfigError: the message states the rule, the value and the fix.
@@ -53,8 +59,11 @@ class DecodeSettings(BaseModel):
         if self.decode_budget is None:
             names = {"decode_interval": "--kv-decode-interval", "decode_window": "decode_window"}
             for key, name in names.items():
-                if key in self.model_fields_set:
-                    raise ConfigError(f"{name} needs --kv-decode-budget; set it, or remove {name}")
+                if key in self.model_fields_set and not (packs_groups and key == "decode_interval"):
+                    other = " or --kv-packed-dtype k4v3" if key == "decode_interval" else ""
+                    raise ConfigError(
+                        f"{name} needs --kv-decode-budget{other}; set it, or remove {name}"
+                    )
             return
         if window < min_window:
             raise ConfigError(

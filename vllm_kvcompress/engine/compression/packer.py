@@ -194,7 +194,7 @@ class Packer:
             counts,
             window=plan.window,
             tail=plan.tail,
-            block_size=pool.block_size,
+            page_tokens=plan.page_tokens,
             max_layer_pages=max_pages,
             selector=method.selector,
             protected=guarded,
