@@ -242,6 +242,19 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
             for dtype in ("bfloat16", "float32")  # not values of --kv-cache-dtype
         ),
         (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3"],
+            "k4v3 needs a head dim that is a multiple of 8 and at least 64",
+        ),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-cache-dtype", "fp8"],
+            "packed_dtype=k4v3 cannot be combined with a fp8 KV cache",
+        ),
+        (["TINY", "--len", 2000, "--kv-packed-dtype", "k4v4"], "did you mean 'k4v3'?"),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-decode-budget", 512],
+            "packed_dtype=k4v3 cannot be combined with --kv-decode-budget 512",
+        ),
+        (
             ["TINY", "--len", 2000, "--gpu-memory", "1"],
             "leaves nothing for the KV cache: the weights take",
         ),
