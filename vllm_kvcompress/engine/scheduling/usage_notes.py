@@ -14,9 +14,14 @@ from vllm_kvcompress.engine.messages.usage import CompressionUsage, attach_usage
 
 
 class UsageNotes:
-    """Compression results that wait for the next output of their request."""
+    """Compression results that wait for the next output of their request.
 
-    def __init__(self) -> None:
+    Args:
+        block_bytes: bytes of a KV block on all GPUs.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self._waiting: dict[str, CompressionUsage] = {}
 
     def __len__(self) -> int:
@@ -29,12 +34,14 @@ class UsageNotes:
             usage: CompressionUsage = {
                 "method": pack_request.settings.compress,
                 "budget": pack_request.settings.budget,
+                "packed_dtype": pack_request.settings.resolved_packed_dtype,
                 "prompt_tokens": pack_request.prompt_tokens,
                 "kept_tokens": (
                     page_plan.pages * page_plan.block_size / page_plan.num_layers
                     + page_plan.tail
                     - (pack_request.output_tokens or 0)
                 ),
+                "kept_bytes": (page_plan.blocks + (page_plan.tail > 0)) * self._block_bytes,
             }
             if pack_request.output_tokens is not None:
                 usage["lookahead"] = pack_request.output_tokens
