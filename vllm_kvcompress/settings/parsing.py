@@ -85,6 +85,16 @@ def parse_budget(value: Any) -> float | int:
     return budget
 
 
+def parse_budget_and_format(text: str) -> tuple[float | int, PackedDtype | None]:
+    """Parse ``BUDGET`` or ``BUDGET:FORMAT`` into a budget and a format of kept tokens.
+
+    Raises:
+        ConfigError: a part is wrong.
+    """
+    budget, colon, packed_dtype = (part.strip() for part in text.partition(":"))
+    return parse_budget(budget), parse_packed_dtype(packed_dtype) if colon else None
+
+
 def parse_methods(value: Any) -> tuple[str, ...]:
     """Parse the methods that requests may choose: "all", a list, or comma-separated names.
 
@@ -224,14 +234,9 @@ def _alias(name: Any, meaning: Any) -> Alias:
         return Alias(name=name, method=method)
     if not colon:
         raise _alias_error(f"{name}={meaning}")
-    budget, colon, packed_dtype = (part.strip() for part in kept.partition(":"))
     try:
-        return Alias(
-            name=name,
-            method=method,
-            budget=parse_budget(budget),
-            packed_dtype=parse_packed_dtype(packed_dtype) if colon else None,
-        )
+        budget, packed_dtype = parse_budget_and_format(kept)
+        return Alias(name=name, method=method, budget=budget, packed_dtype=packed_dtype)
     except ConfigError as e:
         raise ConfigError(f"alias {name!r}: {e}") from None
 
