@@ -90,6 +90,8 @@ class PlanResult:
         console = Console()
         if load.protected:
             title += f", {load.protected:,} protected tokens"
+        if self.settings.packed_dtype is not None:
+            title += f" --kv-packed-dtype {self.settings.packed_dtype}"
         if self.settings.lookahead is not None:
             title += f" --kv-lookahead {self.settings.lookahead}"
         if self.settings.decode_budget is not None:

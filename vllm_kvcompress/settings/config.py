@@ -37,7 +37,7 @@ from vllm_kvcompress.settings.lookahead import (
     current_names,
     scores_by_window,
 )
-from vllm_kvcompress.settings.packed_dtype import K4V3, PackedDtype, PackedSettings
+from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
     Bounds,
@@ -275,11 +275,6 @@ class CompressionConfig(
         return self.enabled or bool(on_request - {"off"})
 
     @property
-    def packs_k4v3(self) -> bool:
-        """Return whether a request can be packed in k4v3."""
-        return any(variant.resolved_packed_dtype == "k4v3" for variant in self.variants)
-
-    @property
     def packs_outputs(self) -> bool:
         """Return whether output tokens are packed in k4v3 too, every `decode_interval` tokens."""
         return (
@@ -333,6 +328,10 @@ class CompressionConfig(
             values["budget"] = self.budget if budget is None else budget
         if packed_dtype is not None:
             values["packed_dtype"] = packed_dtype
+        preset_dtype = PRESETS[name].packed_dtype if name in PRESETS else AUTO
+        if (values.get("packed_dtype") or preset_dtype) == AUTO and "decode_budget" not in values:
+            # Without a decode budget, only the format k4v3 packs outputs.
+            values.pop("decode_interval", None)
         return type(self).parse(values)
 
     @property

@@ -125,12 +125,20 @@ def refuse_taken_names(
             )
 
 
-class LargestBudgets(NamedTuple):
-    """Largest budgets with which requests can run one method."""
+class Kept(NamedTuple):
+    """A budget and a format of kept tokens."""
 
-    granted: tuple[float | int, ...]
+    budget: float | int
+    packed_dtype: PackedDtype | None
+    """None for the engine's format."""
+
+
+class LargestBudgets(NamedTuple):
+    """Largest budgets with which requests can run one method, in each format that they can get."""
+
+    granted: tuple[Kept, ...]
     """Budgets that requests get without naming one: the engine's own and those of aliases."""
-    named: tuple[float | int, ...]
+    named: tuple[Kept, ...]
     """Largest budgets that a request may name; empty if requests may not name one."""
 
 
@@ -138,17 +146,26 @@ def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
     """Return the budgets that limit the memory of one request with this method.
 
     A method in `allow_override` can run with the budget of any alias. A method that only an alias
-    offers runs with that alias's budget.
+    offers runs with that alias's budget and format.
     """
-    may_choose = bool(settings.allow_override)
-    aliases = tuple(alias for alias in settings.alias if alias.budget is not None)
-    granted = [alias.budget for alias in aliases if alias.method == method]
+    aliases = [
+        (alias.method, Kept(alias.budget, alias.packed_dtype))
+        for alias in settings.alias
+        if alias.budget is not None
+    ]
+    granted = [kept for name, kept in aliases if name == method]
     if method == settings.compress:
-        granted.append(settings.budget)
-    if may_choose and method in {settings.compress, *settings.allow_override}:
-        granted = [settings.budget, *(alias.budget for alias in aliases)]
-    named = tuple(high for _, high in settings.budget_bounds) or (1.0,)
-    return LargestBudgets(tuple(x for x in granted if x is not None), named if may_choose else ())
+        granted.append(Kept(settings.budget, None))
+    if not settings.allow_override:
+        return LargestBudgets(tuple(granted), ())
+    # If no settings use k4v3, every method runs in the engine's format.
+    formats = packed_dtypes(settings) if settings.packs_k4v3 else (None,)
+    if method in {settings.compress, *settings.allow_override}:
+        budgets = [settings.budget, *(kept.budget for _, kept in aliases)]
+        granted = [Kept(budget, name) for budget in budgets for name in formats]
+    highs = [high for _, high in settings.budget_bounds] or [1.0]
+    named = [Kept(high, name) for high in highs for name in formats]
+    return LargestBudgets(tuple(granted), tuple(named))
 
 
 def packed_dtypes(settings: CompressionConfig) -> tuple[PackedDtype, ...]:
