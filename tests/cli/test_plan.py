@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpoints import tokens
+from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
@@ -112,6 +112,71 @@ def test_blocks_and_bytes_with_a_decode_budget_equal_the_engines(tiny):
         tiny, 700, 250, settings("cake", 0.2)["kvcompress"], longest=2048, requests=64
     )
     assert forecast.extra_bytes - without.extra_bytes >= ring._queries.nbytes
+
+
+# -- kept tokens in k4v3 ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> str:
+    """Return a checkpoint with 3 layers and heads of 64, which k4v3 can pack."""
+    return make("qwen3", tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
+    """At 1.0, every token is packed, and 16-bit blocks hold 4 times as many."""
+    load = dict(dtype="bfloat16", block_size=16)
+    config = {"compress": "cake", "packed_dtype": "k4v3", "min_prompt": 128}
+    some = make_forecast(wide, 1000, 8, {**config, "budget": 0.3}, **load)
+    assert (some.page_tokens, some.pages, some.on.decoding) == (64, 3 * 5, 5 + 1)
+    assert (some.budget_tokens, some.kept_tokens) == (300, 5 * 64 + 8)
+    assert some.auto.on == make_forecast(wide, 1000, 8, {**config, "budget": 0.3,
+        "packed_dtype": "auto"}, **load).on  # fmt: skip
+    every = make_forecast(wide, 1000, 8, {**config, "budget": 1.0}, **load)
+    assert (every.kept_tokens, every.pages, every.on.decoding) == (1000, 3 * 16, 16 + 1)
+    assert (every.auto.left_whole, every.left_whole) == (
+        "compressing it to this budget would free no block",
+        None,
+    )
+    short = make_forecast(wide, 130, 8, {**config, "budget": 1.0}, block_size=128)
+    assert (short.page_tokens, short.left_whole) == (1024, every.auto.left_whole)
+
+
+def test_the_plan_shows_both_formats(run_in_process, wide):
+    flags = ["--len", 2000, "--kv-budget", 0.4, "--kv-packed-dtype", "k4v3", "--kv-memory", 0.1]
+    cpu_flags = ["--device", "cpu", "--dtype", "bfloat16"]
+    text = " ".join(run_in_process("plan", wide, *flags, *cpu_flags).out.split())
+    assert "per request │ off │ auto │ k4v3 │ │" in text.replace("┃", "│")
+    assert "--kv-packed-dtype k4v3" in text
+    assert (
+        "In k4v3, a block holds 512 kept tokens of each layer. Budgets are rounded up to whole"
+        " blocks: this prompt keeps 1,104 tokens per layer at a budget of 800. A smaller"
+        " --block-size rounds up less." in text
+    )
+    forecast = json.loads(run_in_process("plan", wide, *flags, *cpu_flags, "--json").out)
+    assert (forecast["packed_dtype"], forecast["page_tokens"]) == ("k4v3", 512)
+    assert forecast["settings"]["packed_dtype"] == "k4v3"
+    auto = forecast["auto"]
+    assert (auto["packed_dtype"], auto["page_tokens"], auto["auto"]) == ("auto", 128, None)
+    assert auto["request_on"]["decoding_blocks"] > 2 * forecast["request_on"]["decoding_blocks"]
+    assert auto["pool_on"]["decoding"] < forecast["pool_on"]["decoding"]
+    plain = json.loads(run_in_process("plan", wide, "--len", 2000, *cpu_flags, "--json").out)
+    assert (plain["packed_dtype"], plain["auto"]) == ("auto", None)
+
+
+def test_the_largest_request_may_choose_the_larger_format(wide):
+    config = {"compress": "cake", "budget": 0.1, "min_prompt": 128, "packed_dtype": "k4v3"}
+
+    def worst(**extra):
+        return make_forecast(wide, 1000, 8, {**config, **extra}).worst
+
+    may_choose = worst(allow_override="cake", budget_bounds="0.05:0.5")
+    auto = make_forecast(wide, 1000, 8, {**config, "budget": 0.5, "packed_dtype": "auto"})
+    assert (may_choose.asks, may_choose.blocks) == ("cake at 0.5 in auto", auto.on)
+    # Requests that may not choose a format get an alias's budget in the alias's format.
+    alias = worst(packed_dtype="auto", alias="small=cake:0.9:k4v3")
+    small = make_forecast(wide, 1000, 8, {**config, "budget": 0.9})
+    assert (alias.asks, alias.blocks) == ("the model name small", small.on)
 
 
 @pytest.mark.engine
@@ -240,6 +305,19 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
                 " method that does not merge, or set --kv-cache-dtype auto",
             )
             for dtype in ("bfloat16", "float32")  # not values of --kv-cache-dtype
+        ),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3"],
+            "k4v3 needs a head dim that is a multiple of 8 and at least 64",
+        ),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-cache-dtype", "fp8"],
+            "packed_dtype=k4v3 cannot be combined with a fp8 KV cache",
+        ),
+        (["TINY", "--len", 2000, "--kv-packed-dtype", "k4v4"], "did you mean 'k4v3'?"),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-decode-budget", 512],
+            "packed_dtype=k4v3 cannot be combined with --kv-decode-budget 512",
         ),
         (
             ["TINY", "--len", 2000, "--gpu-memory", "1"],

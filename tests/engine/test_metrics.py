@@ -111,6 +111,8 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
         assert len(llm.scheduler.usage_notes) == 0
         num_packed = llm.compressor.compressed
         num_decisions = len(llm.manager.planner.admissions._decisions)
+        cache = llm.scheduler.kv_cache_config
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
         values = samples()
     skipped = {key[1]: n for key, n in values.items() if key[0] == "skipped_requests_total"}
     planned = sum(n for key, n in values.items() if key[0] == "planned_requests_total")
@@ -130,8 +132,10 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
         assert outputs[name].kv_compress == {
             "method": pack_request.settings.compress,
             "budget": 0.3,
+            "packed_dtype": "auto",
             "prompt_tokens": plan.tokens,
             "kept_tokens": sum(layer_tokens) / LAYERS,
+            "kept_bytes": -(-sum(layer_tokens) // (LAYERS * BLOCK)) * block_bytes,
             "layer_tokens": layer_tokens,
         }
         assert outputs[name].kv_transfer_params is None

@@ -23,6 +23,7 @@ from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig
 
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
+BLOCK_BYTES = 1000
 
 
 def pack_request(name, tokens=100):
@@ -137,12 +138,19 @@ def usage_of(output):
 
 
 def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
-    notes, kept = UsageNotes(), {}
+    notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     first, other = outputs("a", "c")
     notes.attach_to([first, other])
     assert usage_of(other) is None
-    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 52.0}
+    mean = {
+        "method": "cake",
+        "budget": 0.5,
+        "packed_dtype": "auto",
+        "prompt_tokens": 100,
+        "kept_tokens": 52.0,
+        "kept_bytes": 4 * BLOCK_BYTES,  # 3 full blocks and the tail's
+    }
     assert usage_of(first) == mean
     merge(kept, usage_of(first))
     same_object = kept  # a result that refers to it is updated too
@@ -156,7 +164,7 @@ def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
 
 
 def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
-    notes, kept = UsageNotes(), {}
+    notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
     notes.add_packed([packed("a", 100, (68, 36))])
     (output,) = outputs("a")
@@ -168,7 +176,7 @@ def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
 
 
 def test_finished_requests_leave_no_usage_notes():
-    notes = UsageNotes()
+    notes = UsageNotes(BLOCK_BYTES)
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     notes.add_packed([packed("gone", 100, (68, 36))])
     notes.forget_ended({"b": None})
@@ -197,20 +205,30 @@ WRAPPED = (
 )  # fmt: skip
 
 
-def collected(*kept):
+REPORT = {
+    "method": "tova",
+    "budget": 0.1,
+    "packed_dtype": "auto",
+    "prompt_tokens": 100,
+    "kept_tokens": 10.0,
+    "kept_bytes": 3000,
+}
+
+
+def collected(*reports):
     found = Collected()
-    for index, each in enumerate(kept):
+    for index, each in enumerate(reports):
         found.note(SimpleNamespace(request_id=str(index), kv_compress=each))
     found.note(SimpleNamespace(request_id="whole"))
     return found
 
 
 def test_usage_of_a_requests_prompts_is_summed():
-    one = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.25}
+    one = REPORT | {"kept_tokens": 10.25}
     two = {**one, "prompt_tokens": 300, "kept_tokens": 30.5, "layer_tokens": [20, 41]}
     assert collected().total() is None
     both = collected(one, two).total()
-    assert both == {"method": "tova", "budget": 0.1, "prompt_tokens": 400, "kept_tokens": 40.8}
+    assert both == REPORT | {"prompt_tokens": 400, "kept_tokens": 40.8, "kept_bytes": 6000}
     assert collected(two, two).total()["layer_tokens"] == [40, 82]
     # one prompt was compressed after its look-ahead, the other at the end of its prefill
     assert collected({**two, "lookahead": 32}, one).total()["lookahead"] == 32
@@ -230,18 +248,17 @@ def test_usage_of_a_requests_prompts_is_summed():
     ids=str,
 )
 def test_events_without_openai_usage_are_unchanged(event):
-    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
-    assert with_usage(event, collected(kept)) is event
+    assert with_usage(event, collected(REPORT)) is event
 
 
 def test_event_with_usage_keeps_vllms_fields():
     details = '"prompt_tokens_details":{"cached_tokens":2}'
     event = f'data: {{"id":"é","usage":{{"prompt_tokens":3,{details}}}}}\n\n'
-    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
     assert with_usage(event, collected()) is event
-    assert with_usage(event, collected(kept)) == (
+    assert with_usage(event, collected(REPORT)) == (
         'data: {"id":"é","usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2,'
-        '"kv_compress":{"method":"tova","budget":0.1,"prompt_tokens":100,"kept_tokens":10.0}}}}\n\n'
+        '"kv_compress":{"method":"tova","budget":0.1,"packed_dtype":"auto","prompt_tokens":100,'
+        '"kept_tokens":10.0,"kept_bytes":3000}}}}\n\n'
     )
 
 
@@ -252,10 +269,8 @@ def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
     from vllm.entrypoints.serve.engine.protocol import UsageInfo
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
-
     async def generate(self):
-        yield SimpleNamespace(request_id="a", kv_compress=kept)
+        yield SimpleNamespace(request_id="a", kv_compress=REPORT)
 
     async def events():
         async for _ in AsyncLLM.generate(None):
@@ -284,7 +299,7 @@ def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
         chunk = json.loads(event.removeprefix("data: "))
         return chunk["usage"]["prompt_tokens_details"]["kv_compress"]
 
-    assert asyncio.run(reported_usage()) == kept
+    assert asyncio.run(reported_usage()) == REPORT
 
 
 IN, XARGS = "vllm.entrypoints.", lambda request: request.vllm_xargs

@@ -20,6 +20,14 @@ Budget = Annotated[
         " layer.",
     ),
 ]
+PackedDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-packed-dtype",
+        metavar="FORMAT",
+        help="Format of kept tokens: auto, or k4v3 for 4 times as many tokens in the same memory.",
+    ),
+]
 Window = Annotated[
     int | None,
     typer.Option(
@@ -102,7 +110,8 @@ Aliases = Annotated[
     typer.Option(
         "--kv-alias",
         metavar="NAME=METHOD:BUDGET",
-        help="Additional model name whose requests use this method and budget. May be repeated.",
+        help="Additional model name whose requests use this method and budget, and with"
+        " NAME=METHOD:BUDGET:k4v3 also this format. May be repeated.",
     ),
 ]
 Everything = Annotated[

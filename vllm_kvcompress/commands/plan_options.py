@@ -17,6 +17,7 @@ class PlanOptions:
     output: Annotated[int, typer.Option("--max-tokens", min=1, help="Output tokens.")] = 256
     compress: kv_flags.Compress = None
     budget: kv_flags.Budget = None
+    packed_dtype: kv_flags.PackedDtype = None
     window: kv_flags.Window = None
     lookahead: kv_flags.Lookahead = None
     protected: Annotated[
@@ -135,6 +136,7 @@ class PlanOptions:
             self.everything,
             compress=self.compress,
             budget=self.budget,
+            packed_dtype=self.packed_dtype,
             window=self.window,
             lookahead=self.lookahead,
             min_prompt=self.min_prompt,

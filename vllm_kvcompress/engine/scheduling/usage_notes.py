@@ -11,12 +11,18 @@ from vllm.v1.engine import EngineCoreOutput
 
 from vllm_kvcompress.engine.messages.step import PackedPrompt, StepPlan
 from vllm_kvcompress.engine.messages.usage import CompressionUsage, attach_usage
+from vllm_kvcompress.planning.packed_pages import mean_layer_tokens
 
 
 class UsageNotes:
-    """Compression results that wait for the next output of their request."""
+    """Compression results that wait for the next output of their request.
 
-    def __init__(self) -> None:
+    Args:
+        block_bytes: bytes of a KV block on all GPUs.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self._waiting: dict[str, CompressionUsage] = {}
 
     def __len__(self) -> int:
@@ -29,12 +35,10 @@ class UsageNotes:
             usage: CompressionUsage = {
                 "method": pack_request.settings.compress,
                 "budget": pack_request.settings.budget,
+                "packed_dtype": pack_request.settings.resolved_packed_dtype,
                 "prompt_tokens": pack_request.prompt_tokens,
-                "kept_tokens": (
-                    page_plan.pages * page_plan.block_size / page_plan.num_layers
-                    + page_plan.tail
-                    - (pack_request.output_tokens or 0)
-                ),
+                "kept_tokens": (mean_layer_tokens(page_plan) - (pack_request.output_tokens or 0)),
+                "kept_bytes": (page_plan.blocks + (page_plan.tail > 0)) * self._block_bytes,
             }
             if pack_request.output_tokens is not None:
                 usage["lookahead"] = pack_request.output_tokens

@@ -29,6 +29,7 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, scoring_query_counts
+from vllm_kvcompress.settings.packed_dtype import AUTO
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
@@ -128,6 +129,14 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         settings.budget,
         settings.min_prompt,
     )
+    for variant in settings.variants:
+        if variant.resolved_packed_dtype != AUTO:
+            logger.info(
+                "%s at a budget of %s packs kept tokens in %s",
+                variant.compress,
+                variant.budget,
+                variant.resolved_packed_dtype,
+            )
     if settings.allow_override:
         bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
         logger.info(
