@@ -86,24 +86,23 @@ def refusal(head_dim: int, block_size: int, itemsize: int) -> str:
 def quantise(keys: torch.Tensor, values: torch.Tensor, tokens: int | torch.Tensor) -> Group:
     """Return the groups that hold keys and values ``[..., 64, D]``, any float dtype.
 
-    Computes in float64 for float64 input and in float32 otherwise.
+    Computes in float64 for float64 input and in float32 otherwise. A NaN gets code 0 and does not
+    change the scale or minimum of other numbers. Infinities and large numbers saturate, because
+    scale and minimum do. Everything is 0 where there is no number: for tokens past `tokens`, and
+    for channels and tokens that hold only NaN.
 
     Args:
         tokens: valid tokens of each group, at least 1: an int, or an integer tensor ``[...]``.
     """
     dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    keys, values = keys.to(dtype), values.to(dtype)
     limit = torch.as_tensor(tokens, device=keys.device)[..., None]
     valid = (torch.arange(GROUP, device=keys.device) < limit)[..., None]  # [..., 64, 1]
-    lowest = keys.masked_fill(~valid, torch.inf).amin(-2)
-    largest = keys.masked_fill(~valid, -torch.inf).amax(-2)
-    key_scale, key_minimum = _steps(lowest, largest, KEY_LEVELS)
-    values = values.masked_fill(~valid, 0.0)
-    value_scale, value_minimum = _steps(values.amin(-1), values.amax(-1), VALUE_LEVELS)
-    keys = keys.masked_fill(~valid, 0.0)
-    key_codes = _codes(keys, key_scale[..., None, :], key_minimum[..., None, :], KEY_LEVELS)
+    keys = keys.to(dtype).masked_fill(~valid, torch.nan)
+    values = values.to(dtype).masked_fill(~valid, torch.nan)
+    key_scale, key_minimum = steps(*_extremes(keys, -2), KEY_LEVELS)
+    value_scale, value_minimum = steps(*_extremes(values, -1), VALUE_LEVELS)
     return Group(
-        key_codes.masked_fill(~valid, 0),
+        _codes(keys, key_scale[..., None, :], key_minimum[..., None, :], KEY_LEVELS),
         key_scale,
         key_minimum,
         _codes(values, value_scale[..., None], value_minimum[..., None], VALUE_LEVELS),
@@ -112,10 +111,23 @@ def quantise(keys: torch.Tensor, values: torch.Tensor, tokens: int | torch.Tenso
     )
 
 
-def _steps(
+def _extremes(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lowest and largest numbers along `dim`; inf and -inf if all are NaN."""
+    missing = x.isnan()
+    return (
+        x.masked_fill(missing, torch.inf).amin(dim),
+        x.masked_fill(missing, -torch.inf).amax(dim),
+    )
+
+
+def steps(
     lowest: torch.Tensor, largest: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and minimum, float16. Both saturate at the largest float16."""
+    """Return scale and minimum, float16; both 0 where `lowest` exceeds `largest`.
+
+    Both saturate at the largest float16.
+    """
+    lowest = lowest.where(lowest <= largest, 0.0)
     minimum = lowest.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
     spread = (largest - minimum.to(largest.dtype)).clamp(min=0.0)
     return (spread / (levels - 1)).clamp(max=FLOAT16_MAX).half(), minimum
@@ -124,10 +136,10 @@ def _steps(
 def _codes(
     x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, levels: int
 ) -> torch.Tensor:
-    """Return the uint8 codes of `x`; all 0 where the scale is 0."""
+    """Return the uint8 codes of `x`; 0 for NaN and where the scale is 0."""
     step = scale.to(x.dtype)
     code = ((x - minimum.to(x.dtype)) / step.where(step > 0, 1.0) + 0.5).floor()
-    return code.clamp(0, levels - 1).where(step > 0, 0.0).to(torch.uint8)
+    return code.nan_to_num(0.0).clamp(0, levels - 1).where(step > 0, 0.0).to(torch.uint8)
 
 
 def dequantise(
@@ -145,33 +157,44 @@ def dequantise(
 
 def to_bytes(group: Group) -> torch.Tensor:
     """Return groups as bytes ``[..., 64 * D]`` uint8."""
-    dim = group.key_codes.shape[-1]
-    low, high = group.key_codes.chunk(2, -1)
-    quarters = (group.value_codes & 3).unflatten(-1, (4, dim // 4)).unbind(-2)
-    eighths = (group.value_codes >> 2).unflatten(-1, (8, dim // 8)).unbind(-2)
-    parts = [
-        low | high << 4,
-        quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6,
-        sum(plane << i for i, plane in enumerate(eighths)),
+    codes = [
+        _folded(group.key_codes, 4),
+        _folded(group.value_codes & 3, 4, 2),
+        _folded(group.value_codes >> 2, 4, 2, 1),
     ]
     scales = [group.key_scale, group.key_minimum, group.value_scale, group.value_minimum]
-    flat = [part.flatten(-2) for part in parts if isinstance(part, torch.Tensor)]
+    flat = [part.flatten(-2) for part in codes]
     flat += [scale.contiguous().view(torch.uint8) for scale in scales]
     content = torch.cat(flat, -1)
-    return torch.nn.functional.pad(content, (0, GROUP * dim - content.shape[-1]))
+    unused = GROUP * group.key_scale.shape[-1] - content.shape[-1]
+    return torch.nn.functional.pad(content, (0, unused))
+
+
+def _folded(codes: torch.Tensor, *shifts: int) -> torch.Tensor:
+    """Halve the last axis once per shift: combine each half with the other one shifted left."""
+    for shift in shifts:
+        low, high = codes.chunk(2, -1)
+        # `|` and `<<` would take twice as long on a CPU.
+        codes = torch.add(low, high, alpha=1 << shift)
+    return codes
 
 
 def from_bytes(content: torch.Tensor) -> Group:
     """Return the groups in bytes ``[..., 64 * D]`` uint8, the inverse of `to_bytes`."""
     dim = content.shape[-1] // GROUP
     sizes = [32 * dim, 16 * dim, 8 * dim, 2 * dim, 2 * dim, 128, 128]
-    parts = content[..., : sum(sizes)].split(sizes, -1)
-    keys, low, high = (part.unflatten(-1, (GROUP, -1)) for part in parts[:3])
+    parts = torch.split(content[..., : sum(sizes)], sizes, -1)
+    keys, low, high = (part.view(*part.shape[:-1], GROUP, -1) for part in parts[:3])
     scales = [part.contiguous().view(torch.float16) for part in parts[3:]]
     low_bits = torch.cat([low >> 2 * i & 3 for i in range(4)], -1)
     high_bits = torch.cat([high >> i & 1 for i in range(8)], -1)
     return Group(
-        torch.cat([keys & 15, keys >> 4], -1), *scales[:2], low_bits | high_bits << 2, *scales[2:]
+        torch.cat([keys & 15, keys >> 4], -1),
+        scales[0],
+        scales[1],
+        low_bits | high_bits << 2,
+        scales[2],
+        scales[3],
     )
 
 
@@ -182,6 +205,6 @@ def read_pages(byte_pages: torch.Tensor, pages: torch.Tensor, itemsize: int) -> 
         byte_pages: ``[N, Hkv, block_size, 2 * D * itemsize]`` uint8, any strides.
         pages: ``[...]`` int64, indices into `byte_pages`.
     """
-    content = byte_pages[pages]  # [..., Hkv, rows, bytes]
-    rows = rows_per_group(itemsize)
-    return from_bytes(content.unflatten(-2, (-1, rows)).flatten(-2))
+    content = byte_pages[pages].flatten(-2)  # [..., Hkv, bytes of a page]
+    group_bytes = rows_per_group(itemsize) * byte_pages.shape[-1]
+    return from_bytes(content.view(*content.shape[:-1], -1, group_bytes))

@@ -22,6 +22,8 @@ from kvcompress_kernels.move_kept import move_kept
 from kvcompress_kernels.move_kept import triton as move_kept_triton
 from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import triton as page_tables_triton
+from kvcompress_kernels.quantise_kept import quantise_kept
+from kvcompress_kernels.quantise_kept import triton as quantise_kept_triton
 from kvcompress_kernels.select import select, select_chunks
 from kvcompress_kernels.select import triton as select_triton
 from kvcompress_kernels.value_norms import triton as value_norms_triton
@@ -44,6 +46,7 @@ TRITON_MODULES = (
     move_kept_triton,
     merge_evicted_triton,
     page_tables_triton,
+    quantise_kept_triton,
     select_triton,
     value_norms_triton,
     value_scores_triton,
@@ -98,6 +101,20 @@ CALLS = {
         move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)
         for kept in (None, KEPT)
         for into in (None, pages(64))
+    ],
+    "quantise_kept": lambda: [
+        quantise_kept(
+            K,
+            V,
+            TABLES,
+            kept,
+            COUNTS,
+            on_device(3, 2),
+            into=on_device(40, 2, 16, 256, dtype=torch.uint8),
+            key_scale=scale,
+        )
+        for kept in (None, KEPT)
+        for scale in (1.0, on_device(3, dtype=torch.float32))
     ],
     "select": lambda: [
         select(SCORES, on_device(6), on_device(6), 96, num_first=4, num_last=on_device(6)),

@@ -1,0 +1,308 @@
+"""Triton kernel of `quantise_kept`: one launch, with one program per row, KV head and group.
+
+A program loads all keys and values of its group before it computes. Bytes of a packed page combine
+channels that are D/2, D/4 or D/8 apart. So the keys are loaded as two tiles of D/2 channels and the
+values as eight tiles of D/8 channels, and a thread holds all numbers of the bytes that it writes.
+Programs for the heads of one group are adjacent in the grid, because every page holds all heads of
+its tokens.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompress_kernels import k4v3
+from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
+
+GROUP = tl.constexpr(k4v3.GROUP)
+KEY_LEVELS, VALUE_LEVELS = tl.constexpr(k4v3.KEY_LEVELS), tl.constexpr(k4v3.VALUE_LEVELS)
+FLOAT16_MAX = tl.constexpr(k4v3.FLOAT16_MAX)
+
+
+@triton.jit
+def _lowest(x, live):  # type: ignore[no-untyped-def]
+    """Return the numbers of `x`, and infinity outside `live` and for NaN."""
+    return tl.where(live & (x == x), x, float("inf"))
+
+
+@triton.jit
+def _largest(x, live):  # type: ignore[no-untyped-def]
+    """Return the numbers of `x`, and minus infinity outside `live` and for NaN."""
+    return tl.where(live & (x == x), x, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _steps(lowest, largest, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return scale and minimum, float16; both 0 where `lowest` exceeds `largest`."""
+    lowest = tl.where(lowest <= largest, lowest, 0.0)
+    minimum = tl.minimum(tl.maximum(lowest, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
+    spread = tl.maximum(largest - minimum.to(tl.float32), 0.0)
+    return tl.minimum(spread / (LEVELS - 1), FLOAT16_MAX).to(tl.float16), minimum
+
+
+@triton.jit
+def _inverse(scale):  # type: ignore[no-untyped-def]
+    """Return 1 / scale. Where it is 0, no number exceeds the minimum by half a step of 1."""
+    return 1.0 / tl.where(scale > 0, scale.to(tl.float32), 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _codes(x, minimum, inverse, live, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the int32 codes of `x`, 0 outside `live` and for NaN."""
+    code = (x - minimum.to(tl.float32)) * inverse + 0.5
+    return tl.minimum(tl.where(live & (code > 0), code, 0.0), LEVELS - 0.5).to(tl.int32)
+
+
+@triton.jit
+def _key_codes(x, live):  # type: ignore[no-untyped-def]
+    """Return the codes ``[64, channels]`` of keys, and the channels' scales and minima."""
+    scale, minimum = _steps(tl.min(_lowest(x, live), 0), tl.max(_largest(x, live), 0), KEY_LEVELS)
+    codes = _codes(x, minimum[None, :], _inverse(scale)[None, :], live, KEY_LEVELS)
+    return codes, scale, minimum
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(start, byte, x, live, s_row, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store `x` at bytes of the group that starts at `start`, in rows of WIDTH bytes."""
+    at = start + (byte // WIDTH).to(tl.int64) * s_row + byte % WIDTH
+    tl.store(at.to(tl.pointer_type(x.dtype)), x, mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_tokens(  # type: ignore[no-untyped-def]
+    start, x, live, s_row, WIDTH: tl.constexpr, FROM: tl.constexpr, BYTES: tl.constexpr,
+    OFFSET: tl.constexpr = 0,
+):  # fmt: skip
+    """Store ``[64, n]`` codes in a part of the group that has BYTES bytes per token.
+
+    Tokens per row are a power of two for every D, so no vector crosses a row.
+
+    Args:
+        FROM: first byte of the part.
+        OFFSET: first byte of a token that is written.
+    """
+    PER_ROW: tl.constexpr = WIDTH // BYTES
+    token = tl.arange(0, GROUP)
+    row = start + (FROM // WIDTH + token // PER_ROW).to(tl.int64) * s_row
+    byte = token % PER_ROW * BYTES
+    at = row[:, None] + byte[:, None] + OFFSET + tl.arange(0, x.shape[1])[None, :]
+    tl.store(at, x.to(tl.uint8), mask=live)
+
+
+# These arguments differ by prompt. Triton would specialise for integers that are 1 or multiples of
+# 16, and for aligned pointers.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["s_sources", "s_kept_row", "s_kept_head", "s_destinations"],
+    do_not_specialize_on_alignment=[
+        *("sources", "kept", "tokens", "destinations", "key_scale", "value_scale"),
+    ],
+)
+def _quantise_kernel(  # type: ignore[no-untyped-def]
+    keys,
+    values,
+    into,  # bytes
+    sources,  # [N, >= pages of the prompt]
+    kept,  # [N, Hkv, >= tokens] positions or None: token t is at position t
+    tokens,  # [N] tokens to quantise
+    destinations,  # [N, >= pages that the tokens need]
+    key_scale,  # a number, or [N] if KEY_SCALES
+    value_scale,  # a number, or [N] if VALUE_SCALES
+    s_key_page,
+    s_key_head,
+    s_key_dim,
+    s_key_slot,
+    s_value_page,
+    s_value_head,
+    s_value_slot,
+    s_value_dim,
+    s_page,
+    s_head,
+    s_row,
+    s_sources,
+    s_kept_row,
+    s_kept_head,
+    s_destinations,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # padded D/2
+    EIGHTH: tl.constexpr,  # padded D/8
+    WIDTH: tl.constexpr,  # bytes per row of `into`
+    PAGE_GROUPS: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
+):
+    """Quantise one group of one row and KV head."""
+    row = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    group = tl.program_id(0) // HEADS
+    count = tl.load(tokens + row)
+    token = group * GROUP + tl.arange(0, GROUP)
+    if group * GROUP >= count:
+        return
+    live = token < count
+    key_factor = tl.load(key_scale + row) if KEY_SCALES else key_scale
+    value_factor = tl.load(value_scale + row) if VALUE_SCALES else value_scale
+
+    if kept is None:
+        position = token
+    else:
+        at = kept + row * s_kept_row + head * s_kept_head + token
+        position = tl.load(at, mask=live, other=0).to(tl.int32)
+    # Convert to int64 first: page * stride exceeds 2**31 in an ordinary cache.
+    slot = (position % BLOCK).to(tl.int64)
+    page = tl.load(sources + row * s_sources + position // BLOCK, mask=live, other=0).to(tl.int64)
+    to_page = tl.load(destinations + row * s_destinations + group // PAGE_GROUPS).to(tl.int64)
+    GROUP_ROWS: tl.constexpr = GROUP * DIM // WIDTH
+    first_row = (group % PAGE_GROUPS * GROUP_ROWS).to(tl.int64)
+    start = into + to_page * s_page + head * s_head + first_row * s_row
+
+    half, eighth = tl.arange(0, HALF), tl.arange(0, EIGHTH)
+    half_live, eighth_live = half < DIM // 2, eighth < DIM // 8
+    keys_live = live[:, None] & half_live[None, :]
+    values_live = live[:, None] & eighth_live[None, :]
+    from_key = keys + (page * s_key_page + head * s_key_head + slot * s_key_slot)[:, None]
+    from_value = page * s_value_page + head * s_value_head + slot * s_value_slot
+    from_value = values + from_value[:, None]
+    key_low = tl.load(
+        from_key + half[None, :].to(tl.int64) * s_key_dim, mask=keys_live, other=0.0
+    )  # [64, HALF]
+    key_high = tl.load(
+        from_key + (half + DIM // 2)[None, :].to(tl.int64) * s_key_dim, mask=keys_live, other=0.0
+    )
+    parts = ()
+    for c in tl.static_range(8):
+        at = from_value + (c * (DIM // 8) + eighth)[None, :].to(tl.int64) * s_value_dim
+        x = tl.load(at, mask=values_live, other=0.0)  # [64, EIGHTH]
+        parts = parts + (x,)  # type: ignore[assignment]  # noqa: RUF005
+
+    low, low_scale, low_minimum = _key_codes(key_low.to(tl.float32) * key_factor, keys_live)
+    high, high_scale, high_minimum = _key_codes(key_high.to(tl.float32) * key_factor, keys_live)
+    _store_tokens(start, low | high << 4, half_live[None, :], s_row, WIDTH, 0, DIM // 2)
+    _store(start, 56 * DIM + 2 * half, low_scale, half_live, s_row, WIDTH)
+    _store(start, 57 * DIM + 2 * half, high_scale, half_live, s_row, WIDTH)
+    _store(start, 58 * DIM + 2 * half, low_minimum, half_live, s_row, WIDTH)
+    _store(start, 59 * DIM + 2 * half, high_minimum, half_live, s_row, WIDTH)
+
+    lowest = tl.full([GROUP, EIGHTH], float("inf"), tl.float32)
+    largest = -lowest
+    for c in tl.static_range(8):
+        x = parts[c].to(tl.float32) * value_factor
+        lowest = tl.minimum(lowest, _lowest(x, values_live))
+        largest = tl.maximum(largest, _largest(x, values_live))
+    scale, minimum = _steps(tl.min(lowest, 1), tl.max(largest, 1), VALUE_LEVELS)
+    inverse = _inverse(scale)[:, None]
+    even = tl.zeros([GROUP, EIGHTH], tl.int32)
+    odd, top = even, even
+    for c in tl.static_range(8):
+        x = parts[c].to(tl.float32) * value_factor
+        code = _codes(x, minimum[:, None], inverse, values_live, VALUE_LEVELS)
+        if c % 2 == 0:
+            even |= (code & 3) << c
+        else:
+            odd |= (code & 3) << c - 1
+        top |= (code >> 2) << c
+    written = eighth_live[None, :]
+    _store_tokens(start, even, written, s_row, WIDTH, 32 * DIM, DIM // 4)
+    _store_tokens(start, odd, written, s_row, WIDTH, 32 * DIM, DIM // 4, DIM // 8)
+    _store_tokens(start, top, written, s_row, WIDTH, 48 * DIM, DIM // 8)
+    byte = 60 * DIM + 2 * tl.arange(0, GROUP)
+    _store(start, byte, scale, None, s_row, WIDTH)
+    _store(start, byte + 2 * GROUP, minimum, None, s_row, WIDTH)
+
+
+def run(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    kept: torch.Tensor | None,
+    tokens: torch.Tensor,
+    destinations: torch.Tensor,
+    into: torch.Tensor,
+    key_scale: float | torch.Tensor,
+    value_scale: float | torch.Tensor,
+) -> None:
+    check_cache("quantise_kept", key_pages)
+    _, heads, dim, block = key_pages.shape
+    config = _config(dim, into.shape[3], into.shape[2])
+    max_tokens = block * pages.shape[1] if kept is None else kept.shape[2]
+    groups = min(destinations.shape[1] * config["PAGE_GROUPS"], -(-max_tokens // k4v3.GROUP))
+    if len(pages) * groups == 0:
+        return
+    pages, destinations = _dense(pages), _dense(destinations)
+    kept = None if kept is None else _dense(kept)
+    _quantise_kernel[groups * heads, len(pages)](
+        key_pages,
+        value_pages,
+        into,
+        pages,
+        kept,
+        tokens.contiguous(),
+        destinations,
+        *(x.contiguous() if isinstance(x, torch.Tensor) else x for x in (key_scale, value_scale)),
+        *key_pages.stride(),
+        *value_pages.stride(),
+        *into.stride()[:3],
+        pages.stride(0),
+        *((0, 0) if kept is None else kept.stride()[:2]),
+        destinations.stride(0),
+        HEADS=heads,
+        BLOCK=block,
+        KEY_SCALES=isinstance(key_scale, torch.Tensor),
+        VALUE_SCALES=isinstance(value_scale, torch.Tensor),
+        **config,
+        num_warps=_warps(dim, key_pages.element_size()),
+    )
+
+
+def _dense(table: torch.Tensor) -> torch.Tensor:
+    return table if table.stride(-1) == 1 else table.contiguous()
+
+
+def _config(dim: int, width: int, rows: int) -> dict[str, int]:
+    """Return the kernel configuration for packed pages of `rows` rows of `width` bytes."""
+    return {
+        "DIM": dim,
+        "HALF": triton.next_power_of_2(dim // 2),
+        "EIGHTH": triton.next_power_of_2(dim // 8),
+        "WIDTH": width,
+        "PAGE_GROUPS": rows // k4v3.rows_per_group(width // (2 * dim)),
+    }
+
+
+def _warps(dim: int, itemsize: int) -> int:
+    """Return the warps of a program, for 64 keys and 64 values per thread, or 32 of each.
+
+    With 64, a thread loads 16 bytes of each tile of values. This needs more registers for float32,
+    and is impossible for head dims that are no power of two.
+    """
+    pad: int = triton.next_power_of_2(dim)
+    return max(pad // 32, 1) * (2 if itemsize > 2 or dim < pad else 1)
+
+
+def builds(sm: int) -> list[Build]:
+    """Return builds for block 32 and 8 KV heads: bf16, and float8 and float32 for one head dim."""
+    sizes = [*((128, kind, 1) for kind in float8(sm).values()), (128, "*fp32", 4)]
+    sizes += [(dim, "*bf16", 2) for dim in DIMS]
+    return [_build(*size) for size in sizes]
+
+
+def _build(dim: int, kind: str, itemsize: int) -> Build:
+    pages = dict(keys=kind, values=kind, into="*u8")
+    tables = dict(sources="*i64", kept="*i32", tokens="*i32", destinations="*i32")
+    constexprs: dict[str, Any] = dict(s_key_dim=1, s_value_dim=1, HEADS=8, BLOCK=32)
+    constexprs |= dict(KEY_SCALES=False, VALUE_SCALES=False)
+    constexprs |= _config(dim, 2 * dim * itemsize, 32)
+    names = [name for name in _quantise_kernel.arg_names if name not in constexprs]
+    varying = ("s_sources", "s_kept_row", "s_kept_head", "s_destinations")
+    numbers = dict(key_scale="fp32", value_scale="fp32")
+    return Build(
+        name=f"quantise_kept D{dim}{float8_suffix(kind)}",
+        kernel=_quantise_kernel,
+        signature={name: (pages | tables | numbers).get(name, "i32") for name in names},
+        constexprs=constexprs,
+        warps=_warps(dim, itemsize),
+        aligned=(*pages, *(x for x in names if x.startswith("s_") and x not in varying)),
+    )
