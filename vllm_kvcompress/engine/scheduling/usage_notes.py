@@ -55,6 +55,8 @@ class UsageNotes:
             if usage["prompt_tokens"] == done.tokens:
                 usage["kept_tokens"] = done.kept_tokens
                 usage["layer_tokens"] = list(done.layer_tokens)
+                # The plan knows only an upper bound where a layer keeps all its tokens.
+                usage["kept_tokens"] = done.kept_tokens
                 if done.by_role:
                     usage["by_role"] = {
                         role: {"tokens": tokens, "kept": share}
