@@ -323,25 +323,23 @@ def _as_stored(
 
     The last group may hold fewer than 64 tokens.
     """
+    heads, _, dim = keys.shape
     num_groups = -(-num_packed // k4v3.GROUP)
     padding = num_groups * k4v3.GROUP - num_packed
     keys_in_groups, values_in_groups = (
-        torch.nn.functional.pad(tensor[:, :num_packed], (0, 0, 0, padding)).unflatten(
-            1, (num_groups, k4v3.GROUP)
+        torch.nn.functional.pad(tensor[:, :num_packed], (0, 0, 0, padding)).reshape(
+            heads, num_groups, k4v3.GROUP, dim
         )
         for tensor in (keys, values)
     )
     group_tokens = torch.full((num_groups,), k4v3.GROUP, device=keys.device)
     group_tokens[-1:] -= padding
-    groups = k4v3.quantise(
-        keys_in_groups, values_in_groups, group_tokens.expand(len(keys), num_groups)
-    )
+    groups = k4v3.quantise(keys_in_groups, values_in_groups, group_tokens.expand(heads, num_groups))
     dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    stored = (
+    stored_keys, stored_values = (
         tensor.to(keys.dtype).flatten(1, 2)[:, :num_packed]
         for tensor in k4v3.dequantise(groups, dtype)
     )
-    stored_keys, stored_values = stored
     return (
         torch.cat([stored_keys, keys[:, num_packed:]], 1),
         torch.cat([stored_values, values[:, num_packed:]], 1),

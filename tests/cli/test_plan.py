@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpoints import make, tokens
+from checkpoints import tokens
 from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
@@ -118,9 +118,50 @@ def test_blocks_and_bytes_with_a_decode_budget_equal_the_engines(tiny):
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory) -> str:
-    """Return a checkpoint with 3 layers and heads of 64, which k4v3 can pack."""
-    return make("qwen3", tmp_path_factory.mktemp("checkpoints"))
+def k4v3_llm(wide):
+    config = settings("cake", 0.2, allow_override="all", packed_dtype="k4v3")
+    with engine(wide, additional_config=config, max_model_len=2048, max_num_seqs=64) as running:
+        yield running
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("packed_dtype", ["k4v3", "auto"])
+@pytest.mark.parametrize(
+    ("length", "method", "budget"),
+    [
+        (1000, "cake", 0.4),
+        (1025, "snapkv", 0.1),
+        (1500, "cake", 1.0),
+        (1100, "d2o", 0.8),
+    ],
+)
+def test_blocks_in_each_format_equal_the_engines(
+    k4v3_llm, wide, length, method, budget, packed_dtype
+):
+    """A float32 block of 32 tokens holds 256 tokens in k4v3."""
+    config = {"compress": method, "budget": budget, "min_prompt": 128, "packed_dtype": packed_dtype}
+    forecast = make_forecast(wide, length, 70, config)
+    xargs = {"kv_compress": method, "kv_budget": budget, "kv_packed_dtype": packed_dtype}
+    held = held_blocks(k4v3_llm, tokens(length, seed=1), 70, **xargs)
+    assert held[0] == forecast.on.decoding
+    assert held[-1] == forecast.on.end
+    assert (forecast.packed_dtype, forecast.page_tokens) == (
+        packed_dtype,
+        256 if packed_dtype == "k4v3" else BLOCK,
+    )
+    if packed_dtype == "k4v3":
+        assert forecast.on.decoding <= -(-length * budget // 256) + 2 < forecast.off.decoding
+
+
+@pytest.mark.engine
+def test_blocks_in_k4v3_after_a_look_ahead_equal_the_engines(wide):
+    config = settings("cake-chunk", 0.6, packed_dtype="k4v3", lookahead=16)
+    with engine(wide, additional_config=config, max_model_len=2048) as llm:
+        held = held_blocks(llm, tokens(700, seed=1), 70)
+    forecast = make_forecast(wide, 700, 70, config["kvcompress"])
+    assert held[15] == forecast.on.looking
+    assert (held[16], held[-1]) == (forecast.on.decoding, forecast.on.end)
+    assert forecast.on.decoding < forecast.auto.on.decoding / 3
 
 
 def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):

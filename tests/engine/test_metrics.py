@@ -5,6 +5,7 @@ import random
 import pytest
 
 from checkpoints import make, tokens
+from configuring import configure
 from engines import BLOCK, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -277,6 +278,37 @@ def test_metrics_have_a_label_for_each_engine(model):
     assert samples(engine="1")["requests_total", "cake"] == 2
     assert samples(engine="1")["layer_tokens_total", "3"] == 80
     assert samples(engine="1")["kept_tokens_total",] == 50
+    unregister_vllm_metrics()
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize(
+    ("raw", "labels"),
+    [
+        ({"compress": "cake"}, ("auto", "")),
+        ({"compress": "cake", "packed_dtype": "k4v3"}, ("k4v3", "256")),
+        ({"compress": "cake", "alias": "small=cake:0.4:k4v3"}, ("auto", "256")),
+        ({"compress": "off", "alias": "small=cake:0.4:k4v3"}, ("", "256")),
+        (
+            {"compress": "off", "allow_override": "cake", "packed_dtype": "k4v3"},
+            ("k4v3", "256"),
+        ),
+    ],
+    ids=str,
+)
+def test_the_info_metric_has_the_format_and_the_tokens_of_its_pages(model, raw, labels):
+    """A float32 block of 32 tokens holds 256 tokens in k4v3."""
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
+
+    unregister_vllm_metrics()
+    vllm_config = configure(model, block_size=BLOCK, dtype="float32")
+    CompressionStatLogger(vllm_config, [0], CompressionConfig.parse(raw))
+    (info,) = REGISTRY._names_to_collectors["vllm:kv_compress_info"].collect()
+    (sample,) = info.samples
+    assert (sample.labels["packed_dtype"], sample.labels["packed_page_tokens"]) == labels
     unregister_vllm_metrics()
 
 

@@ -163,6 +163,29 @@ def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
     assert len(notes) == 0
 
 
+def test_kept_tokens_are_exact_once_the_workers_report():
+    """In k4v3, a page of 16 tokens holds 64. A layer that keeps all 250 leaves one partly empty."""
+    settings = CompressionConfig.parse({"compress": "cake", "budget": 0.8, "packed_dtype": "k4v3"})
+    plan = page_plan(settings.budget_spec(2, 250), 16, page_tokens=64)
+    assert (plan.pages, plan.blocks, plan.tail) == (6, 3, 10)
+    pack = PackRequest(
+        request_id="a", settings=settings, plan=plan, tokens=250, destination=(1, 2, 3)
+    )
+    notes, kept = UsageNotes(BLOCK_BYTES), {}
+    notes.add_plan(StepPlan(number=1, pack=(pack,)))
+    (first,) = outputs("a")
+    notes.attach_to([first])
+    merge(kept, usage_of(first))
+    assert (kept["packed_dtype"], kept["kept_tokens"]) == ("k4v3", 3 * 64 + 10)
+    assert kept["kept_bytes"] == 4 * BLOCK_BYTES
+    notes.add_packed([packed("a", 250, (250, 138))])
+    (second,) = outputs("a")
+    notes.attach_to([second])
+    merge(kept, usage_of(second))
+    assert (kept["kept_tokens"], kept["layer_tokens"]) == (194, [250, 138])
+    assert (kept["method"], kept["kept_bytes"]) == ("cake", 4 * BLOCK_BYTES)
+
+
 def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
     notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
@@ -351,13 +374,16 @@ def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():
 
     outcome = Outcome(free_before=1, records=[rank(1.0), rank(3.0), rank(5.0), rank(7.0)])
     limits = SimpleNamespace(
-        settings=SimpleNamespace(compress="cake", budget=0.2, resolved_lookahead=0)
+        settings=SimpleNamespace(
+            compress="cake", budget=0.2, resolved_packed_dtype="k4v3", resolved_lookahead=0
+        )
     )
     plan, numbers = SimpleNamespace(tokens=90), (1, 3, 5, 7)
     found = kept_map(outcome, plan, limits, "m", numbers=numbers, stages=2)
     assert found.kept_tokens == [2.0, 20.0, 6.0, 60.0]
     assert found.share == [[2.0], [3.0], [6.0], [7.0]]
     assert (found.kv_heads, list(found.names)) == (4, [1, 3, 5, 7])
+    assert found.title == "m, cake, budget 0.2, k4v3"
     alone = kept_map(outcome, plan, limits, "m")
     assert alone.kept_tokens == [4.0, 40.0]
     assert (alone.kv_heads, list(alone.names)) == (8, [0, 1])

@@ -197,6 +197,17 @@ def test_an_engine_packs_k4v3_if_some_request_can_be_packed_in_it():
     assert not parse("off", packed_dtype="k4v3", alias="a=cake:0.2:auto").packs_k4v3
 
 
+def test_an_interval_without_a_decode_budget_applies_to_k4v3_only():
+    config = parse(
+        packed_dtype="k4v3", decode_interval=256, allow_override="all", alias="a=tova:64:auto"
+    )
+    assert all(v.packs_outputs for v in (config, config.variant("snapkv"), config.variant("h2o")))
+    plain = config.variant("snapkv", packed_dtype="auto"), config.alias_settings(config.alias[0])
+    assert not any(variant.packs_outputs for variant in plain)
+    bounded = parse(decode_budget=512, decode_interval=256).variant("tova")
+    assert (bounded.decode_budget, bounded.decode_interval) == (512, 256)
+
+
 def test_another_method_keeps_the_engines_format():
     config = parse(packed_dtype="k4v3", allow_override="all")
     assert config.variant("snapkv").resolved_packed_dtype == "k4v3"

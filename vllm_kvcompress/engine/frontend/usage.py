@@ -86,10 +86,10 @@ def merge(kept: CompressionUsage, update: CompressionUsage) -> None:
 
     Args:
         kept: the report; outputs that vLLM has returned share this object.
-        update: the report of a new compression, with or without its layers, or the layers of the
-            compression in `kept`.
+        update: the report of a new compression, with or without what its workers report, or what
+            the workers report about the compression in `kept`.
     """
-    if "kept_tokens" in update:
+    if "method" in update:
         kept.clear()
     elif kept.get("prompt_tokens") != update["prompt_tokens"]:
         return

@@ -1,8 +1,9 @@
 """Compression results of requests, on their way from the scheduler to the server's responses.
 
 The mean number of kept tokens is known when the plan is made, so it arrives with the first output
-token. The tokens kept by each layer come from the worker: with the same output on a CPU, later on a
-GPU, and never if the request ends first.
+token. Where packed pages are partly filled, that is an upper bound. The tokens kept by each layer,
+and so their exact mean, come from the worker: with the same output on a CPU, later on a GPU, and
+never if the request ends first.
 """
 
 from collections.abc import Container, Iterable
@@ -52,6 +53,7 @@ class UsageNotes:
             usage = self._waiting.setdefault(done.request_id, {"prompt_tokens": done.tokens})
             # A different length means that the prompt was compressed again since.
             if usage["prompt_tokens"] == done.tokens:
+                usage["kept_tokens"] = done.kept_tokens
                 usage["layer_tokens"] = list(done.layer_tokens)
                 # The plan knows only an upper bound where a layer keeps all its tokens.
                 usage["kept_tokens"] = done.kept_tokens
