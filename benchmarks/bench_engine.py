@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import blocks_in_use, print_result, use_one_process
+from engine_bench import blocks_in_use, print_result, replace_kernels_once, use_one_process
 from origin import commit, machine
 
 CONFIGURATIONS = ("off", "on", "bound", "k4v3", "idle", "ready")
@@ -201,6 +201,7 @@ def report(args: argparse.Namespace, engines: dict[str, MeasuredEngine]) -> dict
 def main() -> None:
     args = parse_args()
     use_one_process(cache_gib=4)
+    replace_kernels_once()
     engines = {name: build_engine(name, args) for name in args.only}
     step_in_turns(engines, args.lookahead + args.steps)
     result = report(args, engines)

@@ -160,3 +160,35 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
                 weights = (all_k @ q[position, head] / math.sqrt(SHAPE.head_dim)).softmax(0)
                 error = (out[position, head] - weights @ all_v).abs().amax()
                 assert error <= 1e-4 * all_v.abs().amax()
+
+
+def test_trap_23_blocks_that_held_groups_are_zeroed(checkpoints_folder):
+    """Also if their request is preempted, and before the next step runs."""
+    with packed_engine(checkpoints_folder, "cake", max_num_batched_tokens=2048) as llm:
+        pool, zeroed = llm.compressor.pool, []
+        zero = pool.zero
+
+        def watching(blocks):
+            zero(blocks)
+            zeroed.append(set(blocks))
+
+        pool.zero = watching
+        for _ in range(2):
+            llm.submit("r", PROMPTS[0], 6)
+            while not llm.manager._packed:
+                llm.step()
+            (packed,) = llm.manager._packed.values()
+            blocks = {block.block_id for block in packed}
+            pages = pool.flat_ids_in_all_layers(torch.tensor(sorted(blocks)))
+            assert pool.byte_pages[pages].any()
+            if not zeroed:
+                llm.preempt(llm.running()[0])
+                assert not llm.manager._packed
+            llm.drain()
+            llm.generate([PROMPTS[2]], 2)
+            assert blocks in zeroed
+            assert not llm.manager._zero
+            untouched = blocks - {block.block_id for block in llm.pool.blocks if block.ref_cnt}
+            hashless = {b for b in untouched if llm.pool.blocks[b].block_hash is None}
+            pages = pool.flat_ids_in_all_layers(torch.tensor(sorted(hashless), dtype=torch.int64))
+            assert not pool.pages[pages].isnan().any()
