@@ -164,6 +164,17 @@ def test_blocks_in_k4v3_after_a_look_ahead_equal_the_engines(wide):
     assert forecast.on.decoding < forecast.auto.on.decoding / 3
 
 
+@pytest.mark.engine
+def test_blocks_of_outputs_in_k4v3_equal_the_engines(wide):
+    config = settings("cake", 0.6, packed_dtype="k4v3", decode_interval=256)
+    with engine(wide, additional_config=config, max_model_len=2048) as llm:
+        held = held_blocks(llm, tokens(700, seed=1), 700)
+    forecast = make_forecast(wide, 700, 700, config["kvcompress"])
+    assert (held[0], max(held)) == (forecast.on.decoding, forecast.on.end)
+    del config["kvcompress"]["decode_interval"]
+    assert make_forecast(wide, 700, 700, config["kvcompress"]).on.end > 2 * forecast.on.end
+
+
 def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
     """At 1.0, every token is packed, and 16-bit blocks hold 4 times as many."""
     load = dict(dtype="bfloat16", block_size=16)

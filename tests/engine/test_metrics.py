@@ -147,6 +147,36 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
 
 
 @model_runner_v1_only
+def test_usage_and_metrics_of_both_formats(checkpoints_folder):
+    """A float32 block of 32 tokens holds 256 tokens in k4v3."""
+    wide = make("qwen3", checkpoints_folder)
+    config = settings("cake", 0.4, allow_override="all", packed_dtype="k4v3", usage=True)
+    prompt, usage = tokens(1000, seed=1), {}
+    with engine(wide, additional_config=config, enable_prefix_caching=False) as llm:
+        cache = llm.scheduler.kv_cache_config
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        for packed_dtype, budget in (("k4v3", 0.4), ("k4v3", 1.0), ("auto", 0.4)):
+            extra_args = {"kv_packed_dtype": packed_dtype, "kv_budget": budget}
+            llm.submit("r", prompt, 6, extra_args=extra_args)
+            outputs = {}
+            while llm.llm.llm_engine.has_unfinished_requests():
+                outputs |= llm.step()
+            usage[packed_dtype, budget] = outputs["r"].kv_compress
+        llm.finish_in_flight_steps()
+        values = samples(engine="0")
+    for (packed_dtype, budget), report in usage.items():
+        assert (report["packed_dtype"], report["budget"]) == (packed_dtype, budget)
+        assert report["kept_tokens"] == sum(report["layer_tokens"]) / 3
+    assert usage["k4v3", 0.4]["kept_bytes"] == (2 + 1) * block_bytes
+    assert usage["k4v3", 1.0]["kept_bytes"] == (4 + 1) * block_bytes
+    assert usage["k4v3", 1.0]["layer_tokens"] == [1000] * 3
+    assert usage["auto", 0.4]["kept_bytes"] == (12 + 1) * block_bytes
+    total = sum(report["kept_tokens"] for report in usage.values())
+    assert values["kept_tokens_total",] == pytest.approx(total)
+    assert values["packed_blocks_total",] == 2 + 4 + 12
+
+
+@model_runner_v1_only
 def test_prompts_packed_in_place_are_counted(model):
     length = 640
     blocks = -(-(length + 24) // BLOCK)

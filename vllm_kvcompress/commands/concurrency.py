@@ -27,7 +27,11 @@ from vllm_kvcompress.planning.memory import (
 )
 from vllm_kvcompress.planning.packed_pages import mean_layer_tokens, packed_page_tokens
 from vllm_kvcompress.planning.pieces import piece_schedule
-from vllm_kvcompress.planning.schedules import LookaheadSchedule, OutputSchedule
+from vllm_kvcompress.planning.schedules import (
+    LookaheadSchedule,
+    OutputGroupSchedule,
+    OutputSchedule,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
@@ -327,14 +331,13 @@ def _blocks(
         looking = _lookahead(settings, sizes, load).blocks_when_due(prefill_end)
         prefill = max(prefill, looking)
     lookahead_steps = packed_at - load.prompt
-    if settings is not None and settings.enabled and settings.decode_budget is not None:
+    schedule = None
+    if settings is not None and settings.enabled:
+        schedule = _output_schedule(settings, sizes, load)
+    if schedule is not None:
         footprint = KVFootprint(num_layers=sizes.layers, block_size=block)
         if plan is not None:
             footprint.pack(plan, plan.full_blocks)
-        last = load.prompt + load.output
-        schedule = OutputSchedule(
-            settings=settings, prefilled=load.prompt, max_tokens=last, spans=load.spans
-        )
         packed = 0 if plan is None else plan.blocks
         end = schedule.max_blocks(footprint, packed=packed, tokens=load.cached)
     decode_steps = load.output - lookahead_steps
@@ -345,6 +348,22 @@ def _blocks(
         decoding=decoding + sizes.other_blocks(load.prompt),
         end=end + sizes.other_blocks(load.cached),
         mean=mean + sizes.other_blocks(load.cached),
+    )
+
+
+def _output_schedule(
+    settings: CompressionConfig, sizes: Sizes, load: Workload
+) -> OutputSchedule | OutputGroupSchedule | None:
+    """Return the schedule that packs a request's output, or None if its cache grows."""
+    page_tokens, max_tokens = _page_tokens(settings, sizes), load.prompt + load.output
+    if settings.packs_outputs and page_tokens is not None:
+        return OutputGroupSchedule(
+            settings=settings, max_tokens=max_tokens, page_tokens=page_tokens
+        )
+    if settings.decode_budget is None:
+        return None
+    return OutputSchedule(
+        settings=settings, prefilled=load.prompt, max_tokens=max_tokens, spans=load.spans
     )
 
 

@@ -89,6 +89,15 @@ DecodeBudget = Annotated[
         help="Maximum tokens per layer that a request may hold while it decodes.",
     ),
 ]
+DecodeInterval = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-decode-interval",
+        metavar="TOKENS",
+        help="Output tokens between two compressions to --kv-decode-budget. Without it, in k4v3:"
+        " output tokens between two packings, which drop none.",
+    ),
+]
 AllowOverride = Annotated[
     str | None,
     typer.Option(

@@ -96,6 +96,8 @@ class PlanResult:
             title += f" --kv-lookahead {self.settings.lookahead}"
         if self.settings.decode_budget is not None:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
+        if self.settings.packs_outputs:
+            title += f" --kv-decode-interval {self.settings.decode_interval}"
         if self.settings.max_whole is not None:
             title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
             first, last = scoring_query_counts(self.settings)
@@ -107,7 +109,7 @@ class PlanResult:
             title,
             console,
             estimated=self.estimated is not None,
-            bounded=self.settings.decode_budget is not None,
+            packs_outputs=self.settings.decode_budget is not None or self.settings.packs_outputs,
             lookahead=self.settings.resolved_lookahead if self.settings.enabled else 0,
             stages=self.stages,
         )

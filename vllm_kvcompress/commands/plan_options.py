@@ -35,6 +35,7 @@ class PlanOptions:
     budget_bounds: kv_flags.BudgetBounds = None
     alias: kv_flags.Aliases = None
     decode_budget: kv_flags.DecodeBudget = None
+    decode_interval: kv_flags.DecodeInterval = None
     max_whole: kv_flags.MaxWhole = None
     piece: kv_flags.Piece = None
     probe: kv_flags.Probe = None
@@ -144,6 +145,7 @@ class PlanOptions:
             budget_bounds=self.budget_bounds,
             alias=self.alias,
             decode_budget=self.decode_budget,
+            decode_interval=self.decode_interval,
             max_whole=self.max_whole,
             piece=self.piece,
             probe=self.probe,

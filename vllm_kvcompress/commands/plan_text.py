@@ -16,7 +16,7 @@ def show_forecast(
     console: Console,
     *,
     estimated: bool = False,
-    bounded: bool = False,
+    packs_outputs: bool = False,
     lookahead: int = 0,
     stages: int = 1,
 ) -> None:
@@ -24,8 +24,8 @@ def show_forecast(
 
     Args:
         estimated: whether the pool size is an estimate.
-        bounded: whether a decode budget bounds the output, so that a request may hold the most
-            blocks before its end.
+        packs_outputs: whether outputs are packed too, so that a request may hold the most blocks
+            before its end.
         lookahead: output tokens of the look-ahead.
         stages: pipeline-parallel size. The figures are of one stage.
     """
@@ -42,7 +42,7 @@ def show_forecast(
     if lookahead:
         prefill_row += " and look-ahead"
     memory_row = f"memory after {load.output:,} output tokens"
-    if bounded:
+    if packs_outputs:
         memory_row = f"most memory over {load.output:,} output tokens"
         end_row = f"most blocks over {load.output:,} output tokens"
     table.add_row(

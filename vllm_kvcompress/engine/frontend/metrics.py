@@ -96,12 +96,13 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "repacked_answers": CounterSpec(
         "",
-        "Times that a request was compressed to its decode budget.",
+        "Times that a request was compressed while it generated: to its decode budget, or to pack"
+        " its output in k4v3.",
         lambda counts: counts["repacked_answers"],
     ),
     "freed_answer_blocks": CounterSpec(
         "",
-        "KV blocks that went back to the pool when requests were compressed to the decode budget.",
+        "KV blocks that went back to the pool when requests were compressed while they generated.",
         lambda counts: counts["freed_answer_blocks"],
     ),
     "packed_pieces": CounterSpec(

@@ -53,7 +53,6 @@ class UsageNotes:
             usage = self._waiting.setdefault(done.request_id, {"prompt_tokens": done.tokens})
             # A different length means that the prompt was compressed again since.
             if usage["prompt_tokens"] == done.tokens:
-                usage["kept_tokens"] = done.kept_tokens
                 usage["layer_tokens"] = list(done.layer_tokens)
                 # The plan knows only an upper bound where a layer keeps all its tokens.
                 usage["kept_tokens"] = done.kept_tokens

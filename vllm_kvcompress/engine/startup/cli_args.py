@@ -99,7 +99,9 @@ FLAGS = {
     "--kv-decode-interval": (
         "decode_interval",
         "TOKENS",
-        "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block.",
+        "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block."
+        " Without that budget, but in the format k4v3: output tokens between two packings, which"
+        " drop none.",
     ),
     "--kv-max-whole": (
         "max_whole",
