@@ -2,7 +2,8 @@
 
 Without them, the interpreter multiplies the bit patterns of bfloat16 operands in `tl.dot`, converts
 NaN and infinity of float8 to finite numbers, flushes subnormal float8_e5m2 to zero when it converts
-to float16, and turns the result of a scalar comparison into an integer if it masks a block.
+to float16, truncates float32 to bfloat16 instead of rounding it, and turns the result of a scalar
+comparison into an integer if it masks a block.
 """
 
 import functools
@@ -19,12 +20,15 @@ BITS = {2: torch.uint16, 4: torch.uint32}
 
 @functools.cache
 def install_fixes() -> None:
-    """Patch `tl.dot` for bfloat16, conversions from float8, and masks from scalars."""
+    """Patch `tl.dot` for bfloat16, conversions of floats, and masks from scalars."""
     builder = interpreter.InterpreterBuilder
     dot, convert = builder.create_dot, interpreter._convert_float
     splat = builder.create_splat
 
-    def from_float8(data, source, target, rounding):
+    def convert_float(data, source, target, rounding):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            numbers = torch.from_numpy(np.array(data, np.float32))
+            return numbers.bfloat16().view(torch.uint16).numpy()
         if source not in FLOAT8:
             return convert(data, source, target, rounding)
         table = torch.arange(256, dtype=torch.uint8).view(FLOAT8[source]).to(WIDER[target])
@@ -47,6 +51,6 @@ def install_fixes() -> None:
             return splat(self, ret_ty, arg)
         return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data), tl.int1)
 
-    interpreter._convert_float = from_float8
+    interpreter._convert_float = convert_float
     builder.create_splat = create_splat
     builder.create_dot = create_dot

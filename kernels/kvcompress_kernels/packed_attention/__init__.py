@@ -69,10 +69,11 @@ def packed_attention(
         ImportError: The op runs on a CPU without numba.
     """
     tensors = _Tensors(query, output, pages, packed, packed_tokens, tables, lengths)
+    triton = contract.runs_triton(query)
+    require(not triton or offsets is None, _NAME, "on a GPU offsets must be None", offsets)
     _check(tensors, offsets, query_start, slots, live, sinks)
     require(max_query_tokens > 0, _NAME, "max_query_tokens must be positive", max_query_tokens)
-    if contract.runs_triton(query):
-        require(offsets is None, _NAME, "on a GPU offsets must be None", offsets)
+    if triton:
         from kvcompress_kernels.packed_attention.triton import run
     else:
         from kvcompress_kernels.packed_attention.cpu import run
@@ -141,6 +142,9 @@ def _check(
         ok = x.dtype == torch.int32 and x.shape == shape
         got = x.dtype, tuple(x.shape)
         require(ok, _NAME, f"{name} must be int32 {list(shape)}", got)
+    for name, x in (("packed", packed), ("tables", tables), ("lengths", lengths)):
+        ok = x.shape[-1] <= 1 or x.stride(-1) == 1
+        require(ok, _NAME, f"{name} must have a dense last axis", x.stride())
     for name, x, size in (("query_start", query_start, rows + 1), ("slots", slots, rows)):
         ok = x.dtype == torch.int32 and x.dim() == 1 and len(x) >= size
         got = x.dtype, tuple(x.shape)
