@@ -90,6 +90,7 @@ HYBRIDS = {  # sliding-window layers and full-attention layers
 }  # fmt: skip
 # head dims that k4v3 can pack, where those above cannot
 WIDE = {
+    "llama-two-layers-d64": Shape(LlamaConfig, 2, 4, 2, 64),
     "gpt-oss-d64": Shape(
         GptOssConfig, 4, 4, 2, 64,
         {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
