@@ -23,8 +23,9 @@ took this multiple of vLLM's time (least of 25 turns):
 | 12, 2, 128 | 2.18 | 1.13 | 0.55 | 0.88 | 0.33 | 0.46 |
 | 32, 8, 128 | 1.18 | 0.59 | 0.35 | 0.37 | 0.45 | 0.42 |
 
-At 1 x 1,024 tokens the op is slower by 38 to 66 microseconds. In a run of the first shape with 4,096
-tokens, PyTorch code took 5,522 microseconds and torch.compile 8,752; the op took 448 and vLLM 386.
+At 1 x 1,024 tokens the op is slower by 38 to 66 microseconds. In a run of the first shape with
+4,096 tokens, PyTorch code took 5,522 microseconds and torch.compile 8,752; the op took 448 and
+vLLM 386.
 """
 
 import argparse
