@@ -2,9 +2,9 @@
 
 import pytest
 
-from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.planning.obstacles import repacking_refusal
 from vllm_kvcompress.planning.schedules import OutputGroupSchedule
+from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 BOUNDED = {"compress": "cake", "decode_budget": 600, "max_whole": 8192}
