@@ -236,6 +236,17 @@ def test_kept_tokens_in_k4v3_are_checked(method, budget, run_doctor_in_process, 
     assert share == 1 if budget == "1.0" else 0.3 < share < 0.6
 
 
+def test_prompts_in_pieces_in_k4v3_are_checked(run_doctor_in_process, wide):
+    flags = ["--kv-compress", "cake", "--kv-budget", "1.0", "--kv-packed-dtype", "k4v3"]
+    pieces = ["--kv-max-whole", "256", "--kv-piece", "96"]
+    done = run_doctor_in_process(
+        "doctor", wide, "--json", *flags, "--tokens", "1500", *TINY, *pieces
+    )
+    found = checks(done)
+    assert list(found) == CHECK_NAMES
+    assert all(check["ok"] for check in found.values()), done.err
+
+
 @pytest.mark.parametrize("method", ["cake", "d2o"])
 def test_decode_budget_is_checked(method, run_doctor_in_process, tiny, monkeypatch):
     """The doctor lowers a large budget so the output is packed, and detects if it is not."""

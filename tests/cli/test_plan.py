@@ -175,6 +175,19 @@ def test_blocks_of_outputs_in_k4v3_equal_the_engines(wide):
     assert make_forecast(wide, 700, 700, config["kvcompress"]).on.end > 2 * forecast.on.end
 
 
+@pytest.mark.engine
+def test_blocks_of_a_prompt_in_pieces_in_k4v3_equal_the_engines(wide):
+    config = settings("cake", 1.0, packed_dtype="k4v3", max_whole=256, piece=96)
+    forecast = make_forecast(wide, 1500, 70, config["kvcompress"], longest=2048)
+    with engine(wide, additional_config=config, max_model_len=2048) as llm:
+        held = held_blocks(llm, tokens(1500, seed=1), 70)
+    # a step's blocks are counted after its packing
+    assert max(held) < forecast.on.prefill < forecast.off.prefill // 2
+    assert (held[-70], held[-1]) == (forecast.on.decoding, forecast.on.end)
+    assert forecast.in_pieces.held_tokens is None
+    assert forecast.auto.left_whole
+
+
 def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
     """At 1.0, every token is packed, and 16-bit blocks hold 4 times as many."""
     load = dict(dtype="bfloat16", block_size=16)

@@ -7,6 +7,7 @@ import torch
 
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from group_replay import assert_never_written_again, assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 
 MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
@@ -80,29 +81,17 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
     """Codes and steps against float64, for compressed prompts and short ones."""
     prompt, count, block = tokens(prompt_tokens, seed=5), 900, BLOCK
     options = {"max_num_batched_tokens": 2048, "max_model_len": 2560}
-    added = []
     with packed_engine(checkpoints_folder, "outputs", **options) as llm:
         seen, pool = llm.record_attention(), llm.compressor.pool
         results = llm.watch_packing(lambda result: result)
-        add_groups = pool.add_groups
-
-        def adding(request_id, pages, num_tokens, page_tokens, first_block):
-            add_groups(request_id, pages, num_tokens, page_tokens, first_block)
-            groups = k4v3.read_pages(pool.byte_pages, pages.long(), pool.itemsize)
-            computed = sum(len(part) for part in seen[0]["q"])
-            added.append((computed, first_block * block, num_tokens, pages.long(), groups))
-
-        pool.add_groups = adding
+        added = watch_added_groups(llm, seen)
         llm.submit("r", prompt, count)
         while len(seen.get(0, {"q": ()})["q"]) < count:
             llm.step()
         (slot,) = pool._slots.values()
         page_tokens = k4v3.page_tokens(block, pool.itemsize)
         assert len(added) >= 2
-        # groups are never written again
-        for *_, pages, groups in added:
-            now = k4v3.read_pages(pool.byte_pages, pages, pool.itemsize)
-            assert all(torch.equal(old, new) for old, new in zip(groups, now, strict=True))
+        assert_never_written_again(pool, added)
         total = pool._group_tokens[slot].tolist()
         kept = [0] * SHAPE.layers
         prompt_groups = [[torch.zeros(2, 0, 64, dtype=torch.float64)] * 2] * SHAPE.layers
@@ -112,10 +101,10 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
                 for n in results[0].counts.tolist()
             ]
             kept = [n - result.pack_request.plan.tail for n in kept]
-        assert total == [n + sum(num_tokens for _, _, num_tokens, *_ in added) for n in kept]
+        assert total == [n + sum(each.tokens for each in added) for n in kept]
         first_end = (len(prompt) // block * block) if results else 0
-        assert added[0][1] - added[0][2] == first_end
-        every_page = {page for *_, pages, _ in added for page in pages.flatten().tolist()}
+        assert added[0].end - added[0].tokens == first_end
+        every_page = {page for each in added for page in each.pages.flatten().tolist()}
         for layer, num_tokens in enumerate(kept):
             columns = pool._packed[slot, layer, : math.ceil(total[layer] / page_tokens)].tolist()
             own = [page for page in columns if page not in every_page]
@@ -128,39 +117,10 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
             assert len(columns) == len(set(columns))
         llm.drain()
 
+    positions = [*range(len(prompt), len(prompt) + count, 37), len(prompt) + count - 2]
     for layer in range(SHAPE.layers):
-        q, k, v, out = (
-            torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
-            for name in ("q", "k", "v", "out")
-        )
-        q, k, v, out = (x.view(len(q), -1, SHAPE.head_dim) for x in (q, k, v, out))
-        steps = []  # tokens computed before, first ordinary token, groups
-        held = prompt_groups[layer]
-        steps.append((len(prompt), first_end, held))
-        for computed, end, num_tokens, _, groups in added:
-            parts = k4v3.dequantise(k4v3.Group(*(part[layer] for part in groups)), torch.float64)
-            flat = [part.transpose(0, 1).flatten(1, 3) for part in parts]
-            for head in range(SHAPE.kv_heads):
-                for start in range(0, num_tokens, k4v3.GROUP):
-                    exact = slice(end - num_tokens + start, end - num_tokens + start + k4v3.GROUP)
-                    want = k4v3.dequantise(
-                        k4v3.quantise(k[exact, head], v[exact, head], k4v3.GROUP), torch.float64
-                    )
-                    for actual, expected in zip(flat, want, strict=True):
-                        got = actual[head, start : start + k4v3.GROUP]
-                        step = (got - expected).abs() > 1e-3 * expected.abs().amax()
-                        assert step.float().mean() < 1e-3, "only ties may round differently"
-            held = [torch.cat([old, new], 1) for old, new in zip(held, flat, strict=True)]
-            steps.append((computed, end, held))
-        for position in [*range(len(prompt), len(q), 37), len(q) - 1]:
-            _, start, (keys, values) = next(s for s in reversed(steps) if s[0] <= position)
-            for head in range(SHAPE.heads):
-                kv = head // (SHAPE.heads // SHAPE.kv_heads)
-                all_k = torch.cat([keys[kv], k[start : position + 1, kv]])
-                all_v = torch.cat([values[kv], v[start : position + 1, kv]])
-                weights = (all_k @ q[position, head] / math.sqrt(SHAPE.head_dim)).softmax(0)
-                error = (out[position, head] - weights @ all_v).abs().amax()
-                assert error <= 1e-4 * all_v.abs().amax()
+        first = (len(prompt), first_end, prompt_groups[layer])
+        assert_replay_matches(SHAPE, seen, added, layer, first, positions)
 
 
 def test_trap_23_blocks_that_held_groups_are_zeroed(checkpoints_folder):

@@ -26,7 +26,7 @@ from vllm_kvcompress.planning.memory import (
     table_bytes,
 )
 from vllm_kvcompress.planning.packed_pages import mean_layer_tokens, packed_page_tokens
-from vllm_kvcompress.planning.pieces import piece_schedule
+from vllm_kvcompress.planning.pieces import PieceSchedule, PiecewiseSchedule, piece_schedule
 from vllm_kvcompress.planning.schedules import (
     LookaheadSchedule,
     OutputGroupSchedule,
@@ -211,12 +211,26 @@ def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
     return min_tokens
 
 
+def _piece_schedule(
+    settings: CompressionConfig, sizes: Sizes, load: Workload
+) -> PiecewiseSchedule | None:
+    """Return the schedule of the prompt in pieces; None if it is not compressed before its end."""
+    if not settings.enabled:
+        return None
+    page_tokens = _page_tokens(settings, sizes)
+    return piece_schedule(
+        settings, sizes.layers, sizes.block_size, load.prompt, load.spans, page_tokens
+    )
+
+
 def _in_pieces(
     settings: CompressionConfig, sizes: Sizes, load: Workload, num_blocks: int | None
 ) -> InPieces | None:
-    pieces = piece_schedule(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
-    if pieces is None or not settings.enabled:
+    pieces = _piece_schedule(settings, sizes, load)
+    if pieces is None:
         return None
+    if not isinstance(pieces, PieceSchedule):
+        return InPieces(held_tokens=None, roomy=None)
     if pieces.protection_too_large:
         raise ConfigError(
             f"--protected {load.protected} is more than a prompt in pieces can hold between pieces;"
@@ -238,7 +252,7 @@ def _page_plan(
     plan = settings.page_plan(
         sizes.layers, load.prompt, sizes.block_size, load.spans, _page_tokens(settings, sizes)
     )
-    pieces = piece_schedule(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
+    pieces = _piece_schedule(settings, sizes, load)
     reason = _uncompressed_reason(settings, load, plan) if pieces is None else None
     if reason is None and plan is not None and settings.resolved_lookahead:
         lookahead = _lookahead(settings, sizes, load)
@@ -322,10 +336,8 @@ def _blocks(
     prefill, end = -(-load.prompt // block), -(-load.cached // block) - freed
     packed_at = load.prompt if plan is None else plan.tokens
     looking = decoding = -(-packed_at // block) - freed
-    pieces, prefill_end = None, prefill
-    if settings is not None and settings.enabled:
-        pieces = piece_schedule(settings, sizes.layers, block, load.prompt, load.spans)
-    if pieces is not None:
+    prefill_end = prefill
+    if settings is not None and (pieces := _piece_schedule(settings, sizes, load)) is not None:
         prefill, prefill_end = pieces.max_blocks, pieces.blocks_at_end
     if settings is not None and packed_at > load.prompt:
         looking = _lookahead(settings, sizes, load).blocks_when_due(prefill_end)

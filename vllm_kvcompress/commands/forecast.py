@@ -94,12 +94,12 @@ class InPieces:
     """A prompt that is compressed in pieces during prefill.
 
     Args:
-        held_tokens: tokens per layer that it holds between pieces.
+        held_tokens: tokens per layer that it holds between pieces. None if it drops none (in k4v3).
         roomy: a `max_whole` that lets it hold twice its budget between pieces. None if no such
             value would help.
     """
 
-    held_tokens: float
+    held_tokens: float | None
     roomy: int | None
 
 

@@ -171,6 +171,8 @@ def _packed_note(forecast: Forecast) -> str:
 
 
 def _pieces_note(forecast: Forecast, pieces: InPieces) -> str:
+    if pieces.held_tokens is None:
+        return "This prompt is compressed in pieces during prefill, and no token is dropped."
     line = (
         "This prompt is compressed in pieces during prefill. A layer holds"
         f" {pieces.held_tokens:,.0f} tokens between pieces and keeps {forecast.kept_tokens:,.0f}"

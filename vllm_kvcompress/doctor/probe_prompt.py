@@ -1,14 +1,14 @@
 """Prompt lengths and block counts with which the doctor can verify compression."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.pieces import PieceSchedule, piece_schedule
 from vllm_kvcompress.planning.schedules import LookaheadSchedule, OutputSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -122,20 +122,17 @@ class Limits:
         A look-ahead delays packing the end of the prompt, but not the pieces before it.
         """
         footprint, settings = self._nothing_packed(), self.settings
-        if settings.max_whole is None or prompt <= settings.max_whole:
-            return footprint
-        pieces = PieceSchedule(
-            settings=settings,
-            num_layers=self.layers,
-            block_size=self.block_size,
-            tokens=prompt,
-            packs_end=False,
-            spans=self.spans,
+        pieces = piece_schedule(
+            settings, self.layers, self.block_size, prompt, self.spans, self.page_tokens
         )
+        if pieces is None:
+            return footprint
+        if isinstance(pieces, PieceSchedule):
+            pieces = replace(pieces, packs_end=False)
         for tokens in range(settings.piece, min(computed, prompt) + 1, settings.piece):
             plan = pieces.plan(footprint, tokens)
             if plan is not None:
-                footprint.pack(plan, tokens // self.block_size)
+                footprint.pack(plan, plan.packed_end // self.block_size)
         return footprint
 
     def times_repacked(self, plan: PagePlan) -> int:

@@ -113,7 +113,8 @@ class PagePlan:
     @property
     def packed_end(self) -> int:
         """Return the number of the request's tokens before the first token that is not packed."""
-        return (self.tokens if self.computed is None else self.computed) - self.tail
+        computed = self.tokens - self.probe if self.computed is None else self.computed
+        return computed - (self.tail - self.probe)
 
     @property
     def full_pages(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvcompress_kernels.packed_attention.scratch import triton_numbers
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 from vllm_kvcompress.methods.spans import MAX_SPANS
@@ -20,6 +21,7 @@ from vllm_kvcompress.settings.method_of import (
     sums_output_attention,
 )
 from vllm_kvcompress.settings.overrides import Kept, largest_budgets
+from vllm_kvcompress.settings.packed_dtype import AUTO
 
 _INT = _FLOAT = 4
 _ALIGNMENT = 16
@@ -340,20 +342,36 @@ def _max_protected_pages(sizes: Sizes, window: int, budget: int, page_tokens: in
     return sizes.layers * ((sizes.longest // 2 + other_tokens) // page_tokens + 2)
 
 
+def _max_added_pages(sizes: Sizes, settings: CompressionConfig, page_tokens: int) -> int:
+    """Return the maximum number of pages that one packing in k4v3 writes, with `max_whole`.
+
+    It packs a prompt of up to `max_whole` tokens, or a piece and what the last packing left.
+
+    Args:
+        page_tokens: tokens that a packed page holds.
+    """
+    packed_tokens = max(settings.max_whole or 0, settings.piece + page_tokens)
+    return sizes.layers * -(-packed_tokens // page_tokens)
+
+
 def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
     """Return the most pages that the longest prompt keeps, at any budget that requests may ask for.
 
-    For a prompt in pieces, the pages held at a boundary count if they are more.
+    For a prompt in pieces, the pages held at a boundary count if they are more. In k4v3, only the
+    pages that one packing writes count.
     """
 
     def pages(kept_tokens: Kept, uncompressed_pages: int) -> int:
         budget, packed_dtype = kept_tokens
-        if isinstance(budget, int) and budget <= variant.resolved_window:
-            # The method refuses a budget that is not larger than its window.
+        try:
+            chosen = settings.variant(variant.compress, budget, packed_dtype)
+        except ConfigError:
+            # A request with this budget is refused.
             return 0
-        chosen = settings.variant(variant.compress, budget, packed_dtype)
         spec = chosen.budget_spec(sizes.layers, sizes.longest)
         page_tokens = packed_page_tokens(chosen, sizes.block_size, sizes.key_itemsize)
+        if piecewise and page_tokens is not None:
+            return min(_max_added_pages(sizes, chosen, page_tokens), all_pages)
         plan = page_plan(spec, sizes.block_size, page_tokens=page_tokens)
         if plan is None:
             return uncompressed_pages
@@ -376,7 +394,8 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
     page_counts = [pages(kept_tokens, 0) for kept_tokens in budgets.granted]
     # If a budget keeps everything, a slightly smaller budget compresses.
     page_counts += [pages(kept_tokens, all_pages) for kept_tokens in budgets.named]
-    if settings.max_whole is not None and piecewise:
+    has_auto = variant.resolved_packed_dtype == AUTO or bool(settings.allow_override)
+    if settings.max_whole is not None and piecewise and has_auto:
         # Assume no probe, which leaves the most pages.
         held = (settings.max_whole - settings.piece) // sizes.block_size
         page_counts.append(sizes.layers * held)

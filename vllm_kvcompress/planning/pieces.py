@@ -6,6 +6,7 @@ from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, raise_for_protected
 from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, num_allocator_queries, probe_tokens
@@ -208,20 +209,44 @@ class PieceSchedule:
         return replace(budget, budget=min_tokens, total=None)
 
 
+PiecewiseSchedule = PieceSchedule | GroupPieceSchedule
+"""The schedule of a prompt in pieces, in either format of kept tokens."""
+
+
 def piece_schedule(
-    settings: CompressionConfig, num_layers: int, block_size: int, tokens: int, spans: Spans = ()
-) -> PieceSchedule | None:
+    settings: CompressionConfig,
+    num_layers: int,
+    block_size: int,
+    tokens: int,
+    spans: Spans = (),
+    page_tokens: int | None = None,
+) -> PiecewiseSchedule | None:
     """Return the schedule of a prefill in pieces, or None if it is not compressed before its end.
 
     None means that it is at most `max_whole` tokens long, or ends before it exceeds its limit.
+
+    Args:
+        settings, num_layers, block_size, tokens, spans: as in `PieceSchedule`.
+        page_tokens: tokens in a packed page; None if it holds those of an ordinary page.
     """
     if settings.max_whole is None or tokens <= settings.max_whole:
         return None
-    pieces = PieceSchedule(
-        settings=settings,
-        num_layers=num_layers,
-        block_size=block_size,
-        tokens=tokens,
-        spans=spans,
-    )
+    pieces: PiecewiseSchedule
+    if page_tokens is None:
+        pieces = PieceSchedule(
+            settings=settings,
+            num_layers=num_layers,
+            block_size=block_size,
+            tokens=tokens,
+            spans=spans,
+        )
+    else:
+        pieces = GroupPieceSchedule(
+            settings=settings,
+            num_layers=num_layers,
+            block_size=block_size,
+            tokens=tokens,
+            page_tokens=page_tokens,
+            spans=spans,
+        )
     return None if pieces.first_end == tokens else pieces

@@ -1,12 +1,14 @@
 """When a request is packed, and to how many pages, computed from lengths alone.
 
-A request has one footprint and up to three schedules in sequence: `PromptSchedule` or
-`PieceSchedule` for its prefill, `LookaheadSchedule` for a prompt scored by its first output
-tokens, and `OutputSchedule` or `OutputGroupSchedule` for its output. Each schedule returns the
-plan, if any, to apply after a step.
+A request has one footprint and up to three schedules in sequence: `PromptSchedule`,
+`PieceSchedule` or `GroupPieceSchedule` for its prefill, `LookaheadSchedule` for a prompt scored by
+its first output tokens, and `OutputSchedule` or `OutputGroupSchedule` for its output. Each schedule
+returns the plan, if any, to apply after a step.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from vllm_kvcompress.methods.page_plan import (
     PagePlan,
@@ -17,8 +19,9 @@ from vllm_kvcompress.methods.page_plan import (
 )
 from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.planning.group_pieces import added_pages_plan
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.pieces import PiecewiseSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import lookahead_window, method_of
 
@@ -366,23 +369,11 @@ class OutputGroupSchedule:
         The step must fill a block, hold an interval of unpacked tokens, and not be the last one.
         The plan packs as many of these tokens as fill whole pages.
         """
-        size, layers = footprint.block_size, footprint.num_layers
-        start = footprint.first_block * size
-        unpacked = tokens - start
+        size = footprint.block_size
+        unpacked = tokens - footprint.first_block * size
         if tokens % size or unpacked < self.interval or tokens + 1 >= self.max_tokens:
             return None
-        pages = unpacked // self.page_tokens
-        added = pages * self.page_tokens
-        return PagePlan(
-            num_layers=layers,
-            tokens=added,
-            block_size=size,
-            window=0,
-            budget=added,
-            pages=footprint.pages + layers * pages,
-            computed=start + added,
-            packed_page_tokens=self.page_tokens,
-        )
+        return added_pages_plan(footprint, tokens, self.page_tokens)
 
     def may_pack(self, footprint: KVFootprint) -> bool:
         """Return whether the longest possible output is packed before its last step."""
@@ -400,13 +391,31 @@ class OutputGroupSchedule:
             footprint: footprint of the request when its prefill has ended; not modified.
             packed: blocks that its prompt was packed into, 0 if it was not packed.
         """
-        size, footprint, max_blocks = footprint.block_size, replace(footprint), 0
-        for blocks in range(footprint.first_block, tokens // size + 1):
-            max_blocks = max(max_blocks, packed + blocks - footprint.first_block)
-            if (plan := self.plan(footprint, blocks * size)) is not None:
+        blocks = -(-tokens // footprint.block_size)
+        return max(self._held_blocks(footprint, packed, blocks))
+
+    def max_cached_tokens(self, footprint: KVFootprint, *, packed: int, blocks: int) -> int:
+        """Return the tokens that the request can cache before it needs more than `blocks` blocks.
+
+        Args:
+            footprint, packed: as in `max_blocks`.
+        """
+        size = footprint.block_size
+        held = self._held_blocks(footprint, packed, -(-self.max_tokens // size))
+        fitting = sum(1 for _ in takewhile(lambda count: count <= blocks, held))
+        return (footprint.first_block + max(fitting - 1, 0)) * size
+
+    def _held_blocks(self, footprint: KVFootprint, packed: int, blocks: int) -> Iterator[int]:
+        """Yield the blocks held with the first unpacked block and each further one, up to `blocks`.
+
+        Blocks are counted before the step that fills the last one packs it.
+        """
+        size, footprint = footprint.block_size, replace(footprint)
+        for filled in range(footprint.first_block, blocks + 1):
+            yield packed + filled - footprint.first_block
+            if (plan := self.plan(footprint, filled * size)) is not None:
                 packed += (plan.pages - footprint.pages) // plan.num_layers
                 footprint.pack(plan, plan.packed_end // size)
-        return max(max_blocks, packed + -(-tokens // size) - footprint.first_block)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -421,7 +430,7 @@ class RequestSchedule:
     """
 
     footprint: KVFootprint
-    prefill: PromptSchedule | PieceSchedule | None
+    prefill: PromptSchedule | PiecewiseSchedule | None
     lookahead: LookaheadSchedule | None = None
     output: OutputSchedule | OutputGroupSchedule | None = None
     prefilled: bool = False

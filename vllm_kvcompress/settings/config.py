@@ -208,7 +208,9 @@ class CompressionConfig(
             packs_groups=self.packs_k4v3,
         )
         self.check_pieces(window, self.min_prompt)
-        self.check_packed_dtype(self.resolved_packed_dtype, self.decode_budget, self.max_whole)
+        self.check_packed_dtype(
+            self.resolved_packed_dtype, self.budget, self.decode_budget, self.max_whole
+        )
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep every token" if self.budget == 1 else ""
             raise ConfigError(

@@ -9,6 +9,7 @@ from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.selectors import TopK
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import scores_by_window
+from vllm_kvcompress.settings.packed_dtype import AUTO
 
 
 @lru_cache(maxsize=128)
@@ -59,11 +60,12 @@ def probe_tokens(settings: CompressionConfig) -> int:
 def scoring_query_counts(settings: CompressionConfig) -> tuple[int, int]:
     """Return the number of first and of last prompt tokens that score a piece, for reports.
 
-    Both are 0 if a piece is scored with its own tokens. If the engine's own method is off, they are
-    those of the longest probe that a request can choose.
+    Both are 0 if a piece is scored with its own tokens, or not at all (in k4v3). If the engine's
+    own method is off, they are those of the longest probe that a request can choose.
     """
     variants = [settings] if settings.enabled else settings.variants
-    num_queries = max(map(probe_tokens, variants), default=0)
+    scored = [variant for variant in variants if variant.resolved_packed_dtype == AUTO]
+    num_queries = max(map(probe_tokens, scored), default=0)
     num_first = settings.num_first_probe_tokens(num_queries)
     return num_first, num_queries - num_first
 

@@ -29,24 +29,38 @@ class PackedSettings(BaseModel):
 
     @staticmethod
     def check_packed_dtype(
-        packed_dtype: PackedDtype, decode_budget: int | None, max_whole: int | None
+        packed_dtype: PackedDtype,
+        budget: float | int,
+        decode_budget: int | None,
+        max_whole: int | None,
     ) -> None:
         """Check that the format of kept tokens works with settings that compress repeatedly.
 
         Args:
             packed_dtype: the resolved format.
+            budget: as in `CompressionConfig`.
             decode_budget, max_whole: as in `DecodeSettings` and `PieceSettings`.
 
         Raises:
             ConfigError: the message states the rule, the value and the fix.
         """
-        for flag, tokens in (("--kv-decode-budget", decode_budget), ("--kv-max-whole", max_whole)):
-            if packed_dtype == K4V3 and tokens is not None:
-                raise ConfigError(
-                    f"packed_dtype={K4V3} cannot be combined with {flag} {tokens}, which compresses"
-                    " a request more than once, because packed tokens would be quantised again;"
-                    f" remove {flag}, or set packed_dtype to {AUTO}"
-                )
+        if packed_dtype != K4V3:
+            return
+        if decode_budget is not None:
+            raise ConfigError(
+                f"packed_dtype={K4V3} cannot be combined with --kv-decode-budget {decode_budget},"
+                " which compresses a request more than once, because packed tokens would be"
+                f" quantised again; remove --kv-decode-budget, or set packed_dtype to {AUTO}"
+            )
+        # A budget of 1 is one token.
+        keeps_all = isinstance(budget, float) and budget == 1.0
+        if max_whole is not None and not keeps_all:
+            raise ConfigError(
+                f"packed_dtype={K4V3} with --kv-max-whole {max_whole} needs a budget of 1.0, got"
+                f" budget={budget}, because tokens that a piece keeps would be quantised again when"
+                " later pieces drop some of them; set the budget to 1.0, remove --kv-max-whole, or"
+                f" set packed_dtype to {AUTO}"
+            )
 
 
 def parse_packed_dtype(value: Any) -> PackedDtype:

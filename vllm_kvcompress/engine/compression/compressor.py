@@ -15,7 +15,13 @@ from vllm_kvcompress.engine.compression.packer import Packer, PackJob
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.role_counts import RoleCounts
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.compression.step_state import BatchSpan, PrefillState, Probe, StepState
+from vllm_kvcompress.engine.compression.step_state import (
+    BatchSpan,
+    GroupJob,
+    PrefillState,
+    Probe,
+    StepState,
+)
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
 from vllm_kvcompress.engine.messages.step import PackRequest, plan_of
@@ -130,8 +136,7 @@ class PromptCompressor:
         for pack_request in plan.pack:
             row = row_of[pack_request.request_id]
             if pack_request.adds_groups:
-                blocks = self._blocks(block_table, row, pack_request.tokens)
-                step.group_jobs.append((pack_request, blocks))
+                step.group_jobs.append(self._group_job(pack_request, row, block_table))
                 continue
             if not pack_request.uses_chunk_queries:
                 step.jobs.append(self._job_without_chunks(pack_request, row, block_table))
@@ -144,6 +149,21 @@ class PromptCompressor:
         step.additions = [
             (addition, row_of[addition.request_id]) for addition in plan.add_attention
         ]
+
+    def _group_job(
+        self, pack_request: PackRequest, row: int, block_table: torch.Tensor
+    ) -> GroupJob:
+        """Return the job that adds groups for output tokens, or for a piece of a prompt."""
+        size, settings = self.pool.block_size, pack_request.settings
+        blocks = self._blocks(block_table, row, pack_request.tokens // size * size)
+        if not pack_request.prefill:
+            return GroupJob(pack_request, blocks)
+        stopwatch = Stopwatch(self.pool.pages.device)
+        prefill = self._prefills.setdefault(
+            pack_request.request_id,
+            PrefillState(method_of(settings), settings.resolved_window, stopwatch),
+        )
+        return GroupJob(pack_request, blocks, prefill.stopwatch)
 
     def _job_without_chunks(
         self, pack_request: PackRequest, row: int, block_table: torch.Tensor
@@ -336,8 +356,8 @@ class PromptCompressor:
             with prefill.stopwatch.running():
                 self.adder.store_prompt_sums(blocks, prefill.sums)
         self.adder.add(step.additions)
-        for pack_request, blocks in step.group_jobs:
-            self.packer.add_groups(pack_request, blocks)
+        for group_job in step.group_jobs:
+            self._add_groups(group_job)
         kept = self.packer.run(step.jobs)
         for job in step.jobs:
             if job.pack_request.prefill:
@@ -364,13 +384,35 @@ class PromptCompressor:
                 pack_request.tokens,
             )
             return
-        self._prefills.pop(pack_request.request_id, None)
         if pack_request.output_tokens is not None and pack_request.settings.decode_budget is None:
             self.pool.drop_queries(pack_request.request_id)
-        self.compressed += 1
         assert job.stopwatch is not None, pack_request
+        self._report_prompt(pack_request, pages, job.stopwatch)
+
+    def _add_groups(self, job: GroupJob) -> None:
+        """Add groups to a request's packed pages; report the prompt if all of it is packed."""
+        pack_request = job.pack_request
+        if job.stopwatch is None:
+            self.packer.add_groups(pack_request, job.blocks)
+            return
+        with job.stopwatch.running():
+            self.packer.add_groups(pack_request, job.blocks)
+        if pack_request.completes_prompt:
+            pages = self.packer.note_all_kept(pack_request)
+            self._report_prompt(pack_request, pages, job.stopwatch)
+
+    def _report_prompt(
+        self, pack_request: PackRequest, pages: torch.Tensor, stopwatch: Stopwatch
+    ) -> None:
+        """Report a prompt whose last packing was launched, and drop the state of its prefill.
+
+        Args:
+            pages: ``[L]``, pages that each layer keeps.
+        """
+        self._prefills.pop(pack_request.request_id, None)
+        self.compressed += 1
         counted = self._role_counts.take(pack_request.request_id)
-        self.reports.add(pack_request, pages, job.stopwatch, counted)
+        self.reports.add(pack_request, pages, stopwatch, counted)
 
     def warm_up(self, max_tokens: int) -> None:
         """Compile every kernel by packing dummy requests, so that no real request waits for it.

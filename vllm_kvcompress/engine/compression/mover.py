@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from kvcompress_kernels.quantise_kept import quantise_kept
 
 from kvcompress_kernels.move_kept import move_kept
+from kvcompress_kernels.quantise_kept import quantise_kept
 from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
 from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool

@@ -159,9 +159,12 @@ class Packer:
         Args:
             blocks: ``[n]`` int64, vLLM block ids of the request's tokens up to the last one added.
         """
-        pool, plan = self.pool, pack_request.plan
+        pool, plan, tokens = self.pool, pack_request.plan, pack_request.added_tokens
         assert pack_request.destination is not None, pack_request
-        tokens, device = plan.tokens, pool.pages.device
+        if not tokens:
+            # The prompt ends before it has filled another block.
+            return
+        device = pool.pages.device
         pages = pool.flat_ids_in_all_layers(blocks[len(blocks) - tokens // plan.block_size :])
         targets = pool.destination(pack_request.destination).view(-1, self.num_layers).T.int()
         slots = torch.arange(tokens, dtype=torch.int32, device=device)
@@ -254,21 +257,17 @@ class Packer:
             pool.thresholds.write(slots, thresholds.view(len(pack_requests), layers, -1))
         if sums is not None and pool_sums is not None:
             pool_sums.write(move.targets, counts, sums.gather(2, kept.clamp(min=0).long()))
-        for observer in self.observers:
-            for pack_request, request_kept, page_counts in zip(
-                pack_requests, kept.split(layers), request_counts, strict=True
-            ):
-                observer(pack_request, request_kept, page_counts)
+        for pack_request, request_kept, page_counts in zip(
+            pack_requests, kept.split(layers), request_counts, strict=True
+        ):
+            self._notify(pack_request, request_kept, page_counts)
         return request_counts
 
     def _pack_all(self, pack_request: PackRequest, source: SourcePages) -> torch.Tensor:
         """Pack all tokens of a prompt; return the pages ``[L]`` of its layers."""
-        pool, plan, heads = self.pool, pack_request.plan, self.pool.pages.shape[1]
+        pool, plan = self.pool, pack_request.plan
         assert pack_request.destination is not None, pack_request
-        device, tokens = pool.pages.device, plan.tokens - plan.tail
-        counts = torch.full((self.num_layers,), plan.full_pages, dtype=torch.int32, device=device)
-        slots = torch.arange(tokens, dtype=torch.int32, device=device)
-        kept = slots.expand(self.num_layers, heads, -1)
+        kept, counts = self._all_slots(plan)
         free = pool.destination(pack_request.destination)
         group_tokens = _group_tokens(plan, counts)
         targets = pool.assign(
@@ -290,9 +289,29 @@ class Packer:
                 group_tokens=group_tokens,
             )
         )
+        self._notify(pack_request, kept, counts)
+        return counts
+
+    def note_all_kept(self, pack_request: PackRequest) -> torch.Tensor:
+        """Notify the observers of a prompt whose pieces were all added as groups.
+
+        Returns:
+            ``[L]`` int32, the pages of its layers.
+        """
+        kept, counts = self._all_slots(pack_request.plan)
+        self._notify(pack_request, kept, counts)
+        return counts
+
+    def _all_slots(self, plan: PagePlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the kept slots and page counts, as for `Observer`, if a plan keeps all tokens."""
+        device, layers = self.pool.pages.device, self.num_layers
+        counts = torch.full((layers,), plan.full_pages, dtype=torch.int32, device=device)
+        slots = torch.arange(plan.tokens - plan.tail, dtype=torch.int32, device=device)
+        return slots.expand(layers, self.pool.pages.shape[1], -1), counts
+
+    def _notify(self, pack_request: PackRequest, kept: torch.Tensor, counts: torch.Tensor) -> None:
         for observer in self.observers:
             observer(pack_request, kept, counts)
-        return counts
 
     def _source_of(self, jobs: Sequence[PackJob]) -> SourcePages:
         """Return the jobs' pages: an uncompressed prompt's blocks, or this step's page tables."""

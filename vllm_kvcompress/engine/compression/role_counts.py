@@ -61,9 +61,9 @@ class RoleCounts:
                 self._roles[new.req_id] = roles
 
     def packed(self, pack_request: PackRequest, kept: torch.Tensor, counts: torch.Tensor) -> None:
-        """Count the kept tokens of a prompt that is packed in one go.
+        """Count the kept tokens of a prompt that has dropped no token before.
 
-        Such a prompt has dropped no token before, so a slot is a token position.
+        A slot is then a token position.
 
         Args:
             pack_request: the prompt's entry in the scheduler's plan.
@@ -94,7 +94,7 @@ class RoleCounts:
         """Remove and return a prompt's counts.
 
         Returns:
-            None if the request did not ask for counts, or if its prompt was packed in pieces.
+            None if the request did not ask for counts, or if pieces of its prompt dropped tokens.
         """
         return self._counted.pop(request_id, None)
 

@@ -1,8 +1,8 @@
 """Moves kept tokens in tiled pages, which have no strided view and are read and written by copy."""
 
 import torch
-from kvcompress_kernels.quantise_kept import quantise_kept
 
+from kvcompress_kernels.quantise_kept import quantise_kept
 from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
 from vllm_kvcompress.engine.compression.mover import Move
 from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages, Tiled

@@ -14,6 +14,8 @@ from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.layers import layers_per_stage, other_layers_of
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.planning.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
@@ -83,7 +85,14 @@ def check_fits_pool(
     pieces = (
         None
         if request_settings is None
-        else piece_schedule(request_settings, layers, size, tokens, spans)
+        else piece_schedule(
+            request_settings,
+            layers,
+            size,
+            tokens,
+            spans,
+            packed_page_tokens(request_settings, size, config.model_config.dtype.itemsize),
+        )
     )
     needed = -(-tokens // size) if pieces is None else pieces.max_blocks
     if needed <= blocks:
@@ -92,10 +101,9 @@ def check_fits_pool(
     if pieces is None:
         fix = "it stays uncompressed; choose a method that compresses it, or send a shorter one"
     else:
-        fix = (
-            "even if it is compressed piece by piece; choose a smaller budget, or send a shorter"
-            " one"
-        )
+        # In k4v3, pieces keep every token.
+        budget = "" if isinstance(pieces, GroupPieceSchedule) else "choose a smaller budget, or "
+        fix = f"even if it is compressed piece by piece; {budget}send a shorter one"
     raise VLLMValidationError(
         f"this prompt of {tokens} tokens needs {needed} blocks of the KV cache, which has"
         f" {blocks}: {fix}",

@@ -17,6 +17,7 @@ from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.planning.pieces import PieceSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import protection_for, settings_for
+from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.protection import NONE, PROTECT, Protection
 
 
@@ -189,7 +190,8 @@ class _Limits:
         the prompt.
         """
         request_settings, size = self.request_settings, self._block_size
-        if request_settings.max_whole is None:
+        if request_settings.max_whole is None or request_settings.resolved_packed_dtype == K4V3:
+            # In k4v3, a prompt in pieces keeps every token.
             return
         pieces = PieceSchedule(
             settings=request_settings,

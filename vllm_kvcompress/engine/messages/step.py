@@ -39,8 +39,9 @@ class PackRequest:
         nothing_dropped: nothing was dropped before, so a token's slot is its position.
         completes_prompt: this is the prompt's last packing.
         in_place: some written pages may also be read, so all pages are staged.
-        adds_groups: the tokens since the last packing are added to the packed groups, all of them.
-            `destination` has the blocks that are added.
+        added_tokens: if the tokens since the last packing are added to the packed groups, the
+            number of these tokens, possibly 0 at a prompt's end. `destination` then has the blocks
+            that are added. None for any other packing.
         early_target: for a prompt packed before its look-ahead is over, HALF (it is packed again
             later) or BUDGET. Empty otherwise.
     """
@@ -55,8 +56,13 @@ class PackRequest:
     nothing_dropped: bool = True
     completes_prompt: bool = True
     in_place: bool = False
-    adds_groups: bool = False
+    added_tokens: int | None = None
     early_target: str = ""
+
+    @property
+    def adds_groups(self) -> bool:
+        """Return whether the packing adds groups and leaves the packed ones as they are."""
+        return self.added_tokens is not None
 
     @property
     def uses_ring_queries(self) -> bool:
@@ -66,7 +72,7 @@ class PackRequest:
     @property
     def uses_chunk_queries(self) -> bool:
         """Return whether the attention of the prompt's chunks scores the tokens."""
-        return not (self.uses_ring_queries or self.plan.keeps_all)
+        return not (self.adds_groups or self.uses_ring_queries or self.plan.keeps_all)
 
     @property
     def protected_tokens(self) -> int:

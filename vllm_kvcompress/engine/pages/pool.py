@@ -315,13 +315,14 @@ class PagePool:
         page_tokens: int,
         first_block: int,
     ) -> None:
-        """Add full pages of groups to each layer of a request.
+        """Add pages of groups to each layer of a request.
 
-        They go before the layer's last page, which may be partly filled. The order does not
-        matter, since keys carry their rotation.
+        They go before the layer's partly filled page, if it has one. The order does not matter,
+        since keys carry their rotation.
 
         Args:
-            pages: ``[L, n]`` int32, flat pages.
+            pages: ``[L, n]`` int32, flat pages. The last one may be partly filled, if no layer has
+                such a page already.
             tokens: tokens in a layer's pages.
             page_tokens: tokens in a page.
             first_block: index of the request's first block that is not packed.
@@ -330,13 +331,13 @@ class PagePool:
         self.admit(request_id)
         slot = self._slots[request_id]
         packed, held = self._packed[slot], self._group_tokens[slot]
-        num_pages = (held + page_tokens - 1) // page_tokens
-        last = (num_pages - 1).clamp(min=0).long()[:, None]
+        full_pages = (held // page_tokens).long()[:, None]
         column = torch.arange(pages.shape[1], device=pages.device)
-        last_pages = packed.gather(1, last)
-        packed.scatter_(1, last + pages.shape[1], last_pages)
-        # A layer without pages writes its first new page here, and one more column, unread.
-        packed.scatter_(1, last + column, pages)
+        partial_page = packed.gather(1, full_pages)
+        # Without a partly filled page, nothing reads this column. It may be one too many.
+        end = (full_pages + pages.shape[1]).clamp(max=packed.shape[1] - 1)
+        packed.scatter_(1, end, partial_page)
+        packed.scatter_(1, full_pages + column, pages)
         held.add_(tokens)
         self._first_block[slot].fill_(first_block)
         self._slots_with_pages.add(slot)

@@ -17,7 +17,7 @@ from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.pieces import PieceSchedule, piece_schedule
+from vllm_kvcompress.planning.pieces import PiecewiseSchedule, piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
@@ -85,11 +85,11 @@ class Decision:
 
         None if the cache may grow during decoding. After a preemption, prompt and output are
         computed together and packed to the decode budget. The prompt's own budget would keep all of
-        a short prompt.
+        a short prompt. Without a decode budget, the output was packed in k4v3, and so is all of it.
         """
         settings = self.output_settings
         if settings is None or settings.decode_budget is None:
-            return None
+            return settings
         return settings.variant(budget=max(settings.decode_budget, settings.resolved_window + 1))
 
 
@@ -181,9 +181,12 @@ class Admissions:
 
     def piece_schedule(
         self, settings: CompressionConfig, tokens: int, spans: Spans = ()
-    ) -> PieceSchedule | None:
+    ) -> PiecewiseSchedule | None:
         """Return the schedule that packs a prefill of `tokens` in pieces, or None if none does."""
-        return piece_schedule(settings, self._num_layers, self._block_size, tokens, spans)
+        page_tokens = self.packed_page_tokens(settings)
+        return piece_schedule(
+            settings, self._num_layers, self._block_size, tokens, spans, page_tokens
+        )
 
     def _decide(self, request: Request) -> Decision:
         if request.pooling_params is not None or request.resumable:

@@ -52,7 +52,11 @@ class CompressedSpec(FullAttentionSpec):
         """
         max_tokens = vllm_config.model_config.max_model_len
         blocks = uncompressed_prompt_blocks(
-            self.settings, self.num_compressed_layers, self.block_size, max_tokens
+            self.settings,
+            self.num_compressed_layers,
+            self.block_size,
+            max_tokens,
+            self.dtype.itemsize,
         )
         return int(min(super().max_memory_usage_bytes(vllm_config), blocks * self.page_size_bytes))
 

@@ -96,7 +96,7 @@ class CompressionStats:
         self.packed_pieces += is_piecewise
         self.freed_blocks += returned_blocks
         self.packed_blocks += (pack.plan.blocks - reused_blocks) * is_first
-        self.in_place += reused_blocks > 0
+        self.in_place += is_first and reused_blocks > 0
         if pack.completes_prompt and request in self._counted:
             self._repeats[pack.request_id] += 1
         elif pack.completes_prompt:

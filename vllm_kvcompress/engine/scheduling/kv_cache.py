@@ -38,8 +38,9 @@ from vllm_kvcompress.engine.scheduling.destinations import (
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, NextStepDemand
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.pieces import PiecewiseSchedule
 from vllm_kvcompress.planning.schedules import RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -176,7 +177,9 @@ class CompressedManager(FullAttentionManager):
             # vLLM asks whether the prompt can ever fit. In-place packing needs no further block,
             # and a prompt in pieces never holds more than its schedule's maximum.
             prefill = self.planner.schedule_of(self.planner.request(request_id)).prefill
-            return min(needed, prefill.max_blocks) if isinstance(prefill, PieceSchedule) else needed
+            if isinstance(prefill, PiecewiseSchedule):
+                return min(needed, prefill.max_blocks)
+            return needed
         tokens = self.probes.subtract(request_id, num_tokens)
         destinations = self.destination_blocks(request_id, tokens, new_computed_blocks)
         return needed + destinations.must_be_fresh
@@ -199,7 +202,7 @@ class CompressedManager(FullAttentionManager):
                 plan = schedule.lookahead.plan_at(schedule.footprint, num_tokens)
         if plan is None or schedule.footprint.pages:
             return DestinationBlocks(0, 0)
-        full_blocks = num_tokens // self.block_size
+        full_blocks = plan.packed_end // self.block_size
         prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
         unshared = sum(block.ref_cnt == 1 for block in prompt_blocks)
         unshared += sum(block.ref_cnt == 0 for block in new_computed_blocks)
@@ -223,14 +226,16 @@ class CompressedManager(FullAttentionManager):
         plan, ends_prefill = schedule.plan(tokens), tokens >= int(request.num_tokens)
         if plan is not None and schedule.prefill is not None:
             settings = schedule.prefill.settings
+            adds_groups = isinstance(schedule.prefill, GroupPieceSchedule)
             if not self._plan_pack(
                 request_id,
                 schedule,
                 plan,
-                tokens,
+                plan.packed_end if adds_groups and not ends_prefill else tokens,
                 settings,
                 prefill=True,
                 completes_prompt=ends_prefill,
+                adds_groups=adds_groups,
             ):
                 # Only a pulled prompt can find no blocks here.
                 self.compression_stats.skip(request, FULL_POOL)
@@ -334,13 +339,13 @@ class CompressedManager(FullAttentionManager):
         look-aheads; it needs twice as many free blocks if it is packed again later. Otherwise it
         takes its own unshared blocks, last ones first. Its admission counted the destinations,
         unless it has a look-ahead or was pulled from another server. A decoding request takes its
-        own blocks first.
+        own blocks first, and so does a prompt that adds groups to packed ones.
 
         Args:
             request_id, schedule, plan, tokens: as in `pack_lookahead`.
             settings: the settings that choose which tokens to keep.
-            prefill, completes_prompt, output_tokens, adds_groups, early_target: as in
-                `PackRequest`.
+            prefill, completes_prompt, output_tokens, early_target: as in `PackRequest`.
+            adds_groups: whether the packing adds groups to the request's packed groups.
 
         Returns:
             False if the pool has too few blocks. Nothing is planned then.
@@ -352,7 +357,8 @@ class CompressedManager(FullAttentionManager):
         reusable: list[tuple[int, KVCacheBlock]] = []
         needed = (1 if completes_prompt or early_target else 2) * missing
         needed += self.lookaheads.reserved_blocks(free_blocks - missing)
-        if missing and (not prefill or free_blocks < needed):
+        adds_to_packed = adds_groups and footprint.pages > 0
+        if missing and (not prefill or adds_to_packed or free_blocks < needed):
             reusable = last_unshared_blocks(
                 self.req_to_blocks[request_id], footprint.first_block, full_blocks, missing
             )
@@ -368,7 +374,7 @@ class CompressedManager(FullAttentionManager):
         first_destination = len(packed) if adds_groups else 0
         destination = (self._packed[request_id] + reused)[first_destination : plan.blocks]
         block_ids = tuple(block.block_id for block in destination)
-        is_piecewise = isinstance(schedule.prefill, PieceSchedule)
+        is_piecewise = isinstance(schedule.prefill, PiecewiseSchedule)
         pack = PackRequest(
             request_id=request_id,
             settings=settings,
@@ -377,10 +383,12 @@ class CompressedManager(FullAttentionManager):
             destination=None if footprint.frozen else block_ids,
             prefill=prefill,
             output_tokens=output_tokens,
-            nothing_dropped=prefill and not footprint.pages and not is_piecewise,
+            nothing_dropped=prefill and (adds_groups or not (footprint.pages or is_piecewise)),
             completes_prompt=completes_prompt,
             in_place=bool(reused or footprint.pages) or not prefill,
-            adds_groups=adds_groups,
+            added_tokens=plan.packed_end - footprint.first_block * self.block_size
+            if adds_groups
+            else None,
             early_target=early_target,
         )
         self._pending[request_id] = PendingPack(pack, footprint, reused)
@@ -487,7 +495,8 @@ class CompressedManager(FullAttentionManager):
         is_first = not footprint.pages
         footprint.pack(plan, full_blocks, freeze=not (pack.prefill or pack.adds_groups))
         returned_blocks = self.deferred_free.free(freed)
-        is_piecewise = isinstance(self.planner.schedules[request_id].prefill, PieceSchedule)
+        prefill_schedule = self.planner.schedules[request_id].prefill
+        is_piecewise = isinstance(prefill_schedule, PiecewiseSchedule)
         self.compression_stats.pack(
             pack,
             returned_blocks,

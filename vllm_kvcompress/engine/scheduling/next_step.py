@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.pieces import PiecewiseSchedule
 
 
 class NextStep:
@@ -157,7 +157,7 @@ class NextStep:
         end = tokens + min(num_steps * max_chunk, remaining)
         prefill = self._manager.planner.schedule_of(request).prefill
         # A prompt in pieces is packed for the first time at `first_end`, any other at its end.
-        first_pack = min(prefill.first_end, end) if isinstance(prefill, PieceSchedule) else end
+        first_pack = min(prefill.first_end, end) if isinstance(prefill, PiecewiseSchedule) else end
         taken = self._manager.destination_blocks(request_id, max(first_pack, tokens), ())
         missing = self._coordination.missing_blocks(request_id, end, 1 + num_steps)
         missing -= self._coordination.missing_blocks(request_id, tokens)
@@ -172,7 +172,7 @@ class NextStep:
         planner, cache = self._manager.planner, scheduler.kv_cache_manager
         prefill_blocks = planner.max_prefill_blocks(request)
         schedule = planner.schedule_of(request)
-        if not isinstance(schedule.prefill, PieceSchedule):
+        if not isinstance(schedule.prefill, PiecewiseSchedule):
             prefill_blocks -= self._coordination.shared_prefix_blocks(request)
         other_blocks = planner.admissions.other_layer_blocks(int(request.num_tokens))
         return max(prefill_blocks, 1) + other_blocks + int(cache.watermark_blocks)

@@ -16,8 +16,9 @@ from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.pieces import PieceSchedule, PiecewiseSchedule
 from vllm_kvcompress.planning.schedules import (
     LookaheadSchedule,
     OutputGroupSchedule,
@@ -103,7 +104,7 @@ class Planner:
             self._lookahead_ids.add(request_id)
         elif schedule.prefill is not None:
             slotless = self._lookahead_schedule(request, schedule.prefill) is not None
-        is_piecewise = isinstance(schedule.prefill, PieceSchedule)
+        is_piecewise = isinstance(schedule.prefill, PiecewiseSchedule)
         if slotless or schedule.lookahead is not None or is_piecewise:
             self.schedules[request_id] = schedule
         return skip_reason, slotless
@@ -175,7 +176,7 @@ class Planner:
         return RequestSchedule(footprint=footprint, prefill=prefill, lookahead=lookahead)
 
     def _lookahead_schedule(
-        self, request: Request, prefill: PromptSchedule | PieceSchedule
+        self, request: Request, prefill: PromptSchedule | PiecewiseSchedule
     ) -> LookaheadSchedule | None:
         """Return the look-ahead of a prompt, or None if it is packed when its prefill ends.
 
@@ -200,7 +201,7 @@ class Planner:
             return None
         return lookahead
 
-    def _prefill_schedule(self, request: Request) -> PromptSchedule | PieceSchedule | None:
+    def _prefill_schedule(self, request: Request) -> PromptSchedule | PiecewiseSchedule | None:
         """Return the schedule that packs a request's current prefill, or None if none does."""
         decision, tokens = self.admissions.decision_of(request), int(request.num_tokens)
         settings = budget_settings = decision.settings
@@ -346,15 +347,17 @@ class Planner:
             plan = schedule.lookahead.plan_at(schedule.footprint, tokens)
         packed_blocks = 0 if plan is None else plan.blocks
         output = self._output_schedule(request, schedule.footprint, plan)
+        packed = self._packed_footprint(schedule.footprint, plan, tokens)
         if output is not None:
-            packed = self._packed_footprint(schedule.footprint, plan, tokens)
             needed = output.max_blocks(packed, packed=packed_blocks, tokens=output.max_tokens)
             if needed <= max_blocks:
                 return
-        freed_blocks = 0 if plan is None else tokens // block_size
+        if isinstance(output, OutputGroupSchedule):
+            cached = output.max_cached_tokens(packed, packed=packed_blocks, blocks=max_blocks)
+        else:
+            cached = (max_blocks - packed_blocks + packed.first_block) * block_size
         # The last output token is never computed and takes no slot, hence + 1.
-        free_slots = (max_blocks - packed_blocks + freed_blocks) * block_size - tokens
-        max_output = max(free_slots + 1, 1)
+        max_output = max(cached - tokens + 1, 1)
         if max_output < request.max_tokens:
             logger.info(
                 "request %s: max_tokens was lowered from %d to %d, the most that the KV cache can"
@@ -380,6 +383,8 @@ class Planner:
         if schedule.lookahead is not None and schedule.prefill is None:
             # Few of the prompt's queries score it, or none.
             return min(schedule.lookahead.longest_hit, max_length)
+        if isinstance(schedule.prefill, GroupPieceSchedule):
+            return min(schedule.prefill.longest_hit, max_length)
         if isinstance(pieces := schedule.prefill, PieceSchedule):
             reads = method_of(pieces.settings).reads
             if Reads.COLUMN_SUMS in reads:
@@ -407,6 +412,8 @@ class Planner:
         return tokens - settings.resolved_window if Reads.WINDOW in reads else max_length
 
 
-def _keeps_all(prefill: PromptSchedule | PieceSchedule) -> bool:
+def _keeps_all(prefill: PromptSchedule | PiecewiseSchedule) -> bool:
     """Return whether packing the prompt drops no token."""
+    if isinstance(prefill, GroupPieceSchedule):
+        return True
     return isinstance(prefill, PromptSchedule) and prefill.page_plan.keeps_all

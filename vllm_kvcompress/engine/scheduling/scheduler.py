@@ -31,7 +31,7 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import VllmHookError
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.planning.pieces import PieceSchedule, PiecewiseSchedule
 
 logger = init_logger("vllm.kvcompress")
 
@@ -89,7 +89,9 @@ class _CompressingMixin:
             pool_blocks,
             plan.blocks + tail_blocks,
         )
-        if pieces is not None and pieces.recommended_max_whole > (settings.max_whole or 0):
+        if not isinstance(pieces, PieceSchedule):
+            return
+        if pieces.recommended_max_whole > (settings.max_whole or 0):
             logger.warning(
                 "between two pieces, each layer holds %d tokens of a prompt of %d tokens, and %d"
                 " after the last piece. Tokens dropped between pieces cannot be recovered. To hold"
@@ -202,7 +204,7 @@ class _CompressingMixin:
             lookahead = schedule.lookahead
             end = None if lookahead is None else lookahead.next_end(num_computed_tokens)
             tokens = tokens if end is None else min(tokens, end - num_computed_tokens)
-        elif isinstance(pieces := schedule.prefill, PieceSchedule):
+        elif isinstance(pieces := schedule.prefill, PiecewiseSchedule):
             tokens, probe_tokens = pieces.chunk(schedule.footprint, num_computed_tokens, tokens)
         return tokens, probe_tokens
 

@@ -30,7 +30,7 @@ from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, scoring_query_counts
-from vllm_kvcompress.settings.packed_dtype import AUTO
+from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
@@ -170,12 +170,11 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         )
     if settings.max_whole is not None:
         logger.info(
-            "prompts of more than %d tokens are compressed every %d tokens%s during prefill, scored"
-            " by %s",
+            "prompts of more than %d tokens are compressed every %d tokens%s during prefill, %s",
             settings.max_whole,
             settings.piece,
             "" if block or "piece" in settings.model_fields_set else unrounded,
-            _scoring_tokens(settings),
+            _scoring(settings),
         )
     for variant in settings.variants:
         parts = variant.parts
@@ -191,12 +190,15 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
             )
 
 
-def _scoring_tokens(settings: CompressionConfig) -> str:
-    """Return a phrase for the tokens whose queries score a piece."""
+def _scoring(settings: CompressionConfig) -> str:
+    """Return a phrase for how the tokens of a piece are scored."""
+    variants = (settings,) if settings.enabled else settings.variants
+    if all(variant.resolved_packed_dtype == K4V3 for variant in variants):
+        return "and keep all tokens"
     first, last = scoring_query_counts(settings)
     if not last:
-        return "their own last tokens"
-    return f"the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
+        return "scored by their own last tokens"
+    return f"scored by the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
 
 
 def _install_frontend(settings: CompressionConfig) -> None:

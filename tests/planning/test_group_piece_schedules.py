@@ -1,0 +1,231 @@
+"""When a prompt in pieces adds groups in k4v3, and the blocks it holds, from lengths alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
+from vllm_kvcompress.planning.memory import Sizes, _max_pages
+from vllm_kvcompress.planning.pieces import piece_schedule
+from vllm_kvcompress.planning.schedules import OutputGroupSchedule
+from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import scoring_query_counts
+from vllm_kvcompress.settings.overrides import settings_for
+
+prop = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def config(**more):
+    defaults = {"compress": "cake", "min_prompt": 1, "packed_dtype": "k4v3", "budget": 1.0}
+    return CompressionConfig.parse({**defaults, **more})
+
+
+@st.composite
+def prompts(draw):
+    """Draw settings, layers, the block size, the tokens of a packed page and of a prompt."""
+    block = draw(st.sampled_from([16, 32, 128]))
+    piece = block * draw(st.integers(-(-48 // block), 12))
+    prompt_config = config(piece=piece, max_whole=draw(st.integers(1, 40 * block)))
+    page_tokens = block * draw(st.sampled_from([2, 4, 8]))
+    return prompt_config, draw(st.integers(1, 5)), block, page_tokens, draw(st.integers(1, 9999))
+
+
+@prop
+@given(prompts())
+def test_every_token_is_packed_once_within_max_blocks(case):
+    """At boundaries only, whole pages before the end, and as much as a prompt packed at once."""
+    prompt_config, layers, size, page_tokens, tokens = case
+    pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
+    if pieces is None:
+        return
+    assert isinstance(pieces, GroupPieceSchedule)
+    assert prompt_config.max_whole < tokens
+    footprint, computed, held, ends = KVFootprint(num_layers=layers, block_size=size), 0, [], []
+    while computed < tokens:
+        start, computed = computed, pieces.next_end(computed)
+        assert start < computed <= start + prompt_config.piece
+        assert computed % prompt_config.piece == 0 or computed == tokens
+        for between in {start + 1, (start + computed) // 2, computed - 1} - {start, computed}:
+            assert pieces.plan(footprint, between) is None
+        held.append(footprint.pages // layers - (-computed // size) - footprint.first_block)
+        plan = pieces.plan(footprint, computed)
+        if plan is None:
+            assert computed - footprint.first_block * size < page_tokens
+            continue
+        ends.append(computed)
+        # whole blocks, from the first unpacked one on; the packing fits into the blocks it reads
+        first, end = footprint.first_block, plan.packed_end
+        assert end % size == 0
+        assert (plan.pages - footprint.pages) * page_tokens >= layers * (end - first * size)
+        assert (plan.pages - footprint.pages) % layers == 0
+        assert plan.blocks - footprint.pages // layers <= end // size - first
+        if computed < tokens:
+            assert (end - first * size) % page_tokens == 0
+            assert plan.tokens == end - first * size
+            assert 0 <= computed - end < page_tokens
+        footprint.pack(plan, end // size)
+    assert ends[0] == pieces.first_end
+    assert pieces.longest_hit < ends[0]
+    assert pieces.longest_hit <= ends[0] // page_tokens * page_tokens
+    assert max(held) == pieces.max_blocks
+    assert held[-1] == pieces.blocks_at_end
+    at_once = prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
+    assert footprint.first_block == tokens // size
+    assert at_once.keeps_all
+    assert plan.keeps_all
+    assert (plan.pages, plan.tail) == (at_once.pages, at_once.tail)
+    assert plan.layer_tokens(plan.full_pages) == tokens
+
+
+@prop
+@given(prompts(), st.data())
+def test_chunks_end_at_boundaries_whatever_the_steps_limits(case, data):
+    prompt_config, layers, size, page_tokens, tokens = case
+    pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
+    if pieces is None:
+        return
+    footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
+    seen = set()
+    while computed < tokens:
+        max_rows = data.draw(st.integers(prompt_config.piece // 3, 2 * prompt_config.piece))
+        chunk, probe = pieces.chunk(footprint, computed, max_rows)
+        assert 0 < chunk <= max_rows
+        assert probe == 0
+        computed += chunk
+        seen.add(computed)
+    assert seen >= {*range(prompt_config.piece, tokens, prompt_config.piece), tokens}
+
+
+@prop
+@given(prompts())
+def test_pool_and_staging_cover_every_prompt(case):
+    """No shorter prompt takes more blocks than the longest, or stages more pages at once."""
+    prompt_config, layers, size, _, longest = case
+    page_tokens = 4 * size
+    sizes = Sizes(
+        layers=layers, heads=1, kv_heads=1, head_dim=64, itemsize=2, longest=longest,
+        block_size=size, max_requests=1,
+    )  # fmt: skip
+    max_blocks = uncompressed_prompt_blocks(prompt_config, layers, size, longest)
+    max_pages = _max_pages(sizes, prompt_config, prompt_config)
+    assert max_blocks <= -(-longest // size)
+    for tokens in {1, prompt_config.max_whole, longest // 2, longest - 1, longest}:
+        if not 0 < tokens <= longest:
+            continue
+        pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
+        needed = -(-tokens // size) if pieces is None else pieces.max_blocks
+        assert needed <= max_blocks
+        footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
+        while pieces is not None and computed < tokens:
+            computed = pieces.next_end(computed)
+            if (plan := pieces.plan(footprint, computed)) is not None:
+                assert plan.pages - footprint.pages <= max_pages
+                footprint.pack(plan, plan.packed_end // size)
+        if pieces is None:
+            plan = prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
+            assert plan is None or plan.pages <= max_pages
+
+
+@prop
+@given(prompts(), st.integers(0, 60))
+def test_an_output_is_cut_to_the_blocks_of_the_pool(case, more):
+    """One more cached token than `max_cached_tokens` needs more blocks."""
+    prompt_config, layers, size, page_tokens, tokens = case
+    plan = prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
+    if plan is None:
+        return
+    footprint = KVFootprint(num_layers=layers, block_size=size)
+    footprint.pack(plan, plan.full_blocks)
+    blocks = plan.blocks + int(plan.tail > 0) + more
+    output = OutputGroupSchedule(
+        settings=config(decode_interval=128), max_tokens=tokens + 9999, page_tokens=page_tokens
+    )
+    cached = output.max_cached_tokens(footprint, packed=plan.blocks, blocks=blocks)
+    assert cached >= min(tokens, footprint.first_block * size + size * (blocks - plan.blocks))
+    if cached + 1 < output.max_tokens:
+        assert output.max_blocks(footprint, packed=plan.blocks, tokens=cached) <= blocks
+        assert output.max_blocks(footprint, packed=plan.blocks, tokens=cached + 1) > blocks
+
+
+def test_worked_example():
+    """6,000 tokens in 16-bit blocks of 128, pieces of 1,024: 512 tokens fill a packed page."""
+    pieces = piece_schedule(config(max_whole=2000, piece=1024), 30, 128, 6000, page_tokens=512)
+    footprint, packed = KVFootprint(num_layers=30, block_size=128), []
+    for end in (*range(1024, 6000, 1024), 6000):
+        plan = pieces.plan(footprint, end)
+        packed.append((end, plan.packed_end, plan.blocks))
+        footprint.pack(plan, plan.packed_end // 128)
+    # 5,888 tokens fill 46 blocks; the tail has 112
+    assert packed == [
+        (1024, 1024, 2), (2048, 2048, 4), (3072, 3072, 6), (4096, 4096, 8), (5120, 5120, 10),
+        (6000, 5888, 12),
+    ]  # fmt: skip
+    assert (pieces.first_end, pieces.longest_hit) == (1024, 1023)
+    # 10 packed blocks and 7 of the last piece; the fifth piece had 8 + 8
+    assert (pieces.blocks_at_end, pieces.max_blocks) == (17, 17)
+    assert uncompressed_prompt_blocks(config(max_whole=2000, piece=1024), 30, 128, 6000) == 17
+    # float32: 1,024 tokens fill a page
+    in_float32 = uncompressed_prompt_blocks(config(max_whole=600, piece=512), 30, 128, 6000, 4)
+    assert in_float32 == 5 - (-(6000 - 5 * 1024) // 128)
+
+
+def test_nothing_scores_a_piece():
+    options = {"max_whole": 2000, "piece": 1024, "probe": 60}
+    assert scoring_query_counts(config(**options)) == (0, 0)
+    auto = config(packed_dtype="auto", budget=0.4, **options)
+    assert scoring_query_counts(auto) == (0, 60)
+    assert scoring_query_counts(config(alias="small=tova:0.4:auto", **options)) == (0, 0)
+
+
+def test_the_pool_covers_aliases_in_both_formats():
+    """An alias may drop tokens in the cache's dtype beside an engine that keeps all in k4v3."""
+    options = {"max_whole": 256, "piece": 64, "window": 8, "probe": 0}
+    engine = config(**options)
+    assert uncompressed_prompt_blocks(engine, 2, 16, 4096) == 63 + 4
+    with_alias = config(alias={"small": "cake:512:auto"}, **options)
+    assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == 63 + 4
+    with_override = config(
+        alias={"small": "cake:2048:auto"}, allow_override="snapkv,off", **options
+    )
+    assert uncompressed_prompt_blocks(with_override, 2, 16, 4096) == (2048 + 64) // 16
+
+
+RULE = "packed_dtype=k4v3 with --kv-max-whole 2000 needs a budget of 1.0, got budget={}, because"
+FIX = "set the budget to 1.0, remove --kv-max-whole, or set packed_dtype to auto"
+
+
+@pytest.mark.parametrize("budget", [0.4, 0.999, 4096])
+def test_other_budgets_are_refused(budget):
+    """The engine's, an alias's, and a request's; an allowed method has the engine's budget."""
+    for more in (
+        {"budget": budget},
+        {"alias": f"a=tova:{budget}:k4v3"},
+        {"alias": f"a=tova:{budget}:k4v3", "budget": 0.3, "packed_dtype": "auto"},
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            config(max_whole=2000, **more)
+        message = str(refusal.value)
+        assert RULE.format(budget) in message
+        assert message.endswith(FIX)
+        assert ("alias 'a': " in message) == ("alias" in more)
+    assert config(max_whole=2000, budget=budget, packed_dtype="auto").budget == budget
+    engine = config(max_whole=2000, allow_override="all")
+    assert settings_for(engine, {"kv_budget": 1.0}).resolved_packed_dtype == "k4v3"
+    assert settings_for(engine, {"kv_budget": budget, "kv_packed_dtype": "auto"}).budget == budget
+    for extra_args in ({"kv_budget": budget}, {"kv_budget": budget, "kv_packed_dtype": "k4v3"}):
+        with pytest.raises(OverrideError) as refusal:
+            settings_for(engine, extra_args)
+        assert RULE.format(budget) in str(refusal.value)
+
+
+def test_bounds_that_k4v3_refuses_count_in_auto():
+    options = {"max_whole": 256, "piece": 64, "window": 8}
+    engine = config(allow_override="all", budget_bounds="0.1:0.5", **options)
+    sizes = Sizes(
+        layers=2, heads=1, kv_heads=1, head_dim=64, itemsize=2, longest=4096, block_size=16,
+        max_requests=1,
+    )  # fmt: skip
+    assert _max_pages(sizes, engine, engine) == 2 * 2048 // 16
