@@ -1,6 +1,7 @@
-"""Plot quality against budget: one panel per model, one line per method."""
+"""Plot scores against budget and KL against bytes: one panel per model, one line per method."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -8,7 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
-from benchmarks.evidence.cells import ALL, Cell
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
+from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ALL, ORDINARY, Cell
 from benchmarks.evidence.variants import VARIANTS, WITHOUT_LOOKAHEAD
 from vllm_kvcompress.compare.statistics import Estimate
 
@@ -24,27 +26,47 @@ _HIGHLIGHTED = {
 }
 
 
+_LINES = ("#b5342f", "#2171b5", "#d9730d", "#3f9b5f", "#7a6a53", "#6a51a3")
+_MARKS = "osv^D*PXh"
+
+
 def save_picture(found: Sequence[Cell], path: Path) -> None:
-    """Save a PNG of the scores over all tasks; methods that are not highlighted are thin lines."""
-    shown = [
+    """Save a PNG with a panel per model, question position and prompt length.
+
+    Panels of scores are over all tasks; methods that are not highlighted are thin lines. Panels of
+    KL over bytes are over all ordinary requests, if the results have bytes.
+    """
+    scored = [
         c
         for c in found
         if c.task == ALL and (c.method not in VARIANTS or c.method == WITHOUT_LOOKAHEAD)
     ]
-    groups = list(dict.fromkeys((c.model, c.question, c.tokens) for c in shown))
-    columns = max(1, min(len(groups), _COLUMNS))
-    rows = max(1, -(-len(groups) // columns))
+    by_bytes = [
+        c
+        for c in found
+        if c.task == ORDINARY and c.bytes is not None and AFTER_LOOKAHEAD in c.along
+    ]
+    panels = [(scored, _panel, "share of the full cache's answers")]
+    panels.append((by_bytes, _bytes_panel, "KL in nats per token, from the 33rd token on"))
+    shown = [
+        (group, cells, draw, label)
+        for cells, draw, label in panels
+        for group in dict.fromkeys((c.model, c.question, c.tokens) for c in cells)
+    ]
+    columns = max(1, min(len(shown), _COLUMNS))
+    rows = max(1, -(-len(shown) // columns))
     size = (5.2 * columns, 4.4 * rows)
     figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    for number, group in enumerate(groups, 1):
+    for number, (group, cells, draw, label) in enumerate(shown, 1):
         axes = figure.add_subplot(rows, columns, number)
-        cells = [cell for cell in shown if (cell.model, cell.question, cell.tokens) == group]
-        _panel(axes, cells, f"{group[0]}, question {group[1]}, {group[2]:,} tokens")
+        of_group = [cell for cell in cells if (cell.model, cell.question, cell.tokens) == group]
+        draw(axes, of_group)
+        _decorate(axes, f"{group[0]}, question {group[1]}, {group[2]:,} tokens")
         if number % columns == 1 % columns:
-            axes.set_ylabel("share of the full cache's answers", color=_INK)
+            axes.set_ylabel(label, color=_INK)
         if number == 1:
-            axes.legend(fontsize=8, frameon=False, loc="upper left")
+            axes.legend(fontsize=7, frameon=False, loc="best")
     figure.savefig(path, format="png")
 
 
@@ -53,7 +75,7 @@ def _score(cell: Cell) -> Estimate:
     return cell.score
 
 
-def _panel(axes: Axes, cells: Sequence[Cell], title: str) -> None:
+def _panel(axes: Axes, cells: Sequence[Cell]) -> None:
     methods = list(dict.fromkeys(cell.method for cell in cells))
     for method in sorted(methods, key=lambda name: name in _HIGHLIGHTED):
         line = sorted((c for c in cells if c.method == method), key=lambda c: c.budget)
@@ -78,6 +100,39 @@ def _panel(axes: Axes, cells: Sequence[Cell], title: str) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(-0.03, 1.05)
     axes.set_xlabel("budget", color=_INK)
+
+
+def _bytes_panel(axes: Axes, cells: Sequence[Cell]) -> None:
+    """Draw KL over bytes. Low-bit caches without eviction are single points."""
+    methods = dict.fromkeys(cell.method for cell in cells)
+    evicting = [method for method in methods if method not in CACHE_FORMATS]
+    colors = dict(zip(evicting, cycle(_LINES), strict=False))
+    marks = dict(zip(methods, cycle(_MARKS), strict=False))
+    for method in methods:
+        line = sorted(
+            (cell.bytes, cell.along[AFTER_LOOKAHEAD].kl.mean)
+            for cell in cells
+            if cell.method == method and cell.bytes is not None
+        )
+        axes.plot(
+            [share for share, _ in line],
+            [kl for _, kl in line],
+            label=method,
+            color=colors.get(method, _QUIET),
+            marker=marks[method],
+            markersize=5,
+            linewidth=1.6,
+            linestyle="-" if method in colors else "none",
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks([0.1, 0.2, 0.3, 0.5, 1.0])
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("bytes of the prompt, relative to 16 bits", color=_INK)
+
+
+def _decorate(axes: Axes, title: str) -> None:
     axes.set_title(title, size=9, color=_INK, loc="left")
     axes.tick_params(labelsize=8, colors=_QUIET)
     axes.grid(color=_RULE, linewidth=0.5)

@@ -1,0 +1,60 @@
+"""Tables of methods and cache formats by the bytes that a prompt takes."""
+
+from collections.abc import Sequence
+
+from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ALL, ORDINARY, Cell
+from vllm_kvcompress.compare.statistics import Estimate
+
+LEGEND = (
+    "Bytes: what the compressed prompt takes, relative to the same prompt in 16 bits. Scales and"
+    " partly filled pages count. The output tokens of a look-ahead are part of the prompt. Later"
+    " output tokens do not count: they have 16 bits, or the format of a low-bit cache. For outputs"
+    " without a known right answer, KL and equal tokens are those from the 33rd output token on.\n"
+)
+
+
+def bytes_tables(found: Sequence[Cell]) -> list[str]:
+    """Return a title and a table for each kind of task, or for each task that has no kind.
+
+    Args:
+        found: cells of one model, prompt length and question position.
+    """
+    tasks = dict.fromkeys(cell.task for cell in found)
+    kinds = [task for task in (ORDINARY, ALL) if task in tasks]
+    parts = []
+    for task in kinds or tasks:
+        parts += [f"{task}, by bytes:\n", _table([cell for cell in found if cell.task == task])]
+    return parts
+
+
+def _table(found: Sequence[Cell]) -> str:
+    rows = [["method", "budget", "bytes", "score", "KL", "equal tokens"]]
+    rows.append(["---", *["---:"] * (len(rows[0]) - 1)])
+    with_bytes = [(cell.bytes, cell) for cell in found if cell.bytes is not None]
+    for share, cell in sorted(with_bytes, key=lambda pair: -pair[0]):
+        stats = cell.along.get(AFTER_LOOKAHEAD)
+        rows.append(
+            [
+                f"`{cell.method}`",
+                f"{cell.budget:g}",
+                f"{share:.3f}",
+                _percent(cell.score),
+                _nats(cell.kl if stats is None else stats.kl),
+                _percent(None if stats is None else stats.top1),
+            ]
+        )
+    if not any(cell.score for _, cell in with_bytes):
+        rows = [[*row[:3], *row[4:]] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _percent(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{estimate.mean:.1%} ({estimate.low:.1%} to {estimate.high:.1%})"
+
+
+def _nats(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{estimate.mean:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
