@@ -64,8 +64,8 @@ class CacheBatch:
         starts: per layer the column of the first output token.
         position: position of the first output token in the uncompressed sequence: S.
         sliding_windows, cache_format: as in `PrefilledPrompt`.
-        queries: if not None, `ReferenceModel.decode` appends each layer's queries ``[1, Hq, D]``
-            of every token. Only for a batch of one cache that decodes one token at a time.
+        queries: if not None, `ReferenceModel.decode` appends each layer's queries ``[T, Hq, D]`` of
+            the T tokens that it gets. Only for a batch of one cache.
     """
 
     keys: list[torch.Tensor]
