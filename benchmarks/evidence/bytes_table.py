@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ALL, ORDINARY, Cell
+from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ALL, Cell
 from vllm_kvcompress.compare.statistics import Estimate
+from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
 
 LEGEND = (
     "Bytes: what the compressed prompt takes, relative to the same prompt in 16 bits. Scales and"
@@ -14,16 +15,18 @@ LEGEND = (
 
 
 def bytes_tables(found: Sequence[Cell]) -> list[str]:
-    """Return a title and a table for each kind of task, or for each task that has no kind.
+    """Return a title and a table for all ordinary requests together, and for each other task.
 
     Args:
         found: cells of one model, prompt length and question position.
     """
-    tasks = dict.fromkeys(cell.task for cell in found)
-    kinds = [task for task in (ORDINARY, ALL) if task in tasks]
     parts = []
-    for task in kinds or tasks:
-        parts += [f"{task}, by bytes:\n", _table([cell for cell in found if cell.task == task])]
+    for task in dict.fromkeys(cell.task for cell in found):
+        if task == ALL or task in INSTRUCTIONS:
+            continue
+        of_task = [cell for cell in found if cell.task == task]
+        prompts = max(cell.same.prompts for cell in of_task)
+        parts += [f"{task}, {prompts} prompts, by bytes:\n", _table(of_task)]
     return parts
 
 

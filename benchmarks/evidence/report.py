@@ -8,6 +8,8 @@ In benchmarks/results, with the repository's root in PYTHONPATH, these commands 
         late_qwen2.jsonl.xz texts_gemma3.jsonl.xz --out ordinary
     python -m benchmarks.evidence.report formats_smollm2.jsonl.xz formats_qwen2.jsonl.xz \\
         --out formats
+    python -m benchmarks.evidence.report formats_tasks_smollm2.jsonl.xz \\
+        formats_tasks_qwen2.jsonl.xz --out formats_tasks
 
 Git keeps the .md files, evidence.png and formats.png. It ignores the other files, which follow from
 the raw files.

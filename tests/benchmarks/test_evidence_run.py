@@ -153,7 +153,7 @@ def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     assert max(lines["fp8", 1.0]["kl_at"]) > 0
     report.main([str(out), "--out", str(tmp_path / "formats")])
     text = (tmp_path / "formats.md").read_text()
-    table = text.split("ordinary requests, by bytes:\n\n")[1]
+    table = text.split("ordinary requests, 1 prompts, by bytes:\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
     assert rows[0] == ["method", "budget", "bytes", "KL", "equal tokens"]
     shares = [float(row[2]) for row in rows[2:8]]
