@@ -10,6 +10,7 @@ computes only decodes.
 * on: with compression; with `--lookahead`, decode steps before the compression are timed separately
 * bound: vLLM alone with prompts of budget x prompt tokens: the maximum speedup that compression can
   reach on this machine
+* k4v3: as many tokens as with on, packed in k4v3
 * idle: plugin on, all prompts below the threshold
 * ready: like idle, with a decode budget and prompts in pieces that no request reaches
 """
@@ -22,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import blocks_in_use, print_result, use_one_process
+from engine_bench import blocks_in_use, print_result, replace_kernels_once, use_one_process
 from origin import commit, machine
 
-CONFIGURATIONS = ("off", "on", "bound", "idle", "ready")
+CONFIGURATIONS = ("off", "on", "bound", "k4v3", "idle", "ready")
 NEVER = 1_000_000  # tokens; a limit that no request reaches
 
 
@@ -82,6 +83,8 @@ def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
         settings["min_prompt"] = NEVER
     if name == "ready":
         settings |= {"decode_budget": NEVER, "max_whole": NEVER}
+    if name == "k4v3":
+        settings["packed_dtype"] = "k4v3"
     compressed = name not in ("off", "bound")
     llm = LLM(
         args.model,
@@ -93,7 +96,7 @@ def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
         **({"additional_config": {"kvcompress": settings}} if compressed else {}),
     )
     engine = MeasuredEngine(llm)
-    if name == "on":
+    if name in ("on", "k4v3"):
         time_compression(engine)
     length = int(args.budget * args.prompt) if name == "bound" else args.prompt
     ids = llm.get_tokenizer().encode(english()[: args.batch * args.prompt * 8])
@@ -153,6 +156,13 @@ def report(args: argparse.Namespace, engines: dict[str, MeasuredEngine]) -> dict
     if "on" in engines:
         on = engines["on"]
         ratios["compression_share_of_prefill"] = round(sum(on.compression) / sum(on.prefill), 4)
+    if {"on", "k4v3"} <= engines.keys():
+        packed = engines["k4v3"]
+        ratios["k4v3_compression"] = round(
+            sum(packed.compression) / sum(engines["on"].compression), 3
+        )
+        ratios["k4v3_share_of_prefill"] = round(sum(packed.compression) / sum(packed.prefill), 4)
+        ratios["k4v3_decode_step"] = ratio("k4v3", "on")
     if {"off", "on"} <= engines.keys():
         ratios["decode_speedup"] = ratio("off", "on")
     if {"off", "bound"} <= engines.keys():
@@ -180,6 +190,7 @@ def report(args: argparse.Namespace, engines: dict[str, MeasuredEngine]) -> dict
                 "prefill_s": round(sum(engine.prefill), 2),
                 "compression_s": round(sum(engine.compression), 3),
                 "blocks_in_use": blocks_in_use(engine.llm),
+                "block_tokens": engine.llm.llm_engine.vllm_config.cache_config.block_size,
             }
             for name, engine in engines.items()
         },
@@ -190,6 +201,7 @@ def report(args: argparse.Namespace, engines: dict[str, MeasuredEngine]) -> dict
 def main() -> None:
     args = parse_args()
     use_one_process(cache_gib=4)
+    replace_kernels_once()
     engines = {name: build_engine(name, args) for name in args.only}
     step_in_turns(engines, args.lookahead + args.steps)
     result = report(args, engines)

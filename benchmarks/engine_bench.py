@@ -24,6 +24,20 @@ def use_one_process(*, cache_gib: int) -> None:
     )
 
 
+def replace_kernels_once() -> None:
+    """Let vLLM replace its Triton kernels on a CPU only once in this process.
+
+    It searches all modules whenever an engine starts, and fails on those of numba, which attention
+    over packed pages uses. Call this before the first engine starts.
+    """
+    import functools
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
+
+
 def cache_options(*, cache_gib: int) -> dict[str, int | float]:
     """Return the `LLM` arguments that give each engine on a shared GPU a cache of `cache_gib`.
 

@@ -88,6 +88,13 @@ HYBRIDS = {  # sliding-window layers and full-attention layers
         {"sliding_window": 128, "layer_types": [_F, _W, _F, _W, _W, _F, _W]},
     ),
 }  # fmt: skip
+# head dims that k4v3 can pack, where those above cannot
+WIDE = {
+    "gpt-oss-d64": Shape(
+        GptOssConfig, 4, 4, 2, 64,
+        {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}  # fmt: skip
 
 _S, _M = "linear_attention", "mlp"
 _GRANITE = {
@@ -138,7 +145,7 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     path = folder / name
     if (path / "config.json").exists():
         return str(path)
-    shape = {**SHAPES, **MIXTURES, **HYBRIDS, **STATEFUL}[name]
+    shape = {**SHAPES, **MIXTURES, **HYBRIDS, **WIDE, **STATEFUL}[name]
     config = shape.config(
         vocab_size=vocab,
         hidden_size=shape.heads * shape.head_dim,

@@ -2,8 +2,9 @@
 
 Without them, the interpreter multiplies the bit patterns of bfloat16 operands in `tl.dot`, converts
 NaN and infinity of float8 to finite numbers, flushes subnormal float8_e5m2 to zero when it converts
-to float16, loses the carry when it rounds float32 up to a power of two in float8_e4m3, and turns
-the result of a scalar comparison into an integer if it masks a block.
+to float16, truncates float32 to bfloat16 instead of rounding it, loses the carry when it rounds
+float32 up to a power of two in float8_e4m3, and turns the result of a scalar comparison into an
+integer if it masks a block.
 """
 
 import functools
@@ -20,15 +21,18 @@ BITS = {2: torch.uint16, 4: torch.uint32}
 
 @functools.cache
 def install_fixes() -> None:
-    """Patch `tl.dot` for bfloat16, conversions with float8, and masks from scalars."""
+    """Patch `tl.dot` for bfloat16, conversions of floats, and masks from scalars."""
     builder = interpreter.InterpreterBuilder
     dot, convert = builder.create_dot, interpreter._convert_float
     splat = builder.create_splat
 
-    def convert_float8(data, source, target, rounding):
+    def convert_float(data, source, target, rounding):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            numbers = torch.from_numpy(np.array(data, np.float32))
+            return numbers.bfloat16().view(torch.uint16).numpy()
         if (source, target) == (tl.float32, tl.float8e4nv):
             # Compiled kernels saturate.
-            numbers = torch.tensor(data.view(np.float32)).clamp(-448.0, 448.0)
+            numbers = torch.from_numpy(np.array(data, np.float32)).clamp(-448.0, 448.0)
             return numbers.to(FLOAT8[target]).view(torch.uint8).numpy()
         if source not in FLOAT8:
             return convert(data, source, target, rounding)
@@ -52,6 +56,6 @@ def install_fixes() -> None:
             return splat(self, ret_ty, arg)
         return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data), tl.int1)
 
-    interpreter._convert_float = convert_float8
+    interpreter._convert_float = convert_float
     builder.create_splat = create_splat
     builder.create_dot = create_dot

@@ -117,6 +117,90 @@ def test_chunks_of_any_size_shared_or_not_and_reused():
                 assert got.positions[layer][head].tolist() == want
 
 
+# -- kept tokens in k4v3 ---------------------------------------------------------------------------
+
+K4V3 = {"compress": "cake", "packed_dtype": "k4v3"}
+
+
+def stored(tokens, *, per_channel):
+    """Return what k4v3 stores of up to 64 tokens ``[n, D]`` of one head, in loops."""
+    out = torch.empty_like(tokens)
+    lines, levels = (tokens.T, 16) if per_channel else (tokens, 8)
+    for line, stored_line in zip(lines, out.T if per_channel else out, strict=True):
+        low = line.min().half().to(line.dtype)
+        step = ((line.max() - low) / (levels - 1)).half().to(line.dtype)
+        codes = ((line - low) / step + 0.5).floor().clamp(0, levels - 1)
+        stored_line.copy_(low + step * codes)
+    return out
+
+
+def assert_stored(kept, plain, tails):
+    """Assert that the tokens before each layer's tail are stored, in groups of 64."""
+    for layer, tail in enumerate(tails):
+        for got, exact, per_channel in (
+            (kept.keys[layer], plain.keys[layer], True),
+            (kept.values[layer], plain.values[layer], False),
+        ):
+            end = exact.shape[1] - tail
+            assert torch.equal(got[:, end:], exact[:, end:])
+            for head in range(len(exact)):
+                for start in range(0, end, 64):
+                    group = slice(start, min(start + 64, end))
+                    want = stored(exact[head, group].float(), per_channel=per_channel)
+                    torch.testing.assert_close(got[head, group], want.to(got.dtype))
+                    assert not torch.equal(got[head, group], exact[head, group])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+@pytest.mark.parametrize("preset", ["cake", "d2o"])
+def test_k4v3_returns_the_stored_numbers(preset, budget, dtype):
+    """With pages of one token, in groups of 64 kept tokens of a head. D2O merges before."""
+    q, k, v = inputs(3, 4, 2, 200, 64, 0.0, seed=1, dtype=dtype)
+    plain = compress(q, k, v, policy=preset, budget=budget)
+    kept = compress(q, k, v, policy={**K4V3, "compress": preset}, budget=budget)
+    assert (kept.budgets, kept.keys[0].dtype) == (plain.budgets, dtype)
+    for a, b in zip(
+        [*kept.positions, *kept.scores], [*plain.positions, *plain.scores], strict=True
+    ):
+        assert torch.equal(a, b)
+    assert_stored(kept, plain, [0] * 3)
+
+
+def test_k4v3_fills_pages_as_an_engine_does():
+    """A page of 16 tokens in float32 holds 128, and the tail stays exact."""
+    q, k, v = inputs(3, 4, 2, 605, 64, 0.0, seed=2)
+    kept = compress(q, k, v, policy=K4V3, budget=0.4, page_size=16)
+    assert sum(kept.budgets) == 3 * (2 * 128 + 605 % 16)
+    assert {count % 128 for count in kept.budgets} == {605 % 16}
+    positions = [x[..., None].expand(-1, -1, 64) for x in kept.positions]
+    plain = compress(q, k, v, policy="cake", budget=1.0)
+    plain.keys[:] = [x.gather(1, index) for x, index in zip(plain.keys, positions, strict=True)]
+    plain.values[:] = [x.gather(1, index) for x, index in zip(plain.values, positions, strict=True)]
+    assert_stored(kept, plain, [605 % 16] * 3)
+    every = compress(q, k, v, policy=K4V3, budget=1.0, page_size=16)
+    assert every.budgets == [605] * 3
+    assert_stored(every, compress(q, k, v, policy="cake", budget=1.0), [605 % 16] * 3)
+
+
+def test_k4v3_leaves_a_prompt_as_it_is_if_packing_frees_no_page():
+    q, k, v = inputs(2, 2, 1, 40, 64, 0.0, seed=3)
+    kept = compress(q, k, v, policy=K4V3, budget=1.0, page_size=32)
+    assert torch.equal(kept.keys[0], k[0])
+    protected = compress(q, k, v, policy=K4V3, budget=0.9, protect=[[0, 30]])
+    assert torch.equal(protected.keys[0], k[0])
+
+
+@pytest.mark.parametrize(
+    ("dim", "page_size", "message"),
+    [(16, 1, "this model has 16; set packed_dtype"), (64, 12, "got blocks of 12")],
+)
+def test_k4v3_needs_wide_heads_and_whole_groups(dim, page_size, message):
+    q, k, v = inputs(2, 2, 1, 90, dim, 0.0, seed=3)
+    with pytest.raises(ValueError, match=message):
+        compress(q, k, v, policy=K4V3, budget=0.5, page_size=page_size)
+
+
 # -- what holds for every preset ------------------------------------------------------------------
 
 

@@ -89,6 +89,7 @@ def doctor(
     url: Annotated[str | None, URL] = None,
     method: kv_flags.Compress = None,
     budget: kv_flags.Budget = None,
+    packed_dtype: kv_flags.PackedDtype = None,
     window: kv_flags.Window = None,
     min_prompt: kv_flags.MinPrompt = None,
     everything: kv_flags.Everything = None,
@@ -131,7 +132,12 @@ def doctor(
     from vllm_kvcompress.commands import doctor as command
 
     settings = kv_flags.settings_from(
-        everything, compress=method, budget=budget, window=window, min_prompt=min_prompt
+        everything,
+        compress=method,
+        budget=budget,
+        packed_dtype=packed_dtype,
+        window=window,
+        min_prompt=min_prompt,
     )
     command.run(
         command.DoctorRequest(

@@ -8,11 +8,12 @@ kept.budgets, kept.positions[0], kept.keys[0]
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.methods.base import Reads
@@ -21,9 +22,11 @@ from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.planning.schedules import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
+from vllm_kvcompress.settings.packed_dtype import K4V3
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,7 +38,8 @@ class Compressed:
     Args:
         budgets: number of kept tokens, n_l.
         positions: ``[Hkv, n_l]`` int64, ascending.
-        keys: ``[Hkv, n_l, D]`` in the input dtype; merged if the method merges keys.
+        keys: ``[Hkv, n_l, D]`` in the input dtype; merged if the method merges keys. In k4v3, the
+            numbers that the format stores.
         values: as `keys`.
         scores: ``[Hkv, S]`` float32 of the scorer, +inf where a token is kept whatever its score.
             Chunks are ranked by their mean over all heads, from the layer whose ranking is used.
@@ -66,6 +70,12 @@ def compress(
     A prompt that fits its budget, or that full pages would not shorten, is returned uncompressed,
     with all scores +inf.
 
+    With `packed_dtype` k4v3 in the settings, kept keys and values are quantised in groups of 64
+    tokens of a layer and head, in the order of their positions, and returned as the format stores
+    them. With a `page_size` of 1, groups cover all kept tokens, at a budget of all tokens too. With
+    larger pages, a page holds as many tokens as in an engine, and the tokens after the last full
+    page stay as they are.
+
     Args:
         queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
         keys: ``[L, Hkv, S, D]``, rotated.
@@ -89,7 +99,8 @@ def compress(
 
     Raises:
         ConfigError: `policy`, `budget` or `protect` is wrong.
-        ValueError: the tensors' shapes or dtypes do not match, or `scale` is not finite.
+        ValueError: the tensors' shapes or dtypes do not match, `scale` is not finite, or k4v3 does
+            not support the head dim or `page_size`.
     """
     _check(queries, keys, values, page_size, scale)
     if sinks is not None and (
@@ -111,25 +122,55 @@ def compress(
         )
     layers, _, tokens, dim = keys.shape
     spans = parse_spans(protect, tokens - settings.resolved_lookahead)
-    plan = _plan(settings, layers, tokens, page_size, spans)
+    page_tokens = _packed_page_tokens(settings, keys, page_size)
+    plan = _plan(settings, layers, tokens, page_size, spans, page_tokens)
+    packs = settings.resolved_packed_dtype == K4V3
     if plan is None:
-        return _uncompressed(keys, values)
+        prompt = tokens - settings.resolved_lookahead
+        keeps_all = settings.tokens_per_layer(prompt) >= prompt
+        kept = _uncompressed(keys, values)
+        return _quantised(kept, 0) if packs and page_size == 1 and keeps_all else kept
     method = method_of(settings, scored_by_output=plan.scored_by_output)
     paged = _paged_layers(
         keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks
     )
     observed = _observe(method, plan, paged, queries)
-    return _collect(method, plan, paged, observed, keys, values)
+    kept = _collect(method, plan, paged, observed, keys, values)
+    return _quantised(kept, plan.tail) if packs else kept
+
+
+def _packed_page_tokens(
+    settings: CompressionConfig, keys: torch.Tensor, page_size: int
+) -> int | None:
+    """Return the tokens in a packed page; None if it holds the tokens of an ordinary page.
+
+    Raises:
+        ValueError: k4v3 does not support the head dim or the page size.
+    """
+    if settings.resolved_packed_dtype != K4V3:
+        return None
+    itemsize = keys.dtype.itemsize
+    block_size = k4v3.rows_per_group(itemsize) if page_size == 1 else page_size
+    if reason := k4v3.refusal(keys.shape[-1], block_size, itemsize):
+        raise ValueError(f"compress: {reason}; set packed_dtype to auto")
+    return None if page_size == 1 else packed_page_tokens(settings, page_size, itemsize)
 
 
 def _plan(
-    settings: CompressionConfig, layers: int, tokens: int, page_size: int, spans: Spans
+    settings: CompressionConfig,
+    layers: int,
+    tokens: int,
+    page_size: int,
+    spans: Spans,
+    page_tokens: int | None,
 ) -> PagePlan | None:
     """Return how many of `tokens` tokens are kept; None if all are."""
     lookahead = settings.resolved_lookahead
     if not lookahead:
         spec = settings.budget_spec(layers, tokens)
-        return page_plan(spec, page_size, spans, full_share=settings.full_share)
+        return page_plan(
+            spec, page_size, spans, full_share=settings.full_share, page_tokens=page_tokens
+        )
     prompt = tokens - lookahead
     if prompt < 1:
         raise ValueError(
@@ -144,6 +185,7 @@ def _plan(
         max_tokens=tokens + 2,
         prefilled=prompt,
         spans=spans,
+        page_tokens=page_tokens,
     )
     return schedule.plan(KVFootprint(num_layers=layers, block_size=page_size), tokens)
 
@@ -227,9 +269,8 @@ def _collect(
 ) -> Compressed:
     pages = method.layer_pages(plan, observed)
     stacked = method.select(observed, plan, pages)
-    budgets = pages * plan.block_size + plan.tail
     out = Compressed(
-        budgets=budgets.tolist(),
+        budgets=[plan.layer_tokens(count) for count in pages.tolist()],
         positions=[],
         keys=[],
         values=[],
@@ -264,6 +305,45 @@ def _collect(
         out.keys.append(k)
         out.values.append(v)
     return out
+
+
+def _quantised(kept: Compressed, tail: int) -> Compressed:
+    """Return `kept` with all tokens before the last `tail` as k4v3 stores them."""
+    pairs = [
+        _as_stored(keys, values, keys.shape[1] - tail)
+        for keys, values in zip(kept.keys, kept.values, strict=True)
+    ]
+    return replace(kept, keys=[keys for keys, _ in pairs], values=[values for _, values in pairs])
+
+
+def _as_stored(
+    keys: torch.Tensor, values: torch.Tensor, num_packed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[Hkv, n, D]`` with the first `num_packed` tokens as k4v3 has them.
+
+    The last group may hold fewer than 64 tokens.
+    """
+    heads, _, dim = keys.shape
+    num_groups = -(-num_packed // k4v3.GROUP)
+    padding = num_groups * k4v3.GROUP - num_packed
+    keys_in_groups, values_in_groups = (
+        torch.nn.functional.pad(tensor[:, :num_packed], (0, 0, 0, padding)).reshape(
+            heads, num_groups, k4v3.GROUP, dim
+        )
+        for tensor in (keys, values)
+    )
+    group_tokens = torch.full((num_groups,), k4v3.GROUP, device=keys.device)
+    group_tokens[-1:] -= padding
+    groups = k4v3.quantise(keys_in_groups, values_in_groups, group_tokens.expand(heads, num_groups))
+    dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    stored_keys, stored_values = (
+        tensor.to(keys.dtype).flatten(1, 2)[:, :num_packed]
+        for tensor in k4v3.dequantise(groups, dtype)
+    )
+    return (
+        torch.cat([stored_keys, keys[:, num_packed:]], 1),
+        torch.cat([stored_values, values[:, num_packed:]], 1),
+    )
 
 
 def _uncompressed(keys: torch.Tensor, values: torch.Tensor) -> Compressed:

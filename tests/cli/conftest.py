@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make
-from engines import keep_heap_frozen
+from engines import keep_heap_frozen, replace_kernels_once
 from site_patches import write_site
 from vllm_kvcompress.cli import main
 from vllm_kvcompress.doctor import child
@@ -68,6 +68,12 @@ def tiny(tmp_path_factory) -> str:
     return make("llama-gqa", tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory) -> str:
+    """Return a checkpoint with 3 layers and heads of 64, which k4v3 can pack, as `tiny`."""
+    return make("qwen3", tmp_path_factory.mktemp("wide"))
+
+
 @dataclass(frozen=True, slots=True)
 class CommandResult:
     """Exit status and output of a command."""
@@ -108,6 +114,7 @@ def run_doctor_in_process(run_in_process, monkeypatch) -> Callable[..., CommandR
         return Report(checks=checks, kept=kept)
 
     keep_heap_frozen()
+    replace_kernels_once()
     # Keep vLLM's log out of the captured output, as with a child process.
     for handler in logging.getLogger("vllm").handlers:
         if type(handler) is logging.StreamHandler:  # vLLM's handler, not a subclass of pytest's

@@ -222,6 +222,20 @@ def test_prompt_longer_than_the_pool_passes(lookahead, run_doctor_in_process, ti
     assert all(sum(share) < len(share) / 2 for share in kept["share"])
 
 
+@pytest.mark.parametrize(("method", "budget"), [("cake", "1.0"), ("cake-chunk", "0.4")])
+def test_kept_tokens_in_k4v3_are_checked(method, budget, run_doctor_in_process, wide):
+    flags = ["--kv-compress", method, "--kv-budget", budget, "--kv-packed-dtype", "k4v3"]
+    flags += ["--tokens", "1500", "--explain"]
+    done = run_doctor_in_process("doctor", wide, "--json", *flags, *TINY)
+    found = checks(done)
+    assert list(found) == CHECK_NAMES
+    assert all(check["ok"] for check in found.values()), done.err
+    kept = KeptMap.from_json(json.loads(done.out)["kept"])
+    assert kept.title == f"qwen3, {method}, budget {budget}, k4v3"
+    share = kept.mean / 1500
+    assert share == 1 if budget == "1.0" else 0.3 < share < 0.6
+
+
 @pytest.mark.parametrize("method", ["cake", "d2o"])
 def test_decode_budget_is_checked(method, run_doctor_in_process, tiny, monkeypatch):
     """The doctor lowers a large budget so the output is packed, and detects if it is not."""
@@ -333,6 +347,7 @@ def test_missing_vllm_is_reported(run):
         (["TINY", "--expect", "maybe"], "--expect must be on or off"),
         (["TINY", "--prompt-file", "none.txt"], "--prompt-file none.txt cannot be read"),
         (["--url", "http://127.0.0.1:9", "--kv-window", "8"], "the server sets ['window']"),
+        (["--url", "http://127.0.0.1:9", "--kv-packed-dtype", "k4v4"], "did you mean 'k4v3'"),
         (["--url", "127.0.0.1:9"], "--url must be a server's address"),
     ],
 )

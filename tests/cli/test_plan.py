@@ -114,6 +114,123 @@ def test_blocks_and_bytes_with_a_decode_budget_equal_the_engines(tiny):
     assert forecast.extra_bytes - without.extra_bytes >= ring._queries.nbytes
 
 
+# -- kept tokens in k4v3 ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def k4v3_llm(wide):
+    config = settings("cake", 0.2, allow_override="all", packed_dtype="k4v3")
+    with engine(wide, additional_config=config, max_model_len=2048, max_num_seqs=64) as running:
+        yield running
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("packed_dtype", ["k4v3", "auto"])
+@pytest.mark.parametrize(
+    ("length", "method", "budget"),
+    [
+        (1000, "cake", 0.4),
+        (1025, "snapkv", 0.1),
+        (1500, "cake", 1.0),
+        (1100, "d2o", 0.8),
+    ],
+)
+def test_blocks_in_each_format_equal_the_engines(
+    k4v3_llm, wide, length, method, budget, packed_dtype
+):
+    """A float32 block of 32 tokens holds 256 tokens in k4v3."""
+    config = {"compress": method, "budget": budget, "min_prompt": 128, "packed_dtype": packed_dtype}
+    forecast = make_forecast(wide, length, 70, config)
+    xargs = {"kv_compress": method, "kv_budget": budget, "kv_packed_dtype": packed_dtype}
+    held = held_blocks(k4v3_llm, tokens(length, seed=1), 70, **xargs)
+    assert held[0] == forecast.on.decoding
+    assert held[-1] == forecast.on.end
+    assert (forecast.packed_dtype, forecast.page_tokens) == (
+        packed_dtype,
+        256 if packed_dtype == "k4v3" else BLOCK,
+    )
+    if packed_dtype == "k4v3":
+        assert forecast.on.decoding <= -(-length * budget // 256) + 2 < forecast.off.decoding
+
+
+@pytest.mark.engine
+def test_blocks_in_k4v3_after_a_look_ahead_equal_the_engines(wide):
+    config = settings("cake-chunk", 0.6, packed_dtype="k4v3", lookahead=16)
+    with engine(wide, additional_config=config, max_model_len=2048) as llm:
+        held = held_blocks(llm, tokens(700, seed=1), 70)
+    forecast = make_forecast(wide, 700, 70, config["kvcompress"])
+    assert held[15] == forecast.on.looking
+    assert (held[16], held[-1]) == (forecast.on.decoding, forecast.on.end)
+    assert forecast.on.decoding < forecast.auto.on.decoding / 3
+
+
+@pytest.mark.engine
+def test_blocks_of_outputs_in_k4v3_equal_the_engines(wide):
+    config = settings("cake", 0.6, packed_dtype="k4v3", decode_interval=256)
+    with engine(wide, additional_config=config, max_model_len=2048) as llm:
+        held = held_blocks(llm, tokens(700, seed=1), 700)
+    forecast = make_forecast(wide, 700, 700, config["kvcompress"])
+    assert (held[0], max(held)) == (forecast.on.decoding, forecast.on.end)
+    del config["kvcompress"]["decode_interval"]
+    assert make_forecast(wide, 700, 700, config["kvcompress"]).on.end > 2 * forecast.on.end
+
+
+def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
+    """At 1.0, every token is packed, and 16-bit blocks hold 4 times as many."""
+    load = dict(dtype="bfloat16", block_size=16)
+    config = {"compress": "cake", "packed_dtype": "k4v3", "min_prompt": 128}
+    some = make_forecast(wide, 1000, 8, {**config, "budget": 0.3}, **load)
+    assert (some.page_tokens, some.pages, some.on.decoding) == (64, 3 * 5, 5 + 1)
+    assert (some.budget_tokens, some.kept_tokens) == (300, 5 * 64 + 8)
+    assert some.auto.on == make_forecast(wide, 1000, 8, {**config, "budget": 0.3,
+        "packed_dtype": "auto"}, **load).on  # fmt: skip
+    every = make_forecast(wide, 1000, 8, {**config, "budget": 1.0}, **load)
+    assert (every.kept_tokens, every.pages, every.on.decoding) == (1000, 3 * 16, 16 + 1)
+    assert (every.auto.left_whole, every.left_whole) == (
+        "compressing it to this budget would free no block",
+        None,
+    )
+    short = make_forecast(wide, 130, 8, {**config, "budget": 1.0}, block_size=128)
+    assert (short.page_tokens, short.left_whole) == (1024, every.auto.left_whole)
+
+
+def test_the_plan_shows_both_formats(run_in_process, wide):
+    flags = ["--len", 2000, "--kv-budget", 0.4, "--kv-packed-dtype", "k4v3", "--kv-memory", 0.1]
+    cpu_flags = ["--device", "cpu", "--dtype", "bfloat16"]
+    text = " ".join(run_in_process("plan", wide, *flags, *cpu_flags).out.split())
+    assert "per request │ off │ auto │ k4v3 │ │" in text.replace("┃", "│")
+    assert "--kv-packed-dtype k4v3" in text
+    assert (
+        "In k4v3, a block holds 512 kept tokens of each layer. Budgets are rounded up to whole"
+        " blocks: this prompt keeps 1,104 tokens per layer at a budget of 800. A smaller"
+        " --block-size rounds up less." in text
+    )
+    forecast = json.loads(run_in_process("plan", wide, *flags, *cpu_flags, "--json").out)
+    assert (forecast["packed_dtype"], forecast["page_tokens"]) == ("k4v3", 512)
+    assert forecast["settings"]["packed_dtype"] == "k4v3"
+    auto = forecast["auto"]
+    assert (auto["packed_dtype"], auto["page_tokens"], auto["auto"]) == ("auto", 128, None)
+    assert auto["request_on"]["decoding_blocks"] > 2 * forecast["request_on"]["decoding_blocks"]
+    assert auto["pool_on"]["decoding"] < forecast["pool_on"]["decoding"]
+    plain = json.loads(run_in_process("plan", wide, "--len", 2000, *cpu_flags, "--json").out)
+    assert (plain["packed_dtype"], plain["auto"]) == ("auto", None)
+
+
+def test_the_largest_request_may_choose_the_larger_format(wide):
+    config = {"compress": "cake", "budget": 0.1, "min_prompt": 128, "packed_dtype": "k4v3"}
+
+    def worst(**extra):
+        return make_forecast(wide, 1000, 8, {**config, **extra}).worst
+
+    may_choose = worst(allow_override="cake", budget_bounds="0.05:0.5")
+    auto = make_forecast(wide, 1000, 8, {**config, "budget": 0.5, "packed_dtype": "auto"})
+    assert (may_choose.asks, may_choose.blocks) == ("cake at 0.5 in auto", auto.on)
+    # Requests that may not choose a format get an alias's budget in the alias's format.
+    alias = worst(packed_dtype="auto", alias="small=cake:0.9:k4v3")
+    small = make_forecast(wide, 1000, 8, {**config, "budget": 0.9})
+    assert (alias.asks, alias.blocks) == ("the model name small", small.on)
+
+
 @pytest.mark.engine
 def test_bytes_equal_the_engines(llm, tiny):
     settings_dict = settings("cake", 0.2, allow_override="all")["kvcompress"]
@@ -240,6 +357,19 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
                 " method that does not merge, or set --kv-cache-dtype auto",
             )
             for dtype in ("bfloat16", "float32")  # not values of --kv-cache-dtype
+        ),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3"],
+            "k4v3 needs a head dim that is a multiple of 8 and at least 64",
+        ),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-cache-dtype", "fp8"],
+            "packed_dtype=k4v3 cannot be combined with a fp8 KV cache",
+        ),
+        (["TINY", "--len", 2000, "--kv-packed-dtype", "k4v4"], "did you mean 'k4v3'?"),
+        (
+            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-decode-budget", 512],
+            "packed_dtype=k4v3 cannot be combined with --kv-decode-budget 512",
         ),
         (
             ["TINY", "--len", 2000, "--gpu-memory", "1"],

@@ -171,11 +171,13 @@ def test_metrics_decide_the_checks(
     assert failed[:1] == ([failed_check] if failed_check else [])
 
 
-def test_a_server_that_compresses_under_aliases_only_is_checked_with_one(run_in_process):
-    names = json.dumps(json.dumps({"m@full": "off", "m@kv": "cake:0.2"}))
+@pytest.mark.parametrize("meaning", ["cake:0.2", "cake:0.9:k4v3"])
+def test_a_server_that_compresses_under_aliases_only_is_checked_with_one(meaning, run_in_process):
+    names = json.dumps(json.dumps({"m@full": "off", "m@kv": meaning}))
+    labels = f'method="off",alias={names},packed_dtype="",packed_page_tokens="64",min'
 
     def page(*args, **figures) -> str:
-        return on(*args, **figures).replace('method="cake",min', f'method="off",alias={names},min')
+        return on(*args, **figures).replace('method="cake",min', labels)
 
     pages = FakePages(page(3, 3), page(4, 4, freed=60, running=1), page(4, 4, freed=60))
     bodies = []
@@ -190,6 +192,13 @@ def test_a_server_that_compresses_under_aliases_only_is_checked_with_one(run_in_
     assert result.status == 0, result.out
     assert "1 of 1 planned prompts compressed (cake)" in result.out
     assert [(body["model"], body.get("vllm_xargs")) for body in bodies] == [("m@kv", None)]
+
+
+def test_a_server_without_k4v3_fails_the_check_of_a_request_for_it(run_in_process):
+    with server(FakePages(on(3, 3), "", "")) as url:
+        result = run_in_process("doctor", "--url", url, "--kv-packed-dtype", "k4v3", "--json")
+    assert result.status == 1
+    assert "does not pack prompts in k4v3" in checks_of(result)["request"]["detail"]
 
 
 def test_a_server_that_is_not_vllm_is_a_failed_check(run_in_process):

@@ -23,5 +23,6 @@ def outcome(key: str = "k", cell: Cell | None = None, **figures) -> Outcome:
         budget=cell.budget,
         protect=cell.protect,
         lookahead=cell.lookahead,
+        packed_dtype=cell.packed_dtype,
         **{**defaults, **figures},
     )

@@ -90,6 +90,7 @@ def test_a_baseline_named_in_methods_is_an_ordinary_method(run_compare, tmp_path
         "budget": 0.2,
         "protect": "",
         "lookahead": None,
+        "packed_dtype": "",
     }
     assert [row[:3] for row in rows(read_report(tmp_path))] == [
         ("random", 0.2, False),

@@ -52,6 +52,7 @@ def test_compare_measures_what_each_method_loses(run_compare, tmp_path):
         "budget": 0.2,
         "protect": "",
         "lookahead": None,
+        "packed_dtype": "",
     }
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "out" / "report.md").read_text()
@@ -326,6 +327,31 @@ def test_earlier_turns_are_sent_first_with_the_same_cache_salt(compare, fake):
         assert "continue_final_message" not in first
         assert second["continue_final_message"]
         assert first["vllm_xargs"] == second["vllm_xargs"]
+
+
+def test_budgets_may_name_the_format_of_kept_tokens(compare, fake, tmp_path):
+    """The other budgets then have the KV cache's dtype."""
+    fake.allowed_methods += ["random"]
+    write_prompts(tmp_path / "mine.jsonl", range(10))
+    flags = ["--url", fake.url, "--prompts", "mine.jsonl", "--methods", "cake", "--max-drop", "0.3"]
+    result = compare(*flags, "--budgets", "0.2,0.6:k4v3")
+    assert result.status == 0, result.err
+    report = read_report(tmp_path)
+    formats = [(0.2, "auto"), (0.6, "k4v3")]
+    assert [(c["method"], c["budget"], c["packed_dtype"]) for c in report["cells"]] == [
+        (method, *kept) for method in ("cake", "random") for kept in formats
+    ]
+    sent = [body["vllm_xargs"] for body in fake.prompt_requests]
+    assert {(x.get("kv_budget"), x.get("kv_packed_dtype")) for x in sent} == {
+        (None, None),
+        *formats,
+    }
+    # 0.6 in k4v3 takes less memory than 0.2 in 16 bits.
+    assert "Run cake k4v3 0.6, which keeps" in report["recommendation"]["sentence"]
+    assert "| cake auto | 0.2 |" in (tmp_path / "out" / "report.md").read_text()
+    for wrong, message in (("0.2:k4v4", "did you mean 'k4v3'?"), ("k4v3", "budget must be")):
+        result = compare(*flags, "--budgets", wrong)
+        assert (result.status, message in result.err) == (2, True)
 
 
 def test_tools_are_sent_with_tool_choice_none(compare, fake, tmp_path):

@@ -104,6 +104,13 @@ def test_recommends_the_smallest_budget_and_then_the_smallest_loss():
     assert best.sentence.startswith("Run snapkv 0.5, which keeps 20.0% of the tokens: its loss")
 
 
+def test_a_budget_in_k4v3_counts_a_quarter():
+    packed = [Cell(method="cake", budget=n, packed_dtype="k4v3") for n in (0.6, 1.0)]
+    for cells, best in (([CAKE, packed[0]], packed[0]), ([CAKE, packed[1]], CAKE)):
+        found = summaries(*(o for cell in cells for o in outcomes_of(cell)), cells=cells)
+        assert recommend(found, by="score", max_drop=0.02).cell == best
+
+
 def test_the_order_of_outcomes_does_not_change_the_summary():
     """Intervals are equal to the last bit. A resumed run completes its prompts in another order."""
     outcomes = [

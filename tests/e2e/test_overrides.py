@@ -132,6 +132,7 @@ def test_the_model_list_contains_all_aliases(server):
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_alias_settings_are_applied_and_reported(server, text, endpoint, stream):
     """An alias may exceed the budget bounds of requests, as demo@more does."""
+    block_bytes = set()
     for model, budget in ALIASES.items():
         before = len(server.compressed())
         response = post(server, endpoint, text, {}, stream, model)
@@ -150,13 +151,17 @@ def test_alias_settings_are_applied_and_reported(server, text, endpoint, stream)
         assert line.kept_tokens == pytest.approx(expected, abs=128)
         assert line.prompt_tokens in tokens
         for response in events:
-            assert compression_report(response) == {
+            report = compression_report(response)
+            block_bytes.add(report.pop("kept_bytes") / line.blocks_after)
+            assert report == {
                 "method": "snapkv" if model == "demo@half" else "cake",
                 "budget": budget,
+                "packed_dtype": "auto",
                 "prompt_tokens": line.prompt_tokens,
                 "kept_tokens": line.kept_tokens,
                 "layer_tokens": list(line.layer_tokens),
             }
+    assert len(block_bytes) == 1
 
 
 def test_requests_under_an_alias_may_override_it_within_the_bounds(server, text):

@@ -138,6 +138,7 @@ def compression_of(usage):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_outputs_match_an_engine_and_report_the_kept_tokens(stream, server, client, local_outputs):
+    block_bytes = set()
     for (messages, image_tokens), (compressed, uncompressed_output) in zip(
         CHATS, local_outputs, strict=True
     ):
@@ -145,9 +146,12 @@ def test_outputs_match_an_engine_and_report_the_kept_tokens(stream, server, clie
         output, usage = complete(client, messages, stream=stream)
         assert output == compressed
         (line,) = server.compressed()[before:]
-        assert compression_of(usage) == {
+        report = compression_of(usage)
+        block_bytes.add(report.pop("kept_bytes") / line.blocks_after)
+        assert report == {
             "method": "cake",
             "budget": 0.3,
+            "packed_dtype": "auto",
             "prompt_tokens": usage.prompt_tokens,
             "kept_tokens": line.kept_tokens,
             "layer_tokens": list(line.layer_tokens),
@@ -159,6 +163,7 @@ def test_outputs_match_an_engine_and_report_the_kept_tokens(stream, server, clie
             output, usage = complete(client, messages, uncompressed, stream)
             assert (output, compression_of(usage)) == (uncompressed_output, None)
         assert len(server.compressed()) == before + 1
+    assert len(block_bytes) == 1
 
 
 def test_kept_image_tokens_are_reported_and_images_can_be_protected(client):

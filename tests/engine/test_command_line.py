@@ -126,6 +126,17 @@ def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
         assert (value, type(value)) == (budget, type(budget))
 
 
+def test_the_format_of_kept_tokens_is_set_for_the_server_and_for_aliases(model):
+    flags = ["--kv-compress", "cake", "--kv-packed-dtype", "k4v3"]
+    flags += ["--kv-alias", "small=cake-chunk:0.4:k4v3", "plain=cake:0.2:auto"]
+    parsed = engine_args("--model", model, *flags)
+    assert parsed.additional_config["kvcompress"] == {
+        "compress": "cake",
+        "packed_dtype": "k4v3",
+        "alias": {"small": "cake-chunk:0.4:k4v3", "plain": "cake:0.2:auto"},
+    }
+
+
 def test_without_flags_nothing_is_added(model):
     assert engine_args("--model", model).additional_config == {}
 
@@ -148,6 +159,8 @@ def test_without_flags_nothing_is_added(model):
         (["--kv-compress", "cake", "--kv-alias", "fast"], "must be NAME=METHOD:BUDGET"),
         (["--kv-compress", "cake", "--kv-alias", "fast=cake"], "must be NAME=METHOD:BUDGET"),
         (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2", "--kv-alias", "b=x:1"], "'x'"),
+        (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2:k4v4"], "did you mean 'k4v3'"),
+        (["--kv-compress", "cake", "--kv-packed-dtype", "int4"], "choose from ['auto', 'k4v3']"),
         (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
         (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
         (["--kv-compress", "cake", "--kv-budget", "1_000"], "got '1_000'"),

@@ -58,6 +58,32 @@ def test_flash_attention_matches_cpu_attention(start, cpu_outputs, layout):
     assert not seen.plans, "a precomputed work plan would have the lengths of another layer"
 
 
+@pytest.fixture(scope="module")
+def cpu_outputs_in_groups(checkpoints_folder):
+    with engine(make("qwen3", checkpoints_folder), additional_config=OPT_IN["k4v3"]) as llm:
+        return llm.generate(PROMPTS)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from padding rows
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        ("FLASH_ATTN", "LBNHC"),
+        ("FLASH_ATTN", "LHBNC"),
+        ("FLASH_ATTN", "BLHNC"),
+        ("TRITON_ATTN", "BHLNC"),
+    ],
+)
+def test_packed_groups_match_those_of_cpu_attention(start, cpu_outputs_in_groups, backend, layout):
+    """Heads and layers may lie between the rows of a group."""
+    opened, _ = start(backend, "qwen3", layout=layout, additional_config=OPT_IN["k4v3"])
+    with opened as llm:
+        free = llm.free_blocks
+        assert llm.generate(PROMPTS) == cpu_outputs_in_groups
+        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
+        assert llm.free_blocks == free
+
+
 def test_uncompressed_outputs_do_not_change(start, uncompressed_outputs):
     opened, _ = start(additional_config=settings(budget=1.0))
     with opened as llm:
@@ -70,7 +96,11 @@ OPT_IN = {
     "pieces": settings("cake", 0.2, window=8, max_whole=128, piece=96),
     "merging pieces": settings("d2o", 0.2, max_whole=128, piece=96),
     "looking ahead": settings("cake", 0.1, lookahead=5),
+    "k4v3": settings("cake", 0.5, packed_dtype="k4v3"),
+    "all in k4v3": settings("snapkv", 1.0, packed_dtype="k4v3"),
 }
+# k4v3 needs a head dim of 64
+MODELS = dict.fromkeys(["k4v3", "all in k4v3"], "qwen3")
 
 
 @pytest.mark.parametrize("compress", ["cake", "streamingllm", "tova", *OPT_IN])
@@ -87,7 +117,8 @@ def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
     config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:
-        opened, _ = start(additional_config=config, max_num_seqs=4)
+        model = MODELS.get(compress, "llama-gqa")
+        opened, _ = start(model=model, additional_config=config, max_num_seqs=4)
         with opened as llm:
             if graphs is not None:
                 graphs.capture(llm)

@@ -62,6 +62,24 @@ def test_equal_full_attention_layers_are_accepted():
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_size": 32}, "this model has 32; set packed_dtype to auto"),
+        ({"block_size": 12}, "got blocks of 12; set --block-size 8, or set packed_dtype to auto"),
+        ({"block_size": 24, "dtype": torch.bfloat16}, "set --block-size 16, or"),
+    ],
+)
+def test_pages_that_cannot_hold_k4v3_are_refused(changes, reason):
+    """vLLM chooses the block size of hybrid models late."""
+    k4v3 = CompressionConfig.parse({"compress": "cake", "packed_dtype": "k4v3"})
+    specs = {"a": full(**changes), "b": full(**changes)}
+    with pytest.raises(ConfigError, match=reason):
+        compressed_specs(specs, k4v3)
+    assert compressed_specs(specs, CAKE)
+    assert compressed_specs({"a": full(), "b": full()}, k4v3)
+
+
+@pytest.mark.parametrize(
     ("odd_layer", "reason"),
     [
         (SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 4}, sliding_window=512), "b differs from a"),

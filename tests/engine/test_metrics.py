@@ -5,6 +5,7 @@ import random
 import pytest
 
 from checkpoints import make, tokens
+from configuring import configure
 from engines import BLOCK, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -111,6 +112,8 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
         assert len(llm.scheduler.usage_notes) == 0
         num_packed = llm.compressor.compressed
         num_decisions = len(llm.manager.planner.admissions._decisions)
+        cache = llm.scheduler.kv_cache_config
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
         values = samples()
     skipped = {key[1]: n for key, n in values.items() if key[0] == "skipped_requests_total"}
     planned = sum(n for key, n in values.items() if key[0] == "planned_requests_total")
@@ -130,8 +133,10 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
         assert outputs[name].kv_compress == {
             "method": pack_request.settings.compress,
             "budget": 0.3,
+            "packed_dtype": "auto",
             "prompt_tokens": plan.tokens,
             "kept_tokens": sum(layer_tokens) / LAYERS,
+            "kept_bytes": -(-sum(layer_tokens) // (LAYERS * BLOCK)) * block_bytes,
             "layer_tokens": layer_tokens,
         }
         assert outputs[name].kv_transfer_params is None
@@ -139,6 +144,36 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
     # Four requests were aborted: before they were admitted, during the prefill or later.
     assert 36 <= sum(skipped.values()) + len(packings) <= 40
     assert {name for name, count in skipped.items() if count} >= {"off", "short_prompt"}
+
+
+@model_runner_v1_only
+def test_usage_and_metrics_of_both_formats(checkpoints_folder):
+    """A float32 block of 32 tokens holds 256 tokens in k4v3."""
+    wide = make("qwen3", checkpoints_folder)
+    config = settings("cake", 0.4, allow_override="all", packed_dtype="k4v3", usage=True)
+    prompt, usage = tokens(1000, seed=1), {}
+    with engine(wide, additional_config=config, enable_prefix_caching=False) as llm:
+        cache = llm.scheduler.kv_cache_config
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        for packed_dtype, budget in (("k4v3", 0.4), ("k4v3", 1.0), ("auto", 0.4)):
+            extra_args = {"kv_packed_dtype": packed_dtype, "kv_budget": budget}
+            llm.submit("r", prompt, 6, extra_args=extra_args)
+            outputs = {}
+            while llm.llm.llm_engine.has_unfinished_requests():
+                outputs |= llm.step()
+            usage[packed_dtype, budget] = outputs["r"].kv_compress
+        llm.finish_in_flight_steps()
+        values = samples(engine="0")
+    for (packed_dtype, budget), report in usage.items():
+        assert (report["packed_dtype"], report["budget"]) == (packed_dtype, budget)
+        assert report["kept_tokens"] == sum(report["layer_tokens"]) / 3
+    assert usage["k4v3", 0.4]["kept_bytes"] == (2 + 1) * block_bytes
+    assert usage["k4v3", 1.0]["kept_bytes"] == (4 + 1) * block_bytes
+    assert usage["k4v3", 1.0]["layer_tokens"] == [1000] * 3
+    assert usage["auto", 0.4]["kept_bytes"] == (12 + 1) * block_bytes
+    total = sum(report["kept_tokens"] for report in usage.values())
+    assert values["kept_tokens_total",] == pytest.approx(total)
+    assert values["packed_blocks_total",] == 2 + 4 + 12
 
 
 @model_runner_v1_only
@@ -273,6 +308,37 @@ def test_metrics_have_a_label_for_each_engine(model):
     assert samples(engine="1")["requests_total", "cake"] == 2
     assert samples(engine="1")["layer_tokens_total", "3"] == 80
     assert samples(engine="1")["kept_tokens_total",] == 50
+    unregister_vllm_metrics()
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize(
+    ("raw", "labels"),
+    [
+        ({"compress": "cake"}, ("auto", "")),
+        ({"compress": "cake", "packed_dtype": "k4v3"}, ("k4v3", "256")),
+        ({"compress": "cake", "alias": "small=cake:0.4:k4v3"}, ("auto", "256")),
+        ({"compress": "off", "alias": "small=cake:0.4:k4v3"}, ("", "256")),
+        (
+            {"compress": "off", "allow_override": "cake", "packed_dtype": "k4v3"},
+            ("k4v3", "256"),
+        ),
+    ],
+    ids=str,
+)
+def test_the_info_metric_has_the_format_and_the_tokens_of_its_pages(model, raw, labels):
+    """A float32 block of 32 tokens holds 256 tokens in k4v3."""
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
+
+    unregister_vllm_metrics()
+    vllm_config = configure(model, block_size=BLOCK, dtype="float32")
+    CompressionStatLogger(vllm_config, [0], CompressionConfig.parse(raw))
+    (info,) = REGISTRY._names_to_collectors["vllm:kv_compress_info"].collect()
+    (sample,) = info.samples
+    assert (sample.labels["packed_dtype"], sample.labels["packed_page_tokens"]) == labels
     unregister_vllm_metrics()
 
 

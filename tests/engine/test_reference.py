@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from checkpoints import HYBRIDS, MIXTURES, SHAPES, STATEFUL, make, tokens
+from checkpoints import HYBRIDS, MIXTURES, SHAPES, STATEFUL, WIDE, make, tokens
 from engines import BLOCK, V2, engine, settings
+from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
@@ -103,6 +105,65 @@ def assert_decode_reads_kept_tokens(seen, held, shape, tokens: int) -> None:
                 assert (out[position, head] - weights @ all_v).abs().amax() <= bound
 
 
+def packed_groups(llm):
+    """Step until a prompt is packed in k4v3, and return each layer's tokens, keys and values.
+
+    Returns:
+        number of packed tokens of each layer, its groups, and the keys and values ``[Hkv, n, D]``
+        in float64 that they stand for.
+    """
+    while not llm.compressor.compressed:
+        llm.step()
+    pool = llm.compressor.pool
+    (slot,) = pool._slots.values()
+    counts, groups, held = pool._group_tokens[slot].tolist(), [], []
+    assert not pool._num_packed[slot].any()
+    page_tokens = k4v3.page_tokens(pool.block_size, pool.itemsize)
+    for layer, count in enumerate(counts):
+        pages = pool._packed[slot, layer, : -(-count // page_tokens)].long()
+        layer_groups = k4v3.read_pages(pool.byte_pages, pages, pool.itemsize)
+        parts = k4v3.dequantise(layer_groups, torch.float64)
+        groups.append(layer_groups)
+        held.append([part.transpose(0, 1).flatten(1, 3)[:, :count] for part in parts])
+    return counts, groups, held
+
+
+def assert_groups_equal_reference(groups, kept, counts, keys, values) -> None:
+    """Check codes, scales and minima of one layer's groups against float64.
+
+    Args:
+        groups: ``[pages, Hkv, groups, ...]``.
+        kept: ``[Hkv, n]`` positions.
+        keys, values: ``[S, Hkv, D]`` float64, as attention received them.
+    """
+    for head in range(keys.shape[1]):
+        for number, start in enumerate(range(0, counts, k4v3.GROUP)):
+            positions = kept[head, start : min(start + k4v3.GROUP, counts)].long()
+            k, v = keys[positions, head], values[positions, head]
+            padding = (0, 0, 0, k4v3.GROUP - len(k))
+            want = k4v3.quantise(pad(k, padding), pad(v, padding), len(k))
+            got = k4v3.Group(*(part.transpose(0, 1)[head].flatten(0, 1)[number] for part in groups))
+            for name, actual, expected in zip(want._fields, got, want, strict=True):
+                if "codes" not in name:
+                    # float32 and float64 may round to neighbouring float16 numbers
+                    valid = slice(None) if "key" in name else slice(len(k))
+                    torch.testing.assert_close(
+                        actual[valid], expected[valid], rtol=1e-3, atol=1e-7, msg=name
+                    )
+            steps = got.key_scale, got.value_scale[: len(v), None]
+            minima = got.key_minimum, got.value_minimum[: len(v), None]
+            for x, codes, step, minimum in zip(
+                (k, v), (got.key_codes, got.value_codes), steps, minima, strict=True
+            ):
+                exact = (x - minimum.double()) / step.double().clamp(min=1e-12)
+                error = (codes[: len(x)].double() - exact).abs()
+                top = 15 if codes is got.key_codes else 7
+                inside = (exact >= 0) & (exact <= top)
+                assert (error[inside] <= 0.5 + 1e-3).all()
+                assert (codes[: len(x)][exact < 0] == 0).all()
+                assert (codes[: len(x)][exact > top] == top).all()
+
+
 def packed(llm):
     """Step until a prompt is packed, and return its page counts, keys and values.
 
@@ -124,14 +185,20 @@ def packed(llm):
 
 def assert_equals_reference(config, seen, counts, held, shape, tokens: int) -> None:
     """Check that a prompt's pages hold what the method keeps in float64."""
-    full_block_tokens = tokens // shape.block * shape.block
     assert_decode_reads_kept_tokens(seen, held, shape, tokens)
+    plan = page_plan(config.budget_spec(shape.layers, tokens), shape.block)
+    assert_selection_equals_reference(config, seen, counts, held, shape, plan)
+
+
+def assert_selection_equals_reference(config, seen, counts, held, shape, plan) -> None:
+    """Check that the layers' pages and tokens are those that the method keeps in float64."""
+    tokens = plan.tokens
+    full_block_tokens = tokens // shape.block * shape.block
     q, k, v = (
         [torch.cat(seen[i][part])[:tokens].float() for i in range(shape.layers)] for part in "qkv"
     )
     q, k, v = ([x.view(tokens, -1, shape.head_dim) for x in layers] for layers in (q, k, v))
     found = [reference(q[i], k[i], seen[i]["sinks"]) for i in range(shape.layers)]
-    plan = page_plan(config.budget_spec(shape.layers, tokens), shape.block)
     entropy, shift = torch.tensor([pair for *_, pair in found], dtype=torch.float64).T
     past = ALLOCATORS[config.compress].allocate(
         plan.budget_spec, LayerStats(entropy=entropy, shift=shift)
@@ -187,3 +254,63 @@ def test_pages_contain_the_tokens_that_the_method_selects(
     shape = replace(shape, layers=len(seen))  # the full-attention layers
     config = CompressionConfig.parse(config["kvcompress"])
     assert_equals_reference(config, seen, counts, held, shape, len(PROMPT))
+
+
+GROUP_CASES = [
+    ("qwen3", "cake", 0.4, "float32", 32),
+    ("qwen3", "snapkv", 1.0, "float32", 128),
+    ("llama-mqa", "pyramidkv", 0.5, "bfloat16", 32),
+    ("llama-d80", "cake", 0.8, "bfloat16", 32),
+    ("gpt-oss-d64", "cake", 0.4, "float32", 32),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "budget", "dtype", "block"), GROUP_CASES)
+def test_groups_hold_the_tokens_that_the_method_selects(
+    name, method, budget, dtype, block, checkpoints_folder
+):
+    """Codes against float64, and each step's output against the tokens that they stand for."""
+    shape = replace({**SHAPES, **WIDE}[name], block=block, dtype=dtype)
+    config = settings(method, budget, window=WINDOW, packed_dtype="k4v3")
+    prompt = tokens(1500, seed=34)
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=config,
+        dtype=dtype,
+        block_size=block,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=600,
+        max_num_seqs=4,
+        max_model_len=2048,
+    ) as llm:
+        seen = llm.record_attention()
+        results = llm.watch_packing(lambda result: result)
+        llm.submit("r", prompt, 8)
+        counts, groups, held = packed_groups(llm)
+        itemsize = llm.compressor.pool.itemsize
+        shape = replace(shape, layers=len(seen))
+        config = CompressionConfig.parse(config["kvcompress"])
+        plan = page_plan(
+            config.budget_spec(shape.layers, len(prompt)),
+            block,
+            page_tokens=k4v3.page_tokens(block, itemsize),
+        )
+        (request_id,) = llm.scheduler.requests
+        assert llm.manager.num_blocks_held(request_id) == plan.blocks + 1
+        llm.drain()
+
+    (result,) = results
+    assert counts == [plan.layer_tokens(pages) - plan.tail for pages in result.counts.tolist()]
+    assert_decode_reads_kept_tokens(seen, held, shape, len(prompt))
+    exact = []
+    for layer in range(shape.layers):
+        k, v = (
+            torch.cat(seen[layer][name])[: len(prompt)].view(len(prompt), -1, shape.head_dim)
+            for name in "kv"
+        )
+        kept, count = result.kept[layer], counts[layer]
+        assert_groups_equal_reference(groups[layer], kept, count, k.double(), v.double())
+        index = kept[:, :count].long()
+        head = torch.arange(len(kept))[:, None]
+        exact.append((k[index, head], v[index, head]))
+    assert_selection_equals_reference(config, seen, result.counts.tolist(), exact, shape, plan)

@@ -62,6 +62,19 @@ def test_the_settings_are_part_of_vllms_config_hash(model):
                 {"compress": "snapkv", "allow_override": "d2o"},
             )
         ),
+        *(
+            (
+                {"kv_cache_dtype": "fp8_e4m3", "additional_config": settings(**own)},
+                "packed_dtype=k4v3 cannot be combined with a fp8_e4m3 KV cache",
+                "set --kv-cache-dtype auto, or set packed_dtype to auto",
+            )
+            for own in ({"packed_dtype": "k4v3"}, {"alias": "small=cake:0.4:k4v3"})
+        ),
+        (
+            {"additional_config": settings(packed_dtype="k4v3")},
+            "k4v3 needs a head dim that is a multiple of 8 and at least 64",
+            "this model has 32; set packed_dtype to auto",
+        ),
         (
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
             "all layers must use the same KV cache dtype",

@@ -23,6 +23,7 @@ from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig
 
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
+BLOCK_BYTES = 1000
 
 
 def pack_request(name, tokens=100):
@@ -137,12 +138,19 @@ def usage_of(output):
 
 
 def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
-    notes, kept = UsageNotes(), {}
+    notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     first, other = outputs("a", "c")
     notes.attach_to([first, other])
     assert usage_of(other) is None
-    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 52.0}
+    mean = {
+        "method": "cake",
+        "budget": 0.5,
+        "packed_dtype": "auto",
+        "prompt_tokens": 100,
+        "kept_tokens": 52.0,
+        "kept_bytes": 4 * BLOCK_BYTES,  # 3 full blocks and the tail's
+    }
     assert usage_of(first) == mean
     merge(kept, usage_of(first))
     same_object = kept  # a result that refers to it is updated too
@@ -155,8 +163,31 @@ def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
     assert len(notes) == 0
 
 
+def test_kept_tokens_are_exact_once_the_workers_report():
+    """In k4v3, a page of 16 tokens holds 64. A layer that keeps all 250 leaves one partly empty."""
+    settings = CompressionConfig.parse({"compress": "cake", "budget": 0.8, "packed_dtype": "k4v3"})
+    plan = page_plan(settings.budget_spec(2, 250), 16, page_tokens=64)
+    assert (plan.pages, plan.blocks, plan.tail) == (6, 3, 10)
+    pack = PackRequest(
+        request_id="a", settings=settings, plan=plan, tokens=250, destination=(1, 2, 3)
+    )
+    notes, kept = UsageNotes(BLOCK_BYTES), {}
+    notes.add_plan(StepPlan(number=1, pack=(pack,)))
+    (first,) = outputs("a")
+    notes.attach_to([first])
+    merge(kept, usage_of(first))
+    assert (kept["packed_dtype"], kept["kept_tokens"]) == ("k4v3", 3 * 64 + 10)
+    assert kept["kept_bytes"] == 4 * BLOCK_BYTES
+    notes.add_packed([packed("a", 250, (250, 138))])
+    (second,) = outputs("a")
+    notes.attach_to([second])
+    merge(kept, usage_of(second))
+    assert (kept["kept_tokens"], kept["layer_tokens"]) == (194, [250, 138])
+    assert (kept["method"], kept["kept_bytes"]) == ("cake", 4 * BLOCK_BYTES)
+
+
 def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
-    notes, kept = UsageNotes(), {}
+    notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
     notes.add_packed([packed("a", 100, (68, 36))])
     (output,) = outputs("a")
@@ -168,7 +199,7 @@ def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
 
 
 def test_finished_requests_leave_no_usage_notes():
-    notes = UsageNotes()
+    notes = UsageNotes(BLOCK_BYTES)
     notes.add_plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     notes.add_packed([packed("gone", 100, (68, 36))])
     notes.forget_ended({"b": None})
@@ -197,20 +228,30 @@ WRAPPED = (
 )  # fmt: skip
 
 
-def collected(*kept):
+REPORT = {
+    "method": "tova",
+    "budget": 0.1,
+    "packed_dtype": "auto",
+    "prompt_tokens": 100,
+    "kept_tokens": 10.0,
+    "kept_bytes": 3000,
+}
+
+
+def collected(*reports):
     found = Collected()
-    for index, each in enumerate(kept):
+    for index, each in enumerate(reports):
         found.note(SimpleNamespace(request_id=str(index), kv_compress=each))
     found.note(SimpleNamespace(request_id="whole"))
     return found
 
 
 def test_usage_of_a_requests_prompts_is_summed():
-    one = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.25}
+    one = REPORT | {"kept_tokens": 10.25}
     two = {**one, "prompt_tokens": 300, "kept_tokens": 30.5, "layer_tokens": [20, 41]}
     assert collected().total() is None
     both = collected(one, two).total()
-    assert both == {"method": "tova", "budget": 0.1, "prompt_tokens": 400, "kept_tokens": 40.8}
+    assert both == REPORT | {"prompt_tokens": 400, "kept_tokens": 40.8, "kept_bytes": 6000}
     assert collected(two, two).total()["layer_tokens"] == [40, 82]
     # one prompt was compressed after its look-ahead, the other at the end of its prefill
     assert collected({**two, "lookahead": 32}, one).total()["lookahead"] == 32
@@ -230,18 +271,17 @@ def test_usage_of_a_requests_prompts_is_summed():
     ids=str,
 )
 def test_events_without_openai_usage_are_unchanged(event):
-    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
-    assert with_usage(event, collected(kept)) is event
+    assert with_usage(event, collected(REPORT)) is event
 
 
 def test_event_with_usage_keeps_vllms_fields():
     details = '"prompt_tokens_details":{"cached_tokens":2}'
     event = f'data: {{"id":"é","usage":{{"prompt_tokens":3,{details}}}}}\n\n'
-    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
     assert with_usage(event, collected()) is event
-    assert with_usage(event, collected(kept)) == (
+    assert with_usage(event, collected(REPORT)) == (
         'data: {"id":"é","usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2,'
-        '"kv_compress":{"method":"tova","budget":0.1,"prompt_tokens":100,"kept_tokens":10.0}}}}\n\n'
+        '"kv_compress":{"method":"tova","budget":0.1,"packed_dtype":"auto","prompt_tokens":100,'
+        '"kept_tokens":10.0,"kept_bytes":3000}}}}\n\n'
     )
 
 
@@ -252,10 +292,8 @@ def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
     from vllm.entrypoints.serve.engine.protocol import UsageInfo
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
-
     async def generate(self):
-        yield SimpleNamespace(request_id="a", kv_compress=kept)
+        yield SimpleNamespace(request_id="a", kv_compress=REPORT)
 
     async def events():
         async for _ in AsyncLLM.generate(None):
@@ -284,7 +322,7 @@ def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
         chunk = json.loads(event.removeprefix("data: "))
         return chunk["usage"]["prompt_tokens_details"]["kv_compress"]
 
-    assert asyncio.run(reported_usage()) == kept
+    assert asyncio.run(reported_usage()) == REPORT
 
 
 IN, XARGS = "vllm.entrypoints.", lambda request: request.vllm_xargs
@@ -336,13 +374,16 @@ def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():
 
     outcome = Outcome(free_before=1, records=[rank(1.0), rank(3.0), rank(5.0), rank(7.0)])
     limits = SimpleNamespace(
-        settings=SimpleNamespace(compress="cake", budget=0.2, resolved_lookahead=0)
+        settings=SimpleNamespace(
+            compress="cake", budget=0.2, resolved_packed_dtype="k4v3", resolved_lookahead=0
+        )
     )
     plan, numbers = SimpleNamespace(tokens=90), (1, 3, 5, 7)
     found = kept_map(outcome, plan, limits, "m", numbers=numbers, stages=2)
     assert found.kept_tokens == [2.0, 20.0, 6.0, 60.0]
     assert found.share == [[2.0], [3.0], [6.0], [7.0]]
     assert (found.kv_heads, list(found.names)) == (4, [1, 3, 5, 7])
+    assert found.title == "m, cake, budget 0.2, k4v3"
     alone = kept_map(outcome, plan, limits, "m")
     assert alone.kept_tokens == [4.0, 40.0]
     assert (alone.kv_heads, list(alone.names)) == (8, [0, 1])

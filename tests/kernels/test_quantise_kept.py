@@ -11,7 +11,11 @@ from kvcompress_kernels import k4v3
 from kvcompress_kernels.builds import FLOAT8, FLOATS
 from kvcompress_kernels.quantise_kept import quantise_kept, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The interpreter warns where a kernel reduces nothing but NaN, which is defined on a GPU.
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=6 if INTERPRETED else 40)

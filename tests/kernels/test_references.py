@@ -1,4 +1,7 @@
-"""The ops' references against the definitions in docs/methods.md (`methods_reference`)."""
+"""The ops' references against the definitions in docs/methods.md (`methods_reference`).
+
+`quantise_kept` is tested against the definition of the packed format in `k4v3`.
+"""
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from kvcompress_kernels.column_sums import reference as column_sums
 from kvcompress_kernels.key_cosines import reference as key_cosines
 from kvcompress_kernels.lag_scores import reference as lag_scores
 from kvcompress_kernels.merge_evicted import reference as merge_evicted
+from kvcompress_kernels.quantise_kept import reference as quantise_kept
 from kvcompress_kernels.value_norms import reference as value_norms
 from kvcompress_kernels.value_scores import reference as value_scores
 from kvcompress_kernels.window_scores import reference as window_scores
@@ -123,3 +127,39 @@ def test_merging(prompt, cache, values_only, tau):
         )
         assert_close(got.keys[0, head], want[0])
         assert_close(got.values[0, head], want[1])
+
+
+def test_packed_format():
+    """Read every number of two heads' groups from the bytes where `k4v3` says that it is."""
+    dim, tokens = 72, 75
+    rng = np.random.RandomState(5)
+    k, v = rng.standard_normal((2, KV_HEADS, tokens, dim)).astype(np.float32)
+    k[:, :, 1] += 200
+    keys, pages = paged_keys(torch.from_numpy(k), 16)
+    values, _ = paged_values(torch.from_numpy(v), 16)
+    into = torch.zeros(1, KV_HEADS, 32, 4 * dim, dtype=torch.uint8)
+    counts, targets = torch.tensor([tokens], dtype=torch.int32), torch.tensor([[0]])
+    quantise_kept.run(keys, values, pages[None], None, counts, targets, into)
+    groups = into.reshape(KV_HEADS, 2, 64 * dim).numpy()
+
+    for head, t in np.ndindex(KV_HEADS, tokens):
+        content, at = groups[head, t // 64], t % 64
+        members = range(t // 64 * 64, min(t // 64 * 64 + 64, tokens))
+
+        def half(byte, content=content):
+            return float(content[byte : byte + 2].view(np.float16)[0])
+
+        for c in range(dim):
+            j, high = c % (dim // 2), c // (dim // 2)
+            code = content[at * dim // 2 + j] >> 4 * high & 15
+            channel = k[head, members, c]
+            scale, minimum = half(56 * dim + 2 * c), half(58 * dim + 2 * c)
+            assert_close(minimum, channel.min(), rtol=2**-10)
+            assert_close(scale, (channel.max() - minimum) / 15, rtol=2**-10)
+            assert abs(k[head, t, c] - minimum - scale * code) <= 0.51 * scale
+            low = content[32 * dim + at * dim // 4 + c % (dim // 4)] >> 2 * (c // (dim // 4)) & 3
+            top = content[48 * dim + at * dim // 8 + c % (dim // 8)] >> c // (dim // 8) & 1
+            scale, minimum = half(60 * dim + 2 * at), half(60 * dim + 128 + 2 * at)
+            assert_close(minimum, v[head, t].min(), rtol=2**-10)
+            assert_close(scale, (v[head, t].max() - minimum) / 7, rtol=2**-10)
+            assert abs(v[head, t, c] - minimum - scale * (low + 4 * top)) <= 0.51 * scale

@@ -27,6 +27,7 @@ SIZES = Sizes(
 METHODS = st.sampled_from(sorted(PRESETS))
 BUDGETS = st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0, 64, 700, 4000, 5000])
 BOUNDS = st.sampled_from(["", "0.05:0.3", "64:900", "0.1:0.4,100:2000"])
+FORMATS = st.sampled_from(["auto", "k4v3"])
 
 
 @st.composite
@@ -38,9 +39,12 @@ def engines(draw):
         raw_settings |= {"allow_override": methods}
         if bounds := draw(BOUNDS):
             raw_settings |= {"budget_bounds": bounds}
-    aliases = draw(st.dictionaries(st.sampled_from("ab"), st.tuples(METHODS, BUDGETS), max_size=2))
+    if draw(st.booleans()):
+        raw_settings |= {"packed_dtype": draw(FORMATS)}
+    meanings = st.tuples(METHODS, BUDGETS) | st.tuples(METHODS, BUDGETS, FORMATS)
+    aliases = draw(st.dictionaries(st.sampled_from("ab"), meanings, max_size=2))
     raw_settings |= {
-        "alias": {name: f"{method}:{budget}" for name, (method, budget) in aliases.items()}
+        "alias": {name: ":".join(map(str, meaning)) for name, meaning in aliases.items()}
     }
     try:
         engine = CompressionConfig.parse(raw_settings)
@@ -58,6 +62,7 @@ def engines(draw):
             "kv_compress": METHODS,
             "kv_budget": BUDGETS | st.floats(0.01, 0.999),
             "kv_alias": st.sampled_from("ab"),
+            "kv_packed_dtype": FORMATS,
         },
     ),
 )
@@ -78,6 +83,15 @@ def test_no_request_takes_more_than_is_reserved(engine, request_args):
         ({"compress": "off", "alias": "a=d2o:0.05"}, [{"kv_alias": "a"}]),
         ({"compress": "off", "budget": 0.9, "alias": "a=d2o:0.05"}, [{"kv_alias": "a"}]),
         ({"compress": "snapkv", "budget": 0.9, "alias": "a=d2o:0.05"}, [{}, {"kv_alias": "a"}]),
+        (
+            {"compress": "snapkv", "budget": 0.1, "alias": "a=snapkv:0.8:k4v3"},
+            [{}, {"kv_alias": "a"}],
+        ),
+        (
+            {"compress": "off", "packed_dtype": "k4v3", "allow_override": "d2o"}
+            | {"budget_bounds": "0.1:0.6"},
+            [{"kv_compress": "d2o", "kv_budget": 0.6, "kv_packed_dtype": "auto"}],
+        ),
         (
             {"compress": "off", "allow_override": "tova", "budget_bounds": "16:64", "budget": 64}
             | {"alias": "a=d2o:0.05"},

@@ -159,6 +159,62 @@ def test_prompt():
     assert parse(budget=0.1).budget_spec(24, 100).budget == 33
 
 
+# -- format of kept tokens --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_packs_in_the_caches_dtype(name):
+    assert parse(name).resolved_packed_dtype == parse(name, packed_dtype=None).resolved_packed_dtype
+    assert parse(name).resolved_packed_dtype == "auto"
+    assert parse(name, packed_dtype="k4v3").resolved_packed_dtype == "k4v3"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"), [("k4v4", "did you mean 'k4v3'?"), ("fp8", "['auto', 'k4v3']"), (True, "")]
+)
+def test_an_unknown_format_is_refused(value, hint):
+    refused(f"packed_dtype={str(value)!r} is unknown", hint, packed_dtype=value)
+
+
+@pytest.mark.parametrize(
+    ("other", "flag"),
+    [({"decode_budget": 512}, "--kv-decode-budget 512"), ({"max_whole": 4096}, "--kv-max-whole")],
+)
+def test_k4v3_cannot_be_packed_more_than_once(other, flag):
+    assert parse(packed_dtype="auto", **other).resolved_packed_dtype == "auto"
+    refused("packed_dtype=k4v3", flag, "set packed_dtype to auto", packed_dtype="k4v3", **other)
+    refused("alias 'a': packed_dtype=k4v3", flag, alias="a=tova:0.5:k4v3", **other)
+    raw = {"compress": "off", "allow_override": "cake", "packed_dtype": "k4v3", **other}
+    refused("allow_override='cake': packed_dtype=k4v3", flag, raw=raw)
+
+
+def test_an_engine_packs_k4v3_if_some_request_can_be_packed_in_it():
+    assert not parse(allow_override="all", alias="a=cake:0.2").packs_k4v3
+    assert parse(packed_dtype="k4v3").packs_k4v3
+    assert parse("off", packed_dtype="k4v3", allow_override="off,cake").packs_k4v3
+    assert not parse("off", packed_dtype="k4v3", allow_override="off").packs_k4v3
+    assert parse("off", alias="a=cake:0.2:k4v3").packs_k4v3
+    assert not parse("off", packed_dtype="k4v3", alias="a=cake:0.2:auto").packs_k4v3
+
+
+def test_an_interval_without_a_decode_budget_applies_to_k4v3_only():
+    config = parse(
+        packed_dtype="k4v3", decode_interval=256, allow_override="all", alias="a=tova:64:auto"
+    )
+    assert all(v.packs_outputs for v in (config, config.variant("snapkv"), config.variant("h2o")))
+    plain = config.variant("snapkv", packed_dtype="auto"), config.alias_settings(config.alias[0])
+    assert not any(variant.packs_outputs for variant in plain)
+    bounded = parse(decode_budget=512, decode_interval=256).variant("tova")
+    assert (bounded.decode_budget, bounded.decode_interval) == (512, 256)
+
+
+def test_another_method_keeps_the_engines_format():
+    config = parse(packed_dtype="k4v3", allow_override="all")
+    assert config.variant("snapkv").resolved_packed_dtype == "k4v3"
+    assert config.variant("snapkv", packed_dtype="auto").resolved_packed_dtype == "auto"
+    assert config.variant(packed_dtype="auto").resolved_packed_dtype == "auto"
+
+
 # -- serialization ----------------------------------------------------------------------------
 
 FULL = {
@@ -170,10 +226,11 @@ FULL = {
     "lookahead_on_pressure": "waiting",
     "protect": ["system", "question"],
     "lookahead": 8,
+    "packed_dtype": "auto",
     "pressure": 0.5,
     "allow_override": ["off", "tova"],
     "budget_bounds": [[0.05, 0.5], [64, 512]],
-    "alias": {"llama@kv0.2": "cake:0.2", "a=b:c": "tova:64", "llama@full": "off"},
+    "alias": {"llama@kv0.2": "cake:0.2:auto", "a=b:c": "tova:64", "llama@full": "off"},
     "usage": True,
     "allocator": "cake",
     "scorer": "caote",
@@ -207,6 +264,7 @@ FULL = {
         {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
         {"compress": "snapkv", "merge": "values"},
         {"compress": "off", "budget": 0.3},
+        {"compress": "cake", "packed_dtype": "k4v3", "alias": {"small": "snapkv:0.4:k4v3"}},
         FULL,
     ],
     ids=str,

@@ -142,6 +142,25 @@ def test_an_alias_can_be_written_in_three_ways():
     assert parse().alias == parse(alias=[]).alias == ()
 
 
+def test_an_alias_can_set_the_format_of_kept_tokens():
+    config = parse(alias=["a=b=cake:0.4:k4v3", "c=tova : 64 : auto", "d=cake:0.5"])
+    assert [(alias.name, alias.packed_dtype) for alias in config.alias] == [
+        ("a=b", "k4v3"),
+        ("c", "auto"),
+        ("d", None),
+    ]
+    assert [str(alias) for alias in config.alias] == [
+        "a=b=cake:0.4:k4v3",
+        "c=tova:64:auto",
+        "d=cake:0.5",
+    ]
+    formats = [config.alias_settings(alias).resolved_packed_dtype for alias in config.alias]
+    assert formats == ["k4v3", "auto", "auto"]
+    assert CompressionConfig.parse(config.to_additional_config()) == config
+    k4v3 = parse(packed_dtype="k4v3", alias=["a=tova:64:auto", "b=tova:64"])
+    assert [variant.resolved_packed_dtype for variant in k4v3.variants] == ["k4v3", "auto", "k4v3"]
+
+
 def test_a_method_name_may_contain_a_hyphen():
     """In lists, aliases and requests."""
     raw_settings = {
@@ -174,6 +193,11 @@ def test_a_method_name_may_contain_a_hyphen():
         ("a=cak:0.2", "did you mean 'cake'"),
         ("a=custom:0.2", "'custom' is unknown"),
         ("a=off:0.2", "off takes no budget, got 'off:0.2'"),
+        ("a=off:k4v3", "off takes no budget, got 'off:k4v3'"),
+        ("a=cake:k4v3", "'a': budget must be a ratio"),
+        ("a=cake:0.2:", "'a': packed_dtype='' is unknown"),
+        ("a=cake:0.2:k4v4", "did you mean 'k4v3'?"),
+        ("a=cake:0.2:k4v3:auto", "'a': packed_dtype='k4v3:auto' is unknown"),
         (["a=cake:0.2", "a=tova:0.2"], "'a' is given twice"),
         ({"a": "cake:0.2", "a ": "off"}, "'a' is given twice"),
         ({"a": 0.2}, "got 'a=0.2'"),

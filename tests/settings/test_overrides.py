@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import override_args, settings_for
+from vllm_kvcompress.settings.overrides import override_args, packed_dtypes, settings_for
 
 OPEN = CompressionConfig.parse(
     {"compress": "cake", "budget": 0.2, "min_prompt": 300, "pressure": 0.4, "min_output": 9}
@@ -98,6 +98,59 @@ def test_a_request_wins_over_its_alias_if_overrides_are_allowed():
     assert (reason, "'full' means off" in message) == ("invalid", True)
 
 
+def test_a_request_chooses_the_format_of_kept_tokens():
+    """auto always; k4v3 if the engine's own settings, an allowed method or an alias use it."""
+    plain = CompressionConfig.parse({"compress": "cake", "allow_override": "all"})
+    assert packed_dtypes(plain) == ("auto",)
+    assert settings_for(plain, {"kv_packed_dtype": "auto"}).resolved_packed_dtype == "auto"
+    reason, message = refusal(plain, kv_packed_dtype="k4v3")
+    assert reason == "not_allowed"
+    assert "does not pack prompts in k4v3" in message
+    assert "ask the operator for --kv-packed-dtype k4v3" in message
+    for changes in ({"packed_dtype": "k4v3"}, {"alias": "small=tova:0.4:k4v3"}):
+        engine = CompressionConfig.parse({"compress": "cake", "allow_override": "all", **changes})
+        assert packed_dtypes(engine) == ("auto", "k4v3")
+        for packed_dtype in ("auto", "k4v3"):
+            extra_args = {"kv_packed_dtype": packed_dtype, "kv_compress": "snapkv"}
+            chosen = settings_for(engine, extra_args)
+            assert (chosen.compress, chosen.resolved_packed_dtype) == ("snapkv", packed_dtype)
+    one = {"kv_packed_dtype": "k4v3", "kv_budget": 1.0, "kv_lookahead": 0}
+    assert settings_for(engine, one).resolved_packed_dtype == "k4v3"
+
+
+def test_requests_that_may_not_choose_settings_may_not_choose_a_format():
+    engine = CompressionConfig.parse({"compress": "cake", "packed_dtype": "k4v3"})
+    assert packed_dtypes(engine) == ()
+    assert refusal(engine, kv_packed_dtype="auto")[0] == "not_allowed"
+
+
+@pytest.mark.parametrize("value", ["K4V3", "fp8", "", None, True, 4, ["k4v3"], "k" * 10**6])
+def test_a_wrong_format_is_refused(value):
+    reason, message = refusal(OPEN, kv_packed_dtype=value)
+    assert (reason, message.startswith("kv_packed_dtype must be auto or k4v3")) == ("invalid", True)
+    assert len(message) < 200
+    assert refusal(OPEN, kv_packed_dtyp="k4v3")[1].endswith("did you mean 'kv_packed_dtype'?")
+    assert refusal(OPEN, packed_dtype="k4v3")[1].endswith("did you mean 'kv_packed_dtype'?")
+    assert refusal(OPT_IN, kv_packed_dtype="auto")[0] == "invalid"
+    assert "needs a method" in refusal(OPEN, kv_compress="off", kv_packed_dtype="auto")[1]
+
+
+def test_a_requests_format_wins_over_its_aliass_and_that_over_the_engines():
+    engine = CompressionConfig.parse(
+        {"compress": "cake", "allow_override": "all", "packed_dtype": "k4v3"}
+        | {"alias": {"plain": "tova:0.5:auto", "own": "tova:0.5", "full": "off"}}
+    )
+
+    def packed_dtype(**extra_args):
+        return settings_for(engine, extra_args).resolved_packed_dtype
+
+    assert packed_dtype(kv_budget=0.5) == packed_dtype(kv_alias="own") == "k4v3"
+    assert packed_dtype(kv_alias="plain") == packed_dtype(kv_alias="plain", kv_budget=0.9) == "auto"
+    assert packed_dtype(kv_alias="plain", kv_packed_dtype="k4v3") == "k4v3"
+    assert packed_dtype(kv_alias="own", kv_packed_dtype="auto") == "auto"
+    assert refusal(engine, kv_alias="full", kv_packed_dtype="auto")[0] == "invalid"
+
+
 @pytest.mark.parametrize(
     ("raw", "extra_args"),
     [
@@ -151,7 +204,7 @@ def test_another_method_is_its_preset_with_the_engines_limits():
         ({"kv_budget": math.nan}, "invalid", "kv_budget must be a ratio"),
         ({"kv_budget": -0.1}, "invalid", "got -0.1"),
         ({"kv_budget": True}, "invalid", "kv_budget must be"),
-        ({"kv_budget": 1}, "invalid", "write 1.0 to keep everything"),
+        ({"kv_budget": 1}, "invalid", "write 1.0 to keep every token"),
         ({"kv_budget": [0.2]}, "invalid", "got [0.2]"),
         ({"kv_budget": None}, "invalid", "got None"),
         ({"kv_compress": 3}, "invalid", "kv_compress must be off or the name of a method, got 3"),

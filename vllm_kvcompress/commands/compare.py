@@ -32,7 +32,8 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.serving.exposition import Host, Refused
-from vllm_kvcompress.settings.parsing import parse_budget
+from vllm_kvcompress.settings.packed_dtype import AUTO
+from vllm_kvcompress.settings.parsing import parse_budget_and_format
 from vllm_kvcompress.settings.protection import NONE, WORDS, parse_protect
 
 _INTERRUPTED = 130
@@ -52,7 +53,9 @@ class CompareRequest:
         model: folder of a model to start a server for, None with `url`.
         arguments: further flags of ``vllm serve`` for `model`.
         prompts: JSONL file of prompts, None with `tasks`.
-        tasks, methods, budgets: names or numbers separated by commas.
+        tasks, methods: names separated by commas.
+        budgets: budgets separated by commas, each optionally followed by a format as in
+            ``0.4:k4v3``.
         length, count, question, seed: options of the tasks' prompts.
         protect: parts of a chat to run each method with and without. None for the server's
             default.
@@ -118,20 +121,28 @@ class CompareRequest:
         methods = _parts("--methods", self.methods)
         for method in methods:
             choose("method", PRESETS, method)
-        budgets = list(dict.fromkeys(parse_budget(b) for b in _parts("--budgets", self.budgets)))
-        if len({type(budget) for budget in budgets}) > 1:
+        budgets = [parse_budget_and_format(text) for text in _parts("--budgets", self.budgets)]
+        if len({type(budget) for budget, _ in budgets}) > 1:
             raise ConfigError(
                 "--budgets must be all ratios or all whole numbers of tokens, because ratios and"
                 f" tokens cannot be ranked together; got {self.budgets}"
             )
         protections = [""] if self.protect is None else [NONE, self._protected_parts]
         lookaheads = [None] if self.lookaheads is None else _whole_numbers(self.lookaheads)
+        # If one budget names a format, the others have the KV cache's dtype.
+        default_format = AUTO if any(packed_dtype for _, packed_dtype in budgets) else ""
         return [
-            Cell(method=method, budget=budget, protect=protect, lookahead=lookahead)
+            Cell(
+                method=method,
+                budget=budget,
+                protect=protect,
+                lookahead=lookahead,
+                packed_dtype=packed_dtype or default_format,
+            )
             for method in methods
             for lookahead in lookaheads
             for protect in protections
-            for budget in budgets
+            for budget, packed_dtype in dict.fromkeys(budgets)
         ]
 
     @property
@@ -146,11 +157,16 @@ class CompareRequest:
 
     @property
     def baseline_cells(self) -> list[Cell]:
-        """Return the baselines that `methods` does not name, at every budget."""
+        """Return the baselines that `methods` does not name, at every budget and format."""
         cells = self.cells if self.baselines else []
         named = {cell.method for cell in cells}
-        budgets = dict.fromkeys(cell.budget for cell in cells)
-        return [Cell(method=m, budget=b) for m in _BASELINES if m not in named for b in budgets]
+        kept = dict.fromkeys((cell.budget, cell.packed_dtype) for cell in cells)
+        return [
+            Cell(method=method, budget=budget, packed_dtype=packed_dtype)
+            for method in _BASELINES
+            if method not in named
+            for budget, packed_dtype in kept
+        ]
 
     @property
     def task_names(self) -> list[str]:

@@ -39,7 +39,12 @@ Methods = Annotated[
 ]
 Budgets = Annotated[
     str,
-    typer.Option("--budgets", metavar="BUDGETS", help="Budgets to compare, separated by commas."),
+    typer.Option(
+        "--budgets",
+        metavar="BUDGETS",
+        help="Budgets to compare, separated by commas. 0.4:k4v3 is a budget with the format that"
+        " --kv-packed-dtype names.",
+    ),
 ]
 Protect = Annotated[
     str | None,

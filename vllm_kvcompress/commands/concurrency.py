@@ -25,10 +25,16 @@ from vllm_kvcompress.planning.memory import (
     sum_bytes_per_block,
     table_bytes,
 )
+from vllm_kvcompress.planning.packed_pages import mean_layer_tokens, packed_page_tokens
 from vllm_kvcompress.planning.pieces import piece_schedule
-from vllm_kvcompress.planning.schedules import LookaheadSchedule, OutputSchedule
+from vllm_kvcompress.planning.schedules import (
+    LookaheadSchedule,
+    OutputGroupSchedule,
+    OutputSchedule,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
+from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 
 _MAX_SEARCHED_BLOCKS = 200
 """Prompt lengths that `_pays_from` tries, in blocks above the shortest compressed prompt."""
@@ -116,6 +122,7 @@ def forecast(
         ConfigError: Not even one prompt fits.
     """
     plan, reason = _page_plan(settings, sizes, load)
+    page_tokens = _page_tokens(settings, sizes)
     off, on = _blocks(load, sizes, None, None), _blocks(load, sizes, settings, plan)
     clients_choose = bool(settings.allow_override or settings.alias)
     asks, largest = _largest_request(settings, sizes, load) if clients_choose else ("", on)
@@ -139,6 +146,9 @@ def forecast(
         block_bytes=sizes.block_bytes,
         left_whole=reason,
         kept_tokens=_kept_tokens(load, plan),
+        budget_tokens=settings.tokens_per_layer(load.prompt) if settings.enabled else load.prompt,
+        packed_dtype=AUTO if page_tokens is None else K4V3,
+        page_tokens=page_tokens or sizes.block_size,
         pages=0 if plan is None else plan.pages,
         off=off,
         on=on,
@@ -153,7 +163,34 @@ def forecast(
         in_pieces=_in_pieces(settings, sizes, load, num_blocks),
         with_states=sizes.groups is not None and sizes.groups.stateful > 0,
         pays_from=_pays_from(settings, sizes),
+        auto=_in_auto(settings, sizes, load, pool_bytes, tables_from_pool=tables_from_pool),
     )
+
+
+def _in_auto(
+    settings: CompressionConfig,
+    sizes: Sizes,
+    load: Workload,
+    pool_bytes: int | None,
+    *,
+    tables_from_pool: bool,
+) -> Forecast | None:
+    """Return the forecast at the same budget in the cache's dtype; None if it is packed so."""
+    if _page_tokens(settings, sizes) is None:
+        return None
+    in_auto = settings.variant(packed_dtype=AUTO)
+    with suppress(ConfigError):
+        return forecast(
+            sizes, in_auto, load, pool_bytes=pool_bytes, tables_from_pool=tables_from_pool
+        )
+    return None
+
+
+def _page_tokens(settings: CompressionConfig, sizes: Sizes) -> int | None:
+    """Return the tokens in a packed page; None if it holds the tokens of an ordinary page."""
+    if not settings.enabled:
+        return None
+    return packed_page_tokens(settings, sizes.block_size, sizes.key_itemsize)
 
 
 def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
@@ -167,7 +204,8 @@ def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
     block, min_tokens = sizes.block_size, max(settings.min_prompt, 1)
     min_full = min_tokens // block
     for full in range(min_full + _MAX_SEARCHED_BLOCKS, min_full - 1, -1):
-        plan = settings.page_plan(sizes.layers, max(full * block, min_tokens), block)
+        tokens = max(full * block, min_tokens)
+        plan = settings.page_plan(sizes.layers, tokens, block, (), _page_tokens(settings, sizes))
         if plan is None or plan.blocks >= plan.full_blocks:
             return (full + 1) * block if full < min_full + _MAX_SEARCHED_BLOCKS else None
     return min_tokens
@@ -197,7 +235,9 @@ def _page_plan(
     """Return the page plan of the prompt, and why there is none."""
     if not settings.enabled:
         return None, "only requests that choose a method are compressed"
-    plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size, load.spans)
+    plan = settings.page_plan(
+        sizes.layers, load.prompt, sizes.block_size, load.spans, _page_tokens(settings, sizes)
+    )
     pieces = piece_schedule(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
     reason = _uncompressed_reason(settings, load, plan) if pieces is None else None
     if reason is None and plan is not None and settings.resolved_lookahead:
@@ -217,6 +257,7 @@ def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Workload) -> Loo
         max_tokens=load.prompt + load.output,
         prefilled=load.prompt,
         spans=load.spans,
+        page_tokens=_page_tokens(settings, sizes),
     )
 
 
@@ -224,7 +265,7 @@ def _kept_tokens(load: Workload, plan: PagePlan | None) -> float:
     """Return the prompt tokens that a layer keeps, without the output tokens in the plan."""
     if plan is None:
         return load.prompt
-    return plan.pages * plan.block_size / plan.num_layers + plan.tail - (plan.tokens - load.prompt)
+    return mean_layer_tokens(plan) - (plan.tokens - load.prompt)
 
 
 def _largest_request(
@@ -240,10 +281,11 @@ def _largest_request(
     ]
     for method in sorted(methods - {"off"}):
         budgets = largest_budgets(settings, method)
-        for budget in (*budgets.named, *budgets.granted):
+        for budget, packed_dtype in (*budgets.named, *budgets.granted):
+            asks = f"{method} at {budget}" + (f" in {packed_dtype}" if packed_dtype else "")
             # Requests cannot choose a budget below the method's window.
             with suppress(ConfigError):
-                candidates.append((f"{method} at {budget}", settings.variant(method, budget)))
+                candidates.append((asks, settings.variant(method, budget, packed_dtype)))
     requests = [
         (
             asks,
@@ -264,10 +306,10 @@ def _uncompressed_reason(
         return f"its output is shorter than --kv-min-output {settings.min_output}"
     if load.output < settings.resolved_lookahead + 2:
         return f"its output ends within the look-ahead of {settings.resolved_lookahead} tokens"
-    if mostly_protected(load.spans, load.prompt):
+    if plan is None and mostly_protected(load.spans, load.prompt):
         return "more than half of it is protected"
     if plan is None:
-        return "the budget keeps all its full blocks"
+        return "compressing it to this budget would free no block"
     return None
 
 
@@ -289,14 +331,13 @@ def _blocks(
         looking = _lookahead(settings, sizes, load).blocks_when_due(prefill_end)
         prefill = max(prefill, looking)
     lookahead_steps = packed_at - load.prompt
-    if settings is not None and settings.enabled and settings.decode_budget is not None:
+    schedule = None
+    if settings is not None and settings.enabled:
+        schedule = _output_schedule(settings, sizes, load)
+    if schedule is not None:
         footprint = KVFootprint(num_layers=sizes.layers, block_size=block)
         if plan is not None:
             footprint.pack(plan, plan.full_blocks)
-        last = load.prompt + load.output
-        schedule = OutputSchedule(
-            settings=settings, prefilled=load.prompt, max_tokens=last, spans=load.spans
-        )
         packed = 0 if plan is None else plan.blocks
         end = schedule.max_blocks(footprint, packed=packed, tokens=load.cached)
     decode_steps = load.output - lookahead_steps
@@ -307,6 +348,22 @@ def _blocks(
         decoding=decoding + sizes.other_blocks(load.prompt),
         end=end + sizes.other_blocks(load.cached),
         mean=mean + sizes.other_blocks(load.cached),
+    )
+
+
+def _output_schedule(
+    settings: CompressionConfig, sizes: Sizes, load: Workload
+) -> OutputSchedule | OutputGroupSchedule | None:
+    """Return the schedule that packs a request's output, or None if its cache grows."""
+    page_tokens, max_tokens = _page_tokens(settings, sizes), load.prompt + load.output
+    if settings.packs_outputs and page_tokens is not None:
+        return OutputGroupSchedule(
+            settings=settings, max_tokens=max_tokens, page_tokens=page_tokens
+        )
+    if settings.decode_budget is None:
+        return None
+    return OutputSchedule(
+        settings=settings, prefilled=load.prompt, max_tokens=max_tokens, spans=load.spans
     )
 
 

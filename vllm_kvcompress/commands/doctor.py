@@ -20,6 +20,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import Host
 from vllm_kvcompress.serving.text import QUESTION, english
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.packed_dtype import parse_packed_dtype
 from vllm_kvcompress.settings.parsing import parse_budget
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
@@ -183,16 +184,18 @@ def _chat(request: DoctorRequest, text: str) -> dict[str, Any] | None:
 
 def _request_xargs(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the ``vllm_xargs`` for the request to a running server."""
-    if unsupported := sorted(settings.keys() - {"compress", "budget"}):
+    if unsupported := sorted(settings.keys() - {"compress", "budget", "packed_dtype"}):
         raise ConfigError(
-            "with --url, a request can only set --kv-compress and --kv-budget; the server sets"
-            f" {unsupported}, so remove them"
+            "with --url, a request can only set --kv-compress, --kv-budget and --kv-packed-dtype;"
+            f" the server sets {unsupported}, so remove them"
         )
     xargs: dict[str, Any] = {}
     if "compress" in settings:
         xargs["kv_compress"] = CompressionConfig.parse({"compress": settings["compress"]}).compress
     if "budget" in settings:
         xargs["kv_budget"] = parse_budget(settings["budget"])
+    if "packed_dtype" in settings:
+        xargs["kv_packed_dtype"] = parse_packed_dtype(settings["packed_dtype"])
     return xargs
 
 

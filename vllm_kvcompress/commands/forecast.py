@@ -3,7 +3,7 @@
 The field names are keys of the JSON output.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_kvcompress.methods.spans import Spans
@@ -113,6 +113,9 @@ class Forecast:
         block_bytes: bytes per block.
         left_whole: why the prompt is not compressed. None if it is.
         kept_tokens: prompt tokens that a layer keeps, mean over layers.
+        budget_tokens: the budget in tokens per layer, before it is rounded up to whole blocks.
+        packed_dtype: format of kept tokens.
+        page_tokens: tokens that a packed page holds.
         pages: pages kept over all layers. 0 if the prompt is not compressed.
         off, on: blocks of a request without and with compression.
         table_bytes: size of the page tables.
@@ -126,6 +129,8 @@ class Forecast:
         with_states: whether some layers keep a recurrent state, which makes blocks long.
         pays_from: prompt length in tokens from which compression always frees a block. Only for
             models with states. None if there is no such length.
+        auto: the forecast at the same budget in the cache's dtype. None if kept tokens have it, or
+            if no prompt fits.
     """
 
     load: Workload
@@ -133,6 +138,9 @@ class Forecast:
     block_bytes: int
     left_whole: str | None
     kept_tokens: float
+    budget_tokens: int
+    packed_dtype: str
+    page_tokens: int
     pages: int
     off: RequestBlocks
     on: RequestBlocks
@@ -145,9 +153,11 @@ class Forecast:
     in_pieces: InPieces | None = None
     with_states: bool = False
     pays_from: int | None = None
+    auto: "Forecast | None" = None
 
     def to_json(self) -> dict[str, Any]:
-        payload = asdict(self)
+        payload = asdict(replace(self, auto=None))
+        payload["auto"] = None if self.auto is None else self.auto.to_json()
         payload["request_off"] = self._with_bytes(payload.pop("off"))
         payload["request_on"] = self._with_bytes(payload.pop("on"))
         if payload["worst"] is not None:

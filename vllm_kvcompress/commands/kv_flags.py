@@ -20,6 +20,14 @@ Budget = Annotated[
         " layer.",
     ),
 ]
+PackedDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-packed-dtype",
+        metavar="FORMAT",
+        help="Format of kept tokens: auto, or k4v3 for 4 times as many tokens in the same memory.",
+    ),
+]
 Window = Annotated[
     int | None,
     typer.Option(
@@ -81,6 +89,15 @@ DecodeBudget = Annotated[
         help="Maximum tokens per layer that a request may hold while it decodes.",
     ),
 ]
+DecodeInterval = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-decode-interval",
+        metavar="TOKENS",
+        help="Output tokens between two compressions to --kv-decode-budget. Without it, in k4v3:"
+        " output tokens between two packings, which drop none.",
+    ),
+]
 AllowOverride = Annotated[
     str | None,
     typer.Option(
@@ -102,7 +119,8 @@ Aliases = Annotated[
     typer.Option(
         "--kv-alias",
         metavar="NAME=METHOD:BUDGET",
-        help="Additional model name whose requests use this method and budget. May be repeated.",
+        help="Additional model name whose requests use this method and budget, and with"
+        " NAME=METHOD:BUDGET:k4v3 also this format. May be repeated.",
     ),
 ]
 Everything = Annotated[

@@ -23,6 +23,8 @@ from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
 from vllm_kvcompress.planning.obstacles import (
     merging_refusal,
+    packed_cache_refusal,
+    packed_shape_refusal,
     probe_refusal,
     repacking_refusal,
     state_caching_refusal,
@@ -88,10 +90,14 @@ class PlanResult:
         console = Console()
         if load.protected:
             title += f", {load.protected:,} protected tokens"
+        if self.settings.packed_dtype is not None:
+            title += f" --kv-packed-dtype {self.settings.packed_dtype}"
         if self.settings.lookahead is not None:
             title += f" --kv-lookahead {self.settings.lookahead}"
         if self.settings.decode_budget is not None:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
+        if self.settings.packs_outputs:
+            title += f" --kv-decode-interval {self.settings.decode_interval}"
         if self.settings.max_whole is not None:
             title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
             first, last = scoring_query_counts(self.settings)
@@ -103,7 +109,7 @@ class PlanResult:
             title,
             console,
             estimated=self.estimated is not None,
-            bounded=self.settings.decode_budget is not None,
+            packs_outputs=self.settings.decode_budget is not None or self.settings.packs_outputs,
             lookahead=self.settings.resolved_lookahead if self.settings.enabled else 0,
             stages=self.stages,
         )
@@ -151,6 +157,8 @@ def make_plan(options: PlanOptions) -> PlanResult:
     block_size = _block_size(options, config, shape)
     settings = in_whole_blocks(settings, block_size)
     reason = repacking_refusal(settings, block_size)
+    if reason is None:
+        reason = packed_shape_refusal(settings, shape.head_dim, block_size, shape.stored)
     if reason is None and options.longest is not None:
         reason = unreachable_length_refusal(settings, options.longest)
     if reason is not None:
@@ -262,8 +270,9 @@ def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionCo
         prefix_caching=options.prefix_caching is not False,
     )
     traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
-    if (reason := merging_refusal(settings, shape.cache, plain_cache(traits))) is not None:
-        raise ConfigError(reason)
+    for refusal in (merging_refusal, packed_cache_refusal):
+        if (reason := refusal(settings, shape.cache, plain_cache(traits))) is not None:
+            raise ConfigError(reason)
     if shape.groups.stateful and (reason := probe_refusal(settings)) is not None:
         raise ConfigError(reason)
     caches_states = options.prefix_caching is True and shape.groups.stateful

@@ -17,6 +17,7 @@ class PlanOptions:
     output: Annotated[int, typer.Option("--max-tokens", min=1, help="Output tokens.")] = 256
     compress: kv_flags.Compress = None
     budget: kv_flags.Budget = None
+    packed_dtype: kv_flags.PackedDtype = None
     window: kv_flags.Window = None
     lookahead: kv_flags.Lookahead = None
     protected: Annotated[
@@ -34,6 +35,7 @@ class PlanOptions:
     budget_bounds: kv_flags.BudgetBounds = None
     alias: kv_flags.Aliases = None
     decode_budget: kv_flags.DecodeBudget = None
+    decode_interval: kv_flags.DecodeInterval = None
     max_whole: kv_flags.MaxWhole = None
     piece: kv_flags.Piece = None
     probe: kv_flags.Probe = None
@@ -135,6 +137,7 @@ class PlanOptions:
             self.everything,
             compress=self.compress,
             budget=self.budget,
+            packed_dtype=self.packed_dtype,
             window=self.window,
             lookahead=self.lookahead,
             min_prompt=self.min_prompt,
@@ -142,6 +145,7 @@ class PlanOptions:
             budget_bounds=self.budget_bounds,
             alias=self.alias,
             decode_budget=self.decode_budget,
+            decode_interval=self.decode_interval,
             max_whole=self.max_whole,
             piece=self.piece,
             probe=self.probe,

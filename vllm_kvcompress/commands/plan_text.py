@@ -6,6 +6,9 @@ from rich.table import Table
 from vllm_kvcompress.commands.forecast import Concurrency, Forecast, InPieces, WorstCase
 from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
 
+_WASTEFUL = 1.1
+"""Kept tokens per token of the budget from which the block size wastes memory."""
+
 
 def show_forecast(
     forecast: Forecast,
@@ -13,7 +16,7 @@ def show_forecast(
     console: Console,
     *,
     estimated: bool = False,
-    bounded: bool = False,
+    packs_outputs: bool = False,
     lookahead: int = 0,
     stages: int = 1,
 ) -> None:
@@ -21,43 +24,47 @@ def show_forecast(
 
     Args:
         estimated: whether the pool size is an estimate.
-        bounded: whether a decode budget bounds the output, so that a request may hold the most
-            blocks before its end.
+        packs_outputs: whether outputs are packed too, so that a request may hold the most blocks
+            before its end.
         lookahead: output tokens of the look-ahead.
         stages: pipeline-parallel size. The figures are of one stage.
     """
     block, load = forecast.block_bytes, forecast.load
     console.print(title, style="bold", highlight=False)
-    table = Table("per request", "off", "compressed", "")
+    auto = forecast.auto
+    compressed = ["compressed"] if auto is None else ["auto", forecast.packed_dtype]
+    table = Table("per request", "off", *compressed, "")
     for column in table.columns[1:]:
         column.justify = "right"
-    kept = round(forecast.kept_tokens)
+    on = [forecast] if auto is None else [auto, forecast]
     end_row = f"blocks after {load.output:,} output tokens"
     prefill_row = "blocks during prefill"
     if lookahead:
         prefill_row += " and look-ahead"
     memory_row = f"memory after {load.output:,} output tokens"
-    if bounded:
+    if packs_outputs:
         memory_row = f"most memory over {load.output:,} output tokens"
         end_row = f"most blocks over {load.output:,} output tokens"
     table.add_row(
         "tokens kept per layer",
         f"{load.prompt:,}",
-        f"{kept:,}",
+        *(f"{round(each.kept_tokens):,}" for each in on),
         f"{forecast.kept_tokens / load.prompt:.1%}",
     )
-    for name, off, on in (
-        (prefill_row, forecast.off.prefill, forecast.on.prefill),
-        ("blocks while decoding", forecast.off.decoding, forecast.on.decoding),
-        (end_row, forecast.off.end, forecast.on.end),
-        ("mean blocks over the output", round(forecast.off.mean), round(forecast.on.mean)),
+    requests = [forecast.off, *(each.on for each in on)]
+    for name, blocks in (
+        (prefill_row, [request.prefill for request in requests]),
+        ("blocks while decoding", [request.decoding for request in requests]),
+        (end_row, [request.end for request in requests]),
+        ("mean blocks over the output", [round(request.mean) for request in requests]),
     ):
-        table.add_row(name, f"{off:,}", f"{on:,}", _ratio(off, on))
-    off_bytes, on_bytes = forecast.off.end * block, forecast.on.end * block
-    table.add_row(memory_row, size_text(off_bytes), size_text(on_bytes), "")
-    if forecast.pool_off is not None and forecast.pool_on is not None:
+        table.add_row(name, *(f"{count:,}" for count in blocks), _ratio(blocks[0], blocks[-1]))
+    table.add_row(memory_row, *(size_text(request.end * block) for request in requests), "")
+    pools = [forecast.pool_off, *(each.pool_on for each in on)]
+    known_pools = [pool for pool in pools if pool is not None]
+    if len(known_pools) == len(pools):
         table.add_section()
-        _add_pool(table, forecast.pool_off, forecast.pool_on, " (estimated)" if estimated else "")
+        _add_pools(table, known_pools, " (estimated)" if estimated else "")
     console.print(table)
     if lookahead and forecast.left_whole is None:
         console.print(_lookahead_note(forecast, lookahead), highlight=False)
@@ -74,15 +81,16 @@ def _layers(forecast: Forecast, stages: int) -> str:
     return "all layers" if group is None else f"{group} layers; windows have separate blocks"
 
 
-def _add_pool(table: Table, off: Concurrency, on: Concurrency, mark: str) -> None:
-    table.add_row(f"KV pool{mark}", size_text(off.pool_bytes), size_text(on.pool_bytes), "")
-    for name, before, after in (
-        ("blocks in the pool", off.blocks, on.blocks),
-        ("requests at once, all decoding", off.decoding, on.decoding),
-        ("requests at once, one in its prefill", off.beside_prefill, on.beside_prefill),
+def _add_pools(table: Table, pools: list[Concurrency], mark: str) -> None:
+    """Add rows with how many requests fit: first without compression, then with it."""
+    table.add_row(f"KV pool{mark}", *(size_text(pool.pool_bytes) for pool in pools), "")
+    for name, counts in (
+        ("blocks in the pool", [pool.blocks for pool in pools]),
+        ("requests at once, all decoding", [pool.decoding for pool in pools]),
+        ("requests at once, one in its prefill", [pool.beside_prefill for pool in pools]),
     ):
-        factor = "" if name.startswith("blocks") else _ratio(after, before)
-        table.add_row(name, f"{before:,}", f"{after:,}", factor)
+        factor = "" if name.startswith("blocks") else _ratio(counts[-1], counts[0])
+        table.add_row(name, *(f"{count:,}" for count in counts), factor)
 
 
 def _notes(forecast: Forecast, stages: int) -> list[str]:
@@ -96,6 +104,8 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
         f" {size_text(forecast.block_bytes)} per GPU."
         " Requests that share a prefix hold fewer blocks."
     )
+    if forecast.page_tokens > forecast.block_size:
+        notes.append(_packed_note(forecast))
     notes.append(
         f"Compression needs up to {size_text(forecast.extra_bytes)} per GPU besides the pool,"
         f" including {size_text(forecast.table_bytes)} of page tables. A lower --max-num-seqs makes"
@@ -130,6 +140,21 @@ def _lookahead_note(forecast: Forecast, lookahead: int) -> str:
         f" holds {on.looking:,} blocks instead of {on.decoding:,}."
         " --kv-lookahead-on-pressure controls early compression when the pool is short."
     )
+
+
+def _packed_note(forecast: Forecast) -> str:
+    """Return a note about the tokens of a packed page, which budgets are rounded up to."""
+    line = (
+        f"In {forecast.packed_dtype}, a block holds {forecast.page_tokens:,} kept tokens of each"
+        " layer. Budgets are rounded up to whole blocks"
+    )
+    if forecast.left_whole is not None:
+        return f"{line}."
+    kept, budget = forecast.kept_tokens, forecast.budget_tokens
+    line += f": this prompt keeps {kept:,.0f} tokens per layer at a budget of {budget:,}."
+    if kept >= _WASTEFUL * budget:
+        line += " A smaller --block-size rounds up less."
+    return line
 
 
 def _pieces_note(forecast: Forecast, pieces: InPieces) -> str:

@@ -9,9 +9,18 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
+from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.protection import NONE, PROTECT
-from vllm_kvcompress.settings.request_keys import BUDGET, BY_ROLE, COMPRESS, LOOKAHEAD
+from vllm_kvcompress.settings.request_keys import (
+    BUDGET,
+    BY_ROLE,
+    COMPRESS,
+    LOOKAHEAD,
+    PACKED_DTYPE,
+)
 
+_K4V3_FACTOR = 4
+"""Tokens in k4v3 that take the memory of a 16-bit token."""
 _RETRY_DELAYS_S = (0.5, 2.0, 8.0)
 
 
@@ -21,19 +30,21 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One cell of the comparison grid: a method with its budget, protection and look-ahead.
+    """One cell of the comparison grid: a method with its budget, format, protection and look-ahead.
 
     Args:
         method: name of a preset. "off" is the full cache.
         budget: ratio of the prompt, or tokens per layer. None only with method "off".
         protect: value of ``kv_protect``. Empty leaves the server's default.
         lookahead: value of ``kv_lookahead``, in output tokens. None leaves the server's default.
+        packed_dtype: value of ``kv_packed_dtype``. Empty leaves the server's default.
     """
 
     method: str
     budget: float | int | None = None
     protect: str = ""
     lookahead: int | None = None
+    packed_dtype: str = ""
 
     @property
     def xargs(self) -> dict[str, Any]:
@@ -45,14 +56,23 @@ class Cell:
             xargs[PROTECT] = self.protect
         if self.lookahead is not None:
             xargs[LOOKAHEAD] = self.lookahead
+        if self.packed_dtype:
+            xargs[PACKED_DTYPE] = self.packed_dtype
         return xargs
 
     @property
+    def memory(self) -> float:
+        """Return the budget in tokens of a 16-bit cache with the same memory."""
+        assert self.budget is not None
+        return self.budget / (_K4V3_FACTOR if self.packed_dtype == K4V3 else 1)
+
+    @property
     def name(self) -> str:
-        """Return the method, its look-ahead and the protected parts, without the budget."""
+        """Return the method, its format, look-ahead and protected parts, without the budget."""
+        packed_dtype = f" {self.packed_dtype}" if self.packed_dtype else ""
         lookahead = "" if self.lookahead is None else f" ahead {self.lookahead}"
         protected = f" + {self.protect}" if self.protect not in ("", NONE) else ""
-        return f"{self.method}{lookahead}{protected}"
+        return f"{self.method}{packed_dtype}{lookahead}{protected}"
 
     def __str__(self) -> str:
         return self.name if self.budget is None else f"{self.name} {self.budget}"

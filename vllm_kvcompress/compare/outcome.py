@@ -33,7 +33,7 @@ class Outcome:
         key: SHA-256 key of the prompt (`prompts.key`).
         task: task of the prompt.
         group: shared by prompts over the same text. None if the prompt has its text for itself.
-        method, budget, protect, lookahead: the cell (`Cell`).
+        method, budget, protect, lookahead, packed_dtype: the cell (`Cell`).
         prompt_tokens: prompt length in tokens.
         kept_tokens: tokens kept per layer, mean over layers. None if the server did not report it.
         by_role: tokens and kept share of each role. Empty if the server did not report it.
@@ -78,6 +78,7 @@ class Outcome:
     token_s: Amount | None
     full_first_token_s: Amount
     full_token_s: Amount | None
+    packed_dtype: str = ""
 
     @property
     def cell(self) -> Cell:
@@ -86,6 +87,7 @@ class Outcome:
             budget=self.budget,
             protect=self.protect,
             lookahead=self.lookahead,
+            packed_dtype=self.packed_dtype,
         )
 
     @property
@@ -125,6 +127,7 @@ class Outcome:
             budget=cell.budget,
             protect=cell.protect,
             lookahead=cell.lookahead,
+            packed_dtype=cell.packed_dtype,
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if compressed.kept_tokens is None else float(compressed.kept_tokens),
             by_role=dict(compressed.by_role),

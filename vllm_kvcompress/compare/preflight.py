@@ -9,7 +9,7 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
-from vllm_kvcompress.settings.request_keys import BY_ROLE
+from vllm_kvcompress.settings.request_keys import BY_ROLE, PACKED_DTYPE
 
 _PAGE_TIMEOUT_S = 10.0
 _TOP_LOGPROBS = (20, 5, 1, 0)
@@ -20,8 +20,8 @@ _TINY = Item(
     answers=(),
     max_tokens=4,
 )
-_OUTPUT_SETTINGS = ("method", "window", "min_prompt", "min_output", "pressure")
-"""Server settings that change outputs and that a request cannot override."""
+_OUTPUT_SETTINGS = ("method", "window", "min_prompt", "min_output", "pressure", "packed_dtype")
+"""Server settings that change outputs and that no request, or not every request, overrides."""
 _UNKNOWN_METHOD = Cell(method="no-such-method")
 
 
@@ -72,6 +72,8 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
     accepted, baseline_notes = _accepted_baselines(client, baselines)
     notes += baseline_notes
     info = metrics.info if metrics else None
+    if info and info.get("packed_dtype") and not all(cell.packed_dtype for cell in cells):
+        notes.append(f"The server packs kept tokens in its default format {info['packed_dtype']}.")
     client = dataclasses.replace(client, report_roles=_reports_roles(client))
     if not client.complete(_TINY, FULL).token_names:
         notes.append(
@@ -191,6 +193,8 @@ def _refusal_error(cell: Cell, e: Refused) -> Exception:
     fix = ""
     if "kv_budget must be" in e.reason:
         fix = "; start the server with other --kv-budget-bounds, or remove this budget"
+    elif PACKED_DTYPE in e.reason:
+        fix = "; remove this format from --budgets"
     elif "chat template" in e.reason:
         fix = " Every prompt is sent as a chat: start the server with --chat-template"
     elif "pulls prompts" in e.reason:

@@ -88,8 +88,9 @@ def _milliseconds(full: float | None, compressed: float | None) -> str:
 _SCORE_COLUMNS = (
     Column(
         name="method",
-        meaning="The compression method. `ahead` gives the output tokens whose attention scores"
-        " the prompt, and `+` the protected parts of the chat.",
+        meaning="The compression method and the format of kept tokens, if the budgets name formats."
+        " `ahead` gives the output tokens whose attention scores the prompt, and `+` the protected"
+        " parts of the chat.",
         text=lambda s: s.cell.name,
     ),
     Column(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.packed_dtype import K4V3
 
 _START_TIMEOUT_S = 1800.0
 _CPU_CACHE_GIB = "4"
@@ -23,8 +24,8 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
     Args:
         model: folder of the model.
         arguments: further flags of ``vllm serve``. They override the flags set here.
-        cells: the methods, budgets and look-aheads that requests may choose. At least one has a
-            budget.
+        cells: the methods, budgets, formats and look-aheads that requests may choose. At least one
+            has a budget. If one has a format, all have.
         log: file for the server's output.
 
     Raises:
@@ -49,6 +50,7 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         f"{min(budgets)}:{max(budgets)}",
         "--kv-usage",
         *([] if lookahead is None else ["--kv-lookahead", str(lookahead)]),
+        *(["--kv-packed-dtype", K4V3] if any(cell.packed_dtype == K4V3 for cell in cells) else []),
         *arguments,
     ]
     # On a CPU, vLLM's default KV cache is half of the machine's memory.

@@ -48,7 +48,7 @@ class Summary:
     all prompts otherwise.
 
     Args:
-        method, budget, protect, lookahead: the cell (`Cell`).
+        method, budget, protect, lookahead, packed_dtype: the cell (`Cell`).
         asked: prompts with a completion.
         compressed: compressed prompts among them. None if unknown.
         kept: share of their tokens that was kept. None if the server does not report it.
@@ -98,6 +98,7 @@ class Summary:
     tasks: dict[str, tuple[float, float]]
     obeyed: dict[str, Estimate]
     baseline: bool = False
+    packed_dtype: str = ""
 
     @property
     def cell(self) -> Cell:
@@ -106,6 +107,7 @@ class Summary:
             budget=self.budget,
             protect=self.protect,
             lookahead=self.lookahead,
+            packed_dtype=self.packed_dtype,
         )
 
 
@@ -156,17 +158,18 @@ def summarise(
 
 
 def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> Recommendation:
-    """Return the smallest budget whose loss is within `max_drop` with 95 % confidence.
+    """Return the cell with the least memory whose loss is within `max_drop` with 95 % confidence.
 
-    If several methods qualify at that budget, returns the one with the smallest loss, or the first
-    of equals. Never returns a baseline, which could only win by chance.
+    Without formats, that is the smallest budget. If several methods qualify at it, returns the one
+    with the smallest loss, or the first of equals. Never returns a baseline, which could only win
+    by chance.
     """
     methods = [s for s in summaries if not s.baseline and s.loss is not None]
     candidates = [s for s in methods if s.bound is not None and s.compressed]
     candidates += [s for s in methods if s.compressed is None]
     within = [s for s in candidates if s.bound is not None and s.bound <= max_drop]
     if within:
-        best = min(within, key=lambda s: (s.budget, s.loss.mean if s.loss else 0.0))
+        best = min(within, key=lambda s: (s.cell.memory, s.loss.mean if s.loss else 0.0))
         return Recommendation(
             by=by, max_drop=max_drop, cell=best.cell, sentence=_may_run(best, by, max_drop)
         )
@@ -208,7 +211,10 @@ def best_baseline_without_extra_loss(
     baselines = [
         s
         for s in summaries
-        if s.baseline and s.budget == best.budget and s.loss and s.loss.mean <= best.loss.mean
+        if s.baseline
+        and (s.budget, s.packed_dtype) == (best.budget, best.packed_dtype)
+        and s.loss
+        and s.loss.mean <= best.loss.mean
     ]
     return min(baselines, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
 
@@ -254,6 +260,7 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: boo
         budget=cell.budget,
         protect=cell.protect,
         lookahead=cell.lookahead,
+        packed_dtype=cell.packed_dtype,
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_kvcompress.settings.packed_dtype import AUTO
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptMap:
@@ -13,6 +15,7 @@ class KeptMap:
         model: name or folder of the model.
         method: compression method.
         budget: the configured budget, a ratio or tokens per layer.
+        packed_dtype: format of kept tokens.
         prompt_tokens: length of the prompt.
         kv_heads: KV heads of a layer, over all ranks.
         kept_tokens: kept tokens of each layer, as the mean over ranks.
@@ -26,6 +29,7 @@ class KeptMap:
     model: str
     method: str
     budget: float | int
+    packed_dtype: str
     prompt_tokens: int
     kv_heads: int
     kept_tokens: Sequence[float]
@@ -49,9 +53,10 @@ class KeptMap:
 
     @property
     def title(self) -> str:
-        """The model, method and budget."""
+        """The model, method and budget, and the format of kept tokens if it is not the cache's."""
         name = self.model.rstrip("/").rsplit("/", 1)[-1]
-        return f"{name}, {self.method}, budget {self.budget}"
+        title = f"{name}, {self.method}, budget {self.budget}"
+        return title if self.packed_dtype == AUTO else f"{title}, {self.packed_dtype}"
 
     @property
     def summary(self) -> str:

@@ -28,6 +28,7 @@ class Limits:
         request_args: extra arguments with which a request selects `settings`; empty if they are the
             default.
         spans: protected spans of the prompt.
+        page_tokens: tokens in a packed page; None if it holds the tokens of an ordinary page.
     """
 
     settings: CompressionConfig
@@ -36,6 +37,7 @@ class Limits:
     max_model_len: int
     request_args: Mapping[str, Any] = field(default_factory=dict)
     spans: Spans = ()
+    page_tokens: int | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -54,7 +56,9 @@ class Limits:
         Returns:
             None if the prompt stays uncompressed.
         """
-        plan = self.settings.page_plan(self.layers, tokens, self.block_size, self.spans)
+        plan = self.settings.page_plan(
+            self.layers, tokens, self.block_size, self.spans, self.page_tokens
+        )
         if plan is None or not self.settings.resolved_lookahead:
             return plan
         lookahead = LookaheadSchedule(
@@ -65,6 +69,7 @@ class Limits:
             max_tokens=tokens + self.output_tokens,
             prefilled=tokens,
             spans=self.spans,
+            page_tokens=self.page_tokens,
         )
         return lookahead.plan_at(self._nothing_packed(), lookahead.due)
 

@@ -12,6 +12,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable, error_message
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.packed_dtype import AUTO
 
 # vLLM updates its metrics in the next step; wait at most this long for it.
 _SETTLE_TIMEOUT_S = 15.0
@@ -19,6 +20,7 @@ _HTTP_TIMEOUT_S = 10.0
 _SHOWN_SETTINGS = (
     "method",
     "budget",
+    "packed_dtype",
     "window",
     "lookahead",
     "min_prompt",
@@ -114,9 +116,10 @@ def _model_and_settings(
     """
     if info.get("method") == "off" and not xargs:
         for name, meaning in json.loads(info.get("alias") or "{}").items():
-            method, _, budget = meaning.partition(":")
-            if budget:
-                return name, {"kv_compress": method, "kv_budget": budget}
+            method, *kept = meaning.split(":")
+            if kept:
+                keys = ("kv_budget", "kv_packed_dtype")
+                return name, {"kv_compress": method, **dict(zip(keys, kept, strict=False))}
     return model, xargs
 
 
@@ -158,17 +161,19 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
             "the server exports neither vllm:cache_config_info nor the kept tokens of each layer;"
             " is its plugin version different from this command's?"
         )
-    gates = {
+    gates: dict[str, Any] = {
         "min_prompt": int(info.get("min_prompt", 1024)),
         "min_output": int(info.get("min_output", 2)),
     }
     if info.get("lookahead"):
         gates["lookahead"] = int(info["lookahead"])
+    if info.get("packed_dtype"):
+        gates["packed_dtype"] = info["packed_dtype"]
     settings: dict[str, Any] = {"compress": info.get("method", "off"), **gates}
     if settings["compress"] != "off":
         settings |= {"budget": info.get("budget", 0.2)}
         settings |= {"window": int(info["window"])} if info.get("window") else {}
-    method, budget = xargs.get("kv_compress"), xargs.get("kv_budget")
+    method = xargs.get("kv_compress")
     if settings["compress"] == "off" and method is None:
         raise ConfigError(
             "this server only compresses requests that select a method; pass --kv-compress METHOD,"
@@ -179,11 +184,21 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
         server = CompressionConfig.parse({"compress": "off", "allow_override": "all", **gates})
         settings = server.variant(method).to_additional_config()
         settings |= {"budget": info["budget"]} if "budget" in info else {}
-    for key, value in (("budget", budget), ("lookahead", xargs.get("kv_lookahead"))):
-        if value is not None:
+    for key in ("budget", "lookahead", "packed_dtype"):
+        if (value := xargs.get(f"kv_{key}")) is not None:
             settings[key] = value
+    request_settings = CompressionConfig.parse(settings)
+    page_tokens = None
+    if request_settings.resolved_packed_dtype != AUTO:
+        if not info.get("packed_page_tokens"):
+            raise ConfigError(
+                f"this server does not pack prompts in {request_settings.resolved_packed_dtype};"
+                " start it with --kv-packed-dtype, or check without it"
+            )
+        page_tokens = int(info["packed_page_tokens"])
     return Limits(
-        settings=CompressionConfig.parse(settings),
+        settings=request_settings,
+        page_tokens=page_tokens,
         # Each pipeline stage divides a budget among its own layers.
         layers=len(layers) // int(info.get("stages", 1)),
         block_size=int(cache[0].labels["block_size"]),

@@ -120,6 +120,13 @@ class PagePlan:
         """Return the packed pages that hold all tokens before the tail of one layer."""
         return -(-self.full_blocks * self.block_size // self.page_tokens)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether every layer keeps all tokens, so that none has to be scored."""
+        return (
+            self.packed_page_tokens is not None and self.pages == self.num_layers * self.full_pages
+        )
+
     def layer_tokens(self, pages: int) -> int:
         """Return the tokens that a layer keeps with `pages` packed pages, tail included."""
         return min(pages * self.page_tokens, self.full_blocks * self.block_size) + self.tail

@@ -43,7 +43,7 @@ class Preset:
     lookahead: int = 0
     prompt_window: int = 0
     output_scorer: str = ""
-    packed_dtype: str = "auto"
+    packed_dtype: Literal["auto", "k4v3"] = "auto"
 
     def matches(self, names: tuple[str, str, str], params: Params) -> bool:
         """Return whether the names and parameters are those of this preset.

@@ -6,6 +6,7 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 from vllm_kvcompress.methods.spans import MAX_SPANS
 from vllm_kvcompress.planning.layer_groups import LayerGroups
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
     compresses_repeatedly,
@@ -17,7 +18,7 @@ from vllm_kvcompress.settings.method_of import (
     sums_attention,
     sums_output_attention,
 )
-from vllm_kvcompress.settings.overrides import largest_budgets
+from vllm_kvcompress.settings.overrides import Kept, largest_budgets
 
 _INT = _FLOAT = 4
 _ALIGNMENT = 16
@@ -312,13 +313,16 @@ def _staging_bytes(
     return largest
 
 
-def _max_protected_pages(sizes: Sizes, window: int, budget: int) -> int:
+def _max_protected_pages(sizes: Sizes, window: int, budget: int, page_tokens: int) -> int:
     """Return the maximum number of pages to which protected spans can raise a budget.
 
     That is half of a prompt plus the other half's share of the budget.
+
+    Args:
+        page_tokens: tokens that a packed page holds.
     """
-    other_tokens = max(window + sizes.block_size, -(-min(budget, sizes.longest) // 2))
-    return sizes.layers * ((sizes.longest // 2 + other_tokens) // sizes.block_size + 2)
+    other_tokens = max(window + page_tokens, -(-min(budget, sizes.longest) // 2))
+    return sizes.layers * ((sizes.longest // 2 + other_tokens) // page_tokens + 2)
 
 
 def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
@@ -327,12 +331,15 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
     For a prompt in pieces, the pages held at a boundary count if they are more.
     """
 
-    def pages(budget: float | int, uncompressed_pages: int) -> int:
+    def pages(kept_tokens: Kept, uncompressed_pages: int) -> int:
+        budget, packed_dtype = kept_tokens
         if isinstance(budget, int) and budget <= variant.resolved_window:
             # The method refuses a budget that is not larger than its window.
             return 0
-        spec = variant.variant(budget=budget).budget_spec(sizes.layers, sizes.longest)
-        plan = page_plan(spec, sizes.block_size)
+        chosen = settings.variant(variant.compress, budget, packed_dtype)
+        spec = chosen.budget_spec(sizes.layers, sizes.longest)
+        page_tokens = packed_page_tokens(chosen, sizes.block_size, sizes.key_itemsize)
+        plan = page_plan(spec, sizes.block_size, page_tokens=page_tokens)
         if plan is None:
             return uncompressed_pages
         # A boundary before the end has no tail, so all kept tokens are in pages.
@@ -343,7 +350,7 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
             # once output tokens make up the window.
             kept += sizes.layers * (-(-window // sizes.block_size) + 1)
             if settings.protect:
-                kept = max(kept, _max_protected_pages(sizes, window, spec.budget))
+                kept = max(kept, _max_protected_pages(sizes, window, spec.budget, plan.page_tokens))
         return min(kept + lookahead_pages, all_pages)
 
     piecewise = settings.max_whole is not None and sizes.longest > settings.max_whole
@@ -351,9 +358,9 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
     lookahead_pages = sizes.layers * -(-variant.resolved_lookahead // sizes.block_size)
     budgets = largest_budgets(settings, variant.compress)
     all_pages = sizes.layers * (sizes.longest // sizes.block_size)
-    page_counts = [pages(budget, 0) for budget in budgets.granted]
+    page_counts = [pages(kept_tokens, 0) for kept_tokens in budgets.granted]
     # If a budget keeps everything, a slightly smaller budget compresses.
-    page_counts += [pages(budget, all_pages) for budget in budgets.named]
+    page_counts += [pages(kept_tokens, all_pages) for kept_tokens in budgets.named]
     if settings.max_whole is not None and piecewise:
         # Assume no probe, which leaves the most pages.
         held = (settings.max_whole - settings.piece) // sizes.block_size

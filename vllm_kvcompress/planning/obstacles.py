@@ -1,12 +1,17 @@
-"""Why a configuration cannot compress repeatedly, merge, probe or cache states, as sentences."""
+"""Why a configuration cannot compress repeatedly, merge, pack in k4v3, probe or cache states.
+
+Each reason is a sentence.
+"""
 
 from collections.abc import Iterable
 
+from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.model_traits import WITH_CACHED_STATES
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, probe_tokens
+from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 
 
 def repacking_refusal(settings: CompressionConfig, block_size: int | None) -> str | None:
@@ -59,6 +64,45 @@ def merging_refusal(settings: CompressionConfig, cache_dtype: str | None, fix: s
                 f"{variant.compress!r} merges tokens, which would have to be quantised again in a"
                 f" {cache_dtype} KV cache; choose a method that does not merge, or set {fix}"
             )
+    return None
+
+
+def packed_cache_refusal(
+    settings: CompressionConfig, cache_dtype: str | None, fix: str
+) -> str | None:
+    """Return why kept tokens cannot be packed in k4v3 in this KV cache, or None if they can.
+
+    Args:
+        cache_dtype, fix: as in `merging_refusal`.
+    """
+    if cache_dtype not in FLOAT8_CACHES or not settings.packs_k4v3:
+        return None
+    return (
+        f"packed_dtype={K4V3} cannot be combined with a {cache_dtype} KV cache, because its tokens"
+        f" would be quantised twice; set {fix}, or set packed_dtype to {AUTO}"
+    )
+
+
+def packed_shape_refusal(
+    settings: CompressionConfig, head_dim: int, block_size: int | None, itemsize: int
+) -> str | None:
+    """Return why a page cannot hold tokens packed in k4v3, or None if it can.
+
+    None as well if no request can be packed in k4v3.
+
+    Args:
+        head_dim: dimension of each head.
+        block_size: tokens in a KV block; None if it is not known yet.
+        itemsize: bytes of a cached number.
+    """
+    if not settings.packs_k4v3:
+        return None
+    rows = k4v3.rows_per_group(itemsize)
+    if reason := k4v3.refusal(head_dim, rows, itemsize):
+        return f"{reason}; set packed_dtype to {AUTO}"
+    if block_size and (reason := k4v3.refusal(head_dim, block_size, itemsize)):
+        fix = max(block_size // rows, 1) * rows
+        return f"{reason}; set --block-size {fix}, or set packed_dtype to {AUTO}"
     return None
 
 

@@ -1,6 +1,7 @@
-"""How many tokens a packed page holds."""
+"""How many tokens packed pages hold."""
 
 from kvcompress_kernels import k4v3
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -15,3 +16,13 @@ def packed_page_tokens(settings: CompressionConfig, block_size: int, itemsize: i
     if settings.resolved_packed_dtype == "auto":
         return None
     return k4v3.page_tokens(block_size, itemsize)
+
+
+def mean_layer_tokens(plan: PagePlan) -> float:
+    """Return the tokens that a layer keeps by a page plan, tail included, as the mean over layers.
+
+    Where layers keep different numbers of pages, and a page holds more tokens than a block, layers
+    that keep all tokens may fill their last page only partly. The mean is then smaller.
+    """
+    in_pages = plan.pages * plan.page_tokens / plan.num_layers
+    return min(in_pages, plan.full_blocks * plan.block_size) + plan.tail

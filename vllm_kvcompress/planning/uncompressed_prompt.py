@@ -34,7 +34,7 @@ def uncompressed_prompt_blocks(
 def _granted_variants(settings: CompressionConfig) -> Iterator[CompressionConfig]:
     """Yield every method that a request may use, at each budget that requires no override."""
     for variant in settings.variants:
-        for budget in largest_budgets(settings, variant.compress).granted:
+        for budget, _ in largest_budgets(settings, variant.compress).granted:
             try:
                 yield variant.variant(budget=budget)
             except ConfigError:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -37,6 +37,7 @@ from vllm_kvcompress.settings.lookahead import (
     current_names,
     scores_by_window,
 )
+from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
     Bounds,
@@ -54,21 +55,21 @@ from vllm_kvcompress.settings.pieces import PieceSettings
 from vllm_kvcompress.settings.protection import ProtectSettings
 
 MAX_WINDOW = 1024
-_ENGINE_KEYS = {
-    "packed_dtype",
-    "min_prompt",
-    "min_output",
-    "pressure",
-    "model",
-    "log_requests",
-    "usage",
-}
-for _settings in (DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings):
+_ENGINE_KEYS = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
+for _settings in (
+    DecodeSettings,
+    PieceSettings,
+    LookaheadSettings,
+    ProtectSettings,
+    PackedSettings,
+):
     _ENGINE_KEYS |= {*_settings.model_fields}
 _OVERRIDE_KEYS = {"allow_override", "budget_bounds", "alias"}
 
 
-class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings):
+class CompressionConfig(
+    DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings, PackedSettings
+):
     """Compression settings of an engine or of a request; frozen and hashable.
 
     Every field is a key of ``--kv-compress-config JSON`` and of
@@ -80,9 +81,6 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     """off, a preset of PRESETS, or custom with `allocator`, `scorer` and `selector`."""
     budget: float | int = 0.2
     """Ratio of the prompt in (0, 1], or whole number of tokens per layer; includes the window."""
-    packed_dtype: Literal["auto", "k4v3"] | None = None
-    """Format of kept tokens: auto is the cache's dtype, k4v3 has 4-bit keys and 3-bit values
-    (`kvcompress_kernels.k4v3`). None uses the preset's."""
     window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
     """Observation window: last prompt tokens, always kept. None uses the preset's."""
     min_prompt: int = Field(default=1024, ge=0)
@@ -97,7 +95,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     budget_bounds: tuple[Bounds, ...] = ()
     """Smallest and largest budget that requests may choose: ratios, tokens or one pair of each."""
     alias: tuple[Alias, ...] = ()
-    """Other model names and what they mean: ``{"llama@kv0.2": "cake:0.2"}``."""
+    """Other model names and what they mean: ``{"llama@kv0.2": "cake:0.2:k4v3"}``."""
     usage: bool = False
     """Report in the usage of compressed requests how many tokens were kept."""
     allocator: str | None = None
@@ -210,8 +208,9 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
             packs_groups=self.resolved_packed_dtype == "k4v3",
         )
         self.check_pieces(window, self.min_prompt)
+        self.check_packed_dtype(self.resolved_packed_dtype, self.decode_budget, self.max_whole)
         if isinstance(self.budget, int) and self.budget <= window:
-            hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
+            hint = "; write 1.0 to keep every token" if self.budget == 1 else ""
             raise ConfigError(
                 f"budget={self.budget} tokens per layer cannot hold the observation window of"
                 f" {window} and at least one more token;"
@@ -276,11 +275,6 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         return self.enabled or bool(on_request - {"off"})
 
     @property
-    def packs_k4v3(self) -> bool:
-        """Return whether a request can be packed in k4v3."""
-        return any(variant.resolved_packed_dtype == "k4v3" for variant in self.variants)
-
-    @property
     def packs_outputs(self) -> bool:
         """Return whether output tokens are packed in k4v3 too, every `decode_interval` tokens."""
         return (
@@ -303,12 +297,17 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         Raises:
             ConfigError: its budget does not fit its method.
         """
-        return None if alias.method == "off" else self.variant(alias.method, alias.budget)
+        if alias.method == "off":
+            return None
+        return self.variant(alias.method, alias.budget, alias.packed_dtype)
 
     def variant(
-        self, compress: str | None = None, budget: float | int | None = None
+        self,
+        compress: str | None = None,
+        budget: float | int | None = None,
+        packed_dtype: PackedDtype | None = None,
     ) -> "CompressionConfig":
-        """Return these settings with another method or budget.
+        """Return these settings with another method, budget or format of kept tokens.
 
         Another method uses its preset. The parts, parameters and window that were set for this
         method do not carry over.
@@ -327,6 +326,12 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
             del values["lookahead"]
         if budget is not None or "budget" not in values:
             values["budget"] = self.budget if budget is None else budget
+        if packed_dtype is not None:
+            values["packed_dtype"] = packed_dtype
+        preset_dtype = PRESETS[name].packed_dtype if name in PRESETS else AUTO
+        if (values.get("packed_dtype") or preset_dtype) == AUTO and "decode_budget" not in values:
+            # Without a decode budget, only the format k4v3 packs outputs.
+            values.pop("decode_interval", None)
         return type(self).parse(values)
 
     @property
@@ -372,9 +377,14 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         return min(window, ahead) if ahead and self.window is None else window
 
     @property
-    def resolved_packed_dtype(self) -> str:
-        """Return the format of kept tokens: auto or k4v3."""
+    def resolved_packed_dtype(self) -> PackedDtype:
+        """Return the format of kept tokens."""
         return self.parts.packed_dtype if self.packed_dtype is None else self.packed_dtype
+
+    @property
+    def packs_k4v3(self) -> bool:
+        """Return whether requests can be packed in k4v3: some settings of `variants` use it."""
+        return any(variant.resolved_packed_dtype == K4V3 for variant in self.variants)
 
     @property
     def resolved_lookahead(self) -> int:

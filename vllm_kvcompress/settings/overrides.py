@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.packed_dtype import AUTO, PACKED_DTYPES, PackedDtype
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
 from vllm_kvcompress.settings.protection import Protection, protection_of, shorten
 from vllm_kvcompress.settings.request_keys import (
@@ -16,6 +17,7 @@ from vllm_kvcompress.settings.request_keys import (
     COMPRESS,
     DECODE_BUDGET,
     LOOKAHEAD,
+    PACKED_DTYPE,
     refuse_unknown,
 )
 
@@ -29,8 +31,8 @@ def settings_for(
 
     Args:
         settings: settings of the engine; None if it runs without compression.
-        extra_args: extra arguments of the request. Its choices are ``kv_compress``, ``kv_budget``,
-            ``kv_decode_budget`` and ``kv_lookahead``; ``kv_alias`` is the alias it was sent to.
+        extra_args: extra arguments of the request. Its choices are the keys of CHOICES;
+            ``kv_alias`` is the alias it was sent to.
 
     Raises:
         OverrideError: a choice is wrong or not allowed.
@@ -123,12 +125,20 @@ def refuse_taken_names(
             )
 
 
-class LargestBudgets(NamedTuple):
-    """Largest budgets with which requests can run one method."""
+class Kept(NamedTuple):
+    """A budget and a format of kept tokens."""
 
-    granted: tuple[float | int, ...]
+    budget: float | int
+    packed_dtype: PackedDtype | None
+    """None for the engine's format."""
+
+
+class LargestBudgets(NamedTuple):
+    """Largest budgets with which requests can run one method, in each format that they can get."""
+
+    granted: tuple[Kept, ...]
     """Budgets that requests get without naming one: the engine's own and those of aliases."""
-    named: tuple[float | int, ...]
+    named: tuple[Kept, ...]
     """Largest budgets that a request may name; empty if requests may not name one."""
 
 
@@ -136,17 +146,43 @@ def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
     """Return the budgets that limit the memory of one request with this method.
 
     A method in `allow_override` can run with the budget of any alias. A method that only an alias
-    offers runs with that alias's budget.
+    offers runs with that alias's budget and format.
     """
-    may_choose = bool(settings.allow_override)
-    aliases = tuple(alias for alias in settings.alias if alias.budget is not None)
-    granted = [alias.budget for alias in aliases if alias.method == method]
+    aliases = [
+        (alias.method, Kept(alias.budget, alias.packed_dtype))
+        for alias in settings.alias
+        if alias.budget is not None
+    ]
+    granted = [kept for name, kept in aliases if name == method]
     if method == settings.compress:
-        granted.append(settings.budget)
-    if may_choose and method in {settings.compress, *settings.allow_override}:
-        granted = [settings.budget, *(alias.budget for alias in aliases)]
-    named = tuple(high for _, high in settings.budget_bounds) or (1.0,)
-    return LargestBudgets(tuple(x for x in granted if x is not None), named if may_choose else ())
+        granted.append(Kept(settings.budget, None))
+    if not settings.allow_override:
+        return LargestBudgets(tuple(granted), ())
+    # If no settings use k4v3, every method runs in the engine's format.
+    formats = packed_dtypes(settings) if settings.packs_k4v3 else (None,)
+    if method in {settings.compress, *settings.allow_override}:
+        budgets = [settings.budget, *(kept.budget for _, kept in aliases)]
+        granted = [Kept(budget, name) for budget in budgets for name in formats]
+    highs = [high for _, high in settings.budget_bounds] or [1.0]
+    named = [Kept(high, name) for high in highs for name in formats]
+    return LargestBudgets(tuple(granted), tuple(named))
+
+
+def packed_dtypes(settings: CompressionConfig) -> tuple[PackedDtype, ...]:
+    """Return the formats of kept tokens that a request may choose.
+
+    Any request may choose auto. k4v3 takes memory and kernels, so a request may choose it only if
+    some of the engine's settings use it: its own, those of an allowed method, or an alias.
+
+    Args:
+        settings: settings of the engine.
+
+    Returns:
+        Nothing if requests may not choose settings.
+    """
+    if not settings.allow_override:
+        return ()
+    return PACKED_DTYPES if settings.packs_k4v3 else (AUTO,)
 
 
 def override_args(settings: CompressionConfig) -> dict[str, str]:
@@ -170,6 +206,7 @@ class _Choice(NamedTuple):
     budget: float | int | None = None
     decode_budget: int | None = None
     lookahead: int | None = None
+    packed_dtype: PackedDtype | None = None
 
 
 def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
@@ -193,11 +230,17 @@ def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
             raise OverrideError(
                 "invalid",
                 f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
-                f" {budget!r}; write 1.0 to keep everything",
+                f" {budget!r}; write 1.0 to keep every token",
             )
     decode_budget = _whole_number(extra_args, DECODE_BUDGET, 2, "2 tokens per layer")
     lookahead = _whole_number(extra_args, LOOKAHEAD, 0, "0 output tokens")
-    return _Choice(compress, budget, decode_budget, lookahead)
+    packed_dtype = extra_args.get(PACKED_DTYPE)
+    if PACKED_DTYPE in extra_args and packed_dtype not in PACKED_DTYPES:
+        raise OverrideError(
+            "invalid",
+            f"{PACKED_DTYPE} must be {' or '.join(PACKED_DTYPES)}, got {shorten(packed_dtype)}",
+        )
+    return _Choice(compress, budget, decode_budget, lookahead, packed_dtype)
 
 
 def _whole_number(
@@ -227,7 +270,7 @@ def _override(
     Raises:
         OverrideError: see `settings_for`.
     """
-    compress, budget, decode_budget, lookahead = choice
+    compress, budget, decode_budget, lookahead, packed_dtype = choice
     alias = None if alias_name is None else _alias(settings, alias_name)
     if alias is not None and choice == _Choice():
         return settings.alias_settings(alias)
@@ -247,7 +290,11 @@ def _override(
             f"{COMPRESS} must be one of {sorted(permitted)} on this server, got {compress!r}",
         )
     if method == "off":
-        for key, value in ((DECODE_BUDGET, decode_budget), (LOOKAHEAD, lookahead)):
+        for key, value in (
+            (DECODE_BUDGET, decode_budget),
+            (LOOKAHEAD, lookahead),
+            (PACKED_DTYPE, packed_dtype),
+        ):
             if value is not None:
                 raise OverrideError(
                     "invalid",
@@ -270,8 +317,12 @@ def _override(
         budget = alias.budget
     if decode_budget is not None:
         _check_decode_budget(settings, decode_budget)
+    if packed_dtype is not None:
+        _check_packed_dtype(settings, packed_dtype)
+    elif alias is not None:
+        packed_dtype = alias.packed_dtype
     try:
-        chosen = settings.variant(method, budget)
+        chosen = settings.variant(method, budget, packed_dtype)
         numbers = {"decode_budget": decode_budget, "lookahead": lookahead}
         numbers = {key: value for key, value in numbers.items() if value is not None}
         if lookahead is None or lookahead <= chosen.resolved_lookahead:
@@ -305,6 +356,21 @@ def _check_decode_budget(settings: CompressionConfig, budget: int) -> None:
         raise OverrideError(
             "out_of_bounds",
             f"{DECODE_BUDGET} must be at most {max_budget} on this server, got {budget}",
+        )
+
+
+def _check_packed_dtype(settings: CompressionConfig, packed_dtype: PackedDtype) -> None:
+    """Refuse a format of kept tokens that the engine is not prepared for.
+
+    Raises:
+        OverrideError: no settings of this engine use the format.
+    """
+    if packed_dtype not in packed_dtypes(settings):
+        raise OverrideError(
+            "not_allowed",
+            f"this server does not pack prompts in {packed_dtype}, but the request sets"
+            f" {PACKED_DTYPE}; remove it, or ask the operator for --kv-packed-dtype"
+            f" {packed_dtype}",
         )
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.presets import PRESETS, Merge
+from vllm_kvcompress.settings.packed_dtype import PackedDtype, parse_packed_dtype
 from vllm_kvcompress.settings.text import has_plain_digits, refuse_other_digits
 
 Bounds = tuple[float, float] | tuple[int, int]
@@ -18,25 +19,28 @@ _MERGES: Mapping[str, Merge] = {"true": True, "false": False, "values": "values"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
-    """Another name of the model, with its method and budget.
+    """Another name of the model, with its method, budget and format of kept tokens.
 
     Args:
         name: value of `model` in a request.
         method: "off", or the name of a preset.
         budget: ratio or tokens per layer, see `parse_budget`; None for "off".
+        packed_dtype: format of kept tokens; None for the engine's.
     """
 
     name: str
     method: str
     budget: float | int | None = None
+    packed_dtype: PackedDtype | None = None
 
     def __str__(self) -> str:
         return f"{self.name}={self.meaning}"
 
     @property
     def meaning(self) -> str:
-        """Return ``METHOD:BUDGET``, or ``off``."""
-        return self.method if self.budget is None else f"{self.method}:{self.budget}"
+        """Return ``METHOD:BUDGET``, ``METHOD:BUDGET:FORMAT`` or ``off``."""
+        parts = (self.method, self.budget, self.packed_dtype)
+        return ":".join(str(part) for part in parts if part is not None)
 
 
 def plain(value: Any) -> Any:
@@ -79,6 +83,16 @@ def parse_budget(value: Any) -> float | int:
     if not 0 < budget <= 1:
         raise ConfigError(message)
     return budget
+
+
+def parse_budget_and_format(text: str) -> tuple[float | int, PackedDtype | None]:
+    """Parse ``BUDGET`` or ``BUDGET:FORMAT`` into a budget and a format of kept tokens.
+
+    Raises:
+        ConfigError: a part is wrong.
+    """
+    budget, colon, packed_dtype = (part.strip() for part in text.partition(":"))
+    return parse_budget(budget), parse_packed_dtype(packed_dtype) if colon else None
 
 
 def parse_methods(value: Any) -> tuple[str, ...]:
@@ -172,11 +186,11 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
 
 
 def parse_aliases(value: Any) -> tuple[Alias, ...]:
-    """Parse aliases: ``NAME=METHOD:BUDGET``, a list of such texts, or an object.
+    """Parse aliases: ``NAME=METHOD:BUDGET[:FORMAT]``, a list of such texts, or an object.
 
     Raises:
-        ConfigError: an alias has another form, an unknown method or a wrong budget, or occurs
-            twice.
+        ConfigError: an alias has another form, an unknown method or format or a wrong budget, or
+            occurs twice.
     """
     if isinstance(value, Mapping):
         pairs = [(name, meaning) for name, meaning in value.items()]
@@ -212,7 +226,7 @@ def _alias(name: Any, meaning: Any) -> Alias:
     if not isinstance(name, str) or not name.strip() or not isinstance(meaning, str):
         raise _alias_error(f"{name}={meaning}")
     name = name.strip()
-    method, colon, budget = (part.strip() for part in meaning.partition(":"))
+    method, colon, kept = (part.strip() for part in meaning.partition(":"))
     choose(f"alias {name!r}: method", dict.fromkeys(("off", *PRESETS)), method)
     if method == "off":
         if colon:
@@ -221,15 +235,17 @@ def _alias(name: Any, meaning: Any) -> Alias:
     if not colon:
         raise _alias_error(f"{name}={meaning}")
     try:
-        return Alias(name=name, method=method, budget=parse_budget(budget))
+        budget, packed_dtype = parse_budget_and_format(kept)
+        return Alias(name=name, method=method, budget=budget, packed_dtype=packed_dtype)
     except ConfigError as e:
         raise ConfigError(f"alias {name!r}: {e}") from None
 
 
 def _alias_error(value: Any) -> ConfigError:
     return ConfigError(
-        "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, or NAME=off for a name"
-        f" whose requests stay uncompressed; got {str(value)!r}"
+        "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, optionally followed by"
+        " :k4v3 or :auto, or NAME=off for a name whose requests stay uncompressed; got"
+        f" {str(value)!r}"
     )
 
 

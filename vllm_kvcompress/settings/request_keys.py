@@ -10,8 +10,9 @@ from vllm_kvcompress.settings.protection import PROTECT, shorten
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
+PACKED_DTYPE = "kv_packed_dtype"
 BY_ROLE = "kv_by_role"
-CHOICES = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
+CHOICES = (COMPRESS, BUDGET, PACKED_DTYPE, DECODE_BUDGET, LOOKAHEAD)
 KEYS = (*CHOICES, PROTECT, BY_ROLE)
 XARGS = "vllm_xargs"
 _TRANSFER = "kv_transfer_params"

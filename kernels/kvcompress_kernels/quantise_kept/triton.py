@@ -19,27 +19,25 @@ from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_s
 GROUP = tl.constexpr(k4v3.GROUP)
 KEY_LEVELS, VALUE_LEVELS = tl.constexpr(k4v3.KEY_LEVELS), tl.constexpr(k4v3.VALUE_LEVELS)
 FLOAT16_MAX = tl.constexpr(k4v3.FLOAT16_MAX)
-
-
-@triton.jit
-def _lowest(x, live):  # type: ignore[no-untyped-def]
-    """Return the numbers of `x`, and infinity outside `live` and for NaN."""
-    return tl.where(live & (x == x), x, float("inf"))
-
-
-@triton.jit
-def _largest(x, live):  # type: ignore[no-untyped-def]
-    """Return the numbers of `x`, and minus infinity outside `live` and for NaN."""
-    return tl.where(live & (x == x), x, float("-inf"))
+ROUND = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _steps(lowest, largest, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return scale and minimum, float16; both 0 where `lowest` exceeds `largest`."""
-    lowest = tl.where(lowest <= largest, lowest, 0.0)
+    """Return scale and minimum, float16; both 0 where `lowest` and `largest` are NaN."""
+    lowest = tl.where(lowest == lowest, lowest, 0.0)
     minimum = tl.minimum(tl.maximum(lowest, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
     spread = tl.maximum(largest - minimum.to(tl.float32), 0.0)
     return tl.minimum(spread / (LEVELS - 1), FLOAT16_MAX).to(tl.float16), minimum
+
+
+@triton.jit
+def _scaled(x, factor, live):  # type: ignore[no-untyped-def]
+    """Return `x` times `factor` in float32, and NaN outside `live`.
+
+    `tl.min`, `tl.max`, `tl.minimum` and `tl.maximum` return the other operand of a NaN.
+    """
+    return tl.where(live, x.to(tl.float32) * factor, float("nan"))
 
 
 @triton.jit
@@ -49,18 +47,22 @@ def _inverse(scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _codes(x, minimum, inverse, live, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the int32 codes of `x`, 0 outside `live` and for NaN."""
-    code = (x - minimum.to(tl.float32)) * inverse + 0.5
-    return tl.minimum(tl.where(live & (code > 0), code, 0.0), LEVELS - 0.5).to(tl.int32)
+def _codes(x, minimum, inverse, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the int32 codes of `x`, 0 for NaN.
+
+    Adding ROUND rounds to an integer in the low bits of a float32. A GPU converts floats to
+    integers at a quarter of the rate.
+    """
+    code = (x - minimum.to(tl.float32)) * inverse + ROUND
+    code = tl.minimum(tl.maximum(code, ROUND), ROUND + (LEVELS - 1))
+    return code.to(tl.int32, bitcast=True) & (LEVELS - 1)
 
 
 @triton.jit
-def _key_codes(x, live):  # type: ignore[no-untyped-def]
+def _key_codes(x):  # type: ignore[no-untyped-def]
     """Return the codes ``[64, channels]`` of keys, and the channels' scales and minima."""
-    scale, minimum = _steps(tl.min(_lowest(x, live), 0), tl.max(_largest(x, live), 0), KEY_LEVELS)
-    codes = _codes(x, minimum[None, :], _inverse(scale)[None, :], live, KEY_LEVELS)
-    return codes, scale, minimum
+    scale, minimum = _steps(tl.min(x, 0), tl.max(x, 0), KEY_LEVELS)
+    return _codes(x, minimum[None, :], _inverse(scale)[None, :], KEY_LEVELS), scale, minimum
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -178,27 +180,26 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(at, mask=values_live, other=0.0)  # [64, EIGHTH]
         parts = parts + (x,)  # type: ignore[assignment]  # noqa: RUF005
 
-    low, low_scale, low_minimum = _key_codes(key_low.to(tl.float32) * key_factor, keys_live)
-    high, high_scale, high_minimum = _key_codes(key_high.to(tl.float32) * key_factor, keys_live)
+    low, low_scale, low_minimum = _key_codes(_scaled(key_low, key_factor, keys_live))
+    high, high_scale, high_minimum = _key_codes(_scaled(key_high, key_factor, keys_live))
     _store_tokens(start, low | high << 4, half_live[None, :], s_row, WIDTH, 0, DIM // 2)
     _store(start, 56 * DIM + 2 * half, low_scale, half_live, s_row, WIDTH)
     _store(start, 57 * DIM + 2 * half, high_scale, half_live, s_row, WIDTH)
     _store(start, 58 * DIM + 2 * half, low_minimum, half_live, s_row, WIDTH)
     _store(start, 59 * DIM + 2 * half, high_minimum, half_live, s_row, WIDTH)
 
-    lowest = tl.full([GROUP, EIGHTH], float("inf"), tl.float32)
-    largest = -lowest
-    for c in tl.static_range(8):
-        x = parts[c].to(tl.float32) * value_factor
-        lowest = tl.minimum(lowest, _lowest(x, values_live))
-        largest = tl.maximum(largest, _largest(x, values_live))
+    lowest = _scaled(parts[0], value_factor, values_live)  # type: ignore[misc]
+    largest = lowest
+    for c in tl.static_range(1, 8):
+        x = _scaled(parts[c], value_factor, values_live)
+        lowest, largest = tl.minimum(lowest, x), tl.maximum(largest, x)
     scale, minimum = _steps(tl.min(lowest, 1), tl.max(largest, 1), VALUE_LEVELS)
     inverse = _inverse(scale)[:, None]
     even = tl.zeros([GROUP, EIGHTH], tl.int32)
     odd, top = even, even
     for c in tl.static_range(8):
-        x = parts[c].to(tl.float32) * value_factor
-        code = _codes(x, minimum[:, None], inverse, values_live, VALUE_LEVELS)
+        x = _scaled(parts[c], value_factor, values_live)
+        code = _codes(x, minimum[:, None], inverse, VALUE_LEVELS)
         if c % 2 == 0:
             even |= (code & 3) << c
         else:
@@ -273,13 +274,12 @@ def _config(dim: int, width: int, rows: int) -> dict[str, int]:
 
 
 def _warps(dim: int, itemsize: int) -> int:
-    """Return the warps of a program, for 64 keys and 64 values per thread, or 32 of each.
+    """Return the warps of a program, for 64 keys and 64 values per thread, or 32 in float32.
 
-    With 64, a thread loads 16 bytes of each tile of values. This needs more registers for float32,
-    and is impossible for head dims that are no power of two.
+    With two bytes per number, a thread loads 16 bytes of each tile of values.
     """
     pad: int = triton.next_power_of_2(dim)
-    return max(pad // 32, 1) * (2 if itemsize > 2 or dim < pad else 1)
+    return max(pad // 32, 1) * (2 if itemsize > 2 else 1)
 
 
 def builds(sm: int) -> list[Build]:

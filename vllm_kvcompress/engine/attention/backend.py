@@ -7,16 +7,17 @@ layer's table and lengths to the batch's metadata; the implementation runs vLLM'
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+from kvcompress_kernels.packed_attention import Offsets, packed_attention
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
-from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
+from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool, RowGroups
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
@@ -52,6 +53,33 @@ def keeps_queries(batch_metadata: Any) -> bool:
     """Return whether the page pool's ring is laid out for this batch, so queries can be stored."""
     has_layers = layers_of(batch_metadata) is not None
     return has_layers or bool(getattr(batch_metadata, "kvcompress_ring", False))
+
+
+class GroupRows(NamedTuple):
+    """What `packed_attention` needs of a batch whose rows may have packed groups.
+
+    The rows' groups are in the page pool.
+    """
+
+    tables: Sequence[torch.Tensor]
+    """Per layer ``[R, W]`` int32: flat pages that hold no groups."""
+    lengths: Sequence[torch.Tensor]
+    """Per layer ``[R]`` int32: tokens in these pages."""
+    query_start: torch.Tensor
+    """``[R + 1]`` int32: offset of each row's first query."""
+    max_query_tokens: int
+    """Upper bound on a row's queries."""
+
+
+def attach_group_rows(batch_metadata: Any, rows: GroupRows) -> None:
+    """Attach the batch's rows, of which some may have packed groups."""
+    batch_metadata.kvcompress_groups = rows
+
+
+def group_rows_of(batch_metadata: Any) -> GroupRows | None:
+    """Return the rows of a batch, or None if none of them has packed groups."""
+    rows: GroupRows | None = getattr(batch_metadata, "kvcompress_groups", None)
+    return rows
 
 
 def _lay_out(ring: QueryRing, common: CommonAttentionMetadata) -> None:
@@ -111,6 +139,10 @@ class CompressedImpl(ABC):
 
     _compressor: PromptCompressor | None = None
     _layer: int
+    _groups: RowGroups | None
+    _offsets: Offsets | None
+    _scale: float
+    _sinks: torch.Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -146,6 +178,9 @@ class CompressedImpl(ABC):
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
         """Connect the layer to its worker's compressor; an unbound layer runs as vLLM's."""
         self._compressor, self._layer = compressor, layer
+        scales = compressor.packer.scales
+        self._groups, self._offsets = compressor.pool.groups(layer), compressor.layout.offsets
+        self._scale, self._sinks = scales.logits[layer], scales.sinks_of(layer)
 
     def forward(
         self,
@@ -159,7 +194,7 @@ class CompressedImpl(ABC):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        compressor = self._compressor
+        compressor, group_rows = self._compressor, group_rows_of(attn_metadata)
         layers, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
         if compressor is not None and layers is not None:
             kv_cache, attn_metadata = compressor.pool.pages, layers[self._layer]
@@ -168,6 +203,8 @@ class CompressedImpl(ABC):
         )
         if compressor is None:
             return result
+        if group_rows is not None:
+            self._attend_to_groups(compressor.pool, query, output, group_rows)
         if query.itemsize == 1:
             # vLLM quantised the queries; `Scales` includes their scale.
             query = query.to(compressor.queries_dtype)
@@ -176,6 +213,30 @@ class CompressedImpl(ABC):
         if compressor.watching:
             compressor.after_attention(self._layer, query)
         return result
+
+    def _attend_to_groups(
+        self, pool: PagePool, query: torch.Tensor, output: torch.Tensor, rows: GroupRows
+    ) -> None:
+        """Replace the output of rows with packed groups, whose groups vLLM's attention skipped."""
+        layer, groups = self._layer, self._groups
+        assert groups is not None, layer
+        packed_attention(
+            query,
+            output.view(query.shape),
+            pool.elements,
+            self._offsets,
+            groups.pages,
+            groups.tokens,
+            rows.tables[layer],
+            rows.lengths[layer],
+            rows.query_start,
+            groups.slots,
+            groups.live,
+            scale=self._scale,
+            max_query_tokens=rows.max_query_tokens,
+            sinks=self._sinks,
+            workspace=pool.workspace,
+        )
 
 
 def _default_dtype() -> str:

@@ -24,6 +24,8 @@ from vllm_kvcompress.engine.attention.backend import (
     Backends,
     CompressedBuilder,
     CompressedImpl,
+    GroupRows,
+    attach_group_rows,
     attach_layers,
 )
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
@@ -59,6 +61,10 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         rows = len(slots)
         tables, lengths = self._layers(pool, common, slots, rows)
         starts = common.query_start_loc[: rows + 1]
+        group_rows = None
+        if pool.have_groups(slots):
+            group_rows = GroupRows(tables, lengths, starts, common.max_query_len)
+            lengths = pool.short_lengths(slots, starts, rows)
         # Layers with equal lengths share a work plan; with uniform budgets nearly all are equal.
         unique, plan_index = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)
         plans = [self._work_plan(rows, row, starts, common) for row in unique]
@@ -79,6 +85,8 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
             )
         batch = copy.copy(layers[0])
         attach_layers(batch, layers)
+        if group_rows is not None:
+            attach_group_rows(batch, group_rows)
         return batch
 
     def _work_plan(

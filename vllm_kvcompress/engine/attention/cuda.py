@@ -31,6 +31,8 @@ from vllm_kvcompress.engine.attention.backend import (
     Backends,
     CompressedBuilder,
     CompressedImpl,
+    GroupRows,
+    attach_group_rows,
     attach_layers,
     layers_of,
 )
@@ -81,8 +83,17 @@ class _PersistentBuilder(CompressedBuilder):
         metadata = build(common_prefix_len, common, fast_build=True)
         # Outside a step the batch is a dummy, from graph capture or an idle data-parallel rank.
         slots = self._slots(compressor, common) if compressor.running else [0] * common.num_reqs
-        tables, lengths = self._layers(compressor.pool, common, slots, common.num_reqs)
-        attach_layers(metadata, _PerLayer(metadata, tables, lengths))
+        pool = compressor.pool
+        tables, lengths = self._layers(pool, common, slots, common.num_reqs)
+        vllm_lengths = lengths
+        if pool.packs_groups:
+            query_start = common.query_start_loc
+            vllm_lengths = pool.short_lengths(slots, query_start, common.num_reqs)
+            # A graph that is captured now may be replayed for rows with packed groups.
+            if not compressor.running or pool.have_groups(slots):
+                rows = GroupRows(tables, lengths, query_start, common.max_query_len)
+                attach_group_rows(metadata, rows)
+        attach_layers(metadata, _PerLayer(metadata, tables, vllm_lengths))
         return metadata
 
 

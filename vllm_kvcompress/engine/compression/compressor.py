@@ -51,7 +51,7 @@ class PromptCompressor:
         stages: Stages,
         queries: tuple[int, int, torch.dtype],
     ) -> None:
-        self.pool = pool
+        self.pool, self.layout = pool, layout
         self.compressed = 0
         num_layers = len(stages.own_layers)
         self.reports = Reports(stages, log=settings.log_requests)
@@ -81,6 +81,8 @@ class PromptCompressor:
         self.reports.stages.wait_for_sent()
         self._role_counts.begin_step(output)
         plan = plan_of(output)
+        if plan is not None and plan.zero_blocks:
+            self.pool.zero(plan.zero_blocks)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
         pack = () if plan is None else plan.pack
         probes = {
@@ -127,8 +129,12 @@ class PromptCompressor:
                     step.prompt_sums.append((span.blocks, span.prefill))
         for pack_request in plan.pack:
             row = row_of[pack_request.request_id]
-            if pack_request.uses_ring_queries:
-                step.jobs.append(self._job_with_ring_queries(pack_request, row, block_table))
+            if pack_request.adds_groups:
+                blocks = self._blocks(block_table, row, pack_request.tokens)
+                step.group_jobs.append((pack_request, blocks))
+                continue
+            if not pack_request.uses_chunk_queries:
+                step.jobs.append(self._job_without_chunks(pack_request, row, block_table))
                 continue
             span = self._span(
                 step, pack_request.request_id, pack_request.settings, row, query_start
@@ -139,10 +145,13 @@ class PromptCompressor:
             (addition, row_of[addition.request_id]) for addition in plan.add_attention
         ]
 
-    def _job_with_ring_queries(
+    def _job_without_chunks(
         self, pack_request: PackRequest, row: int, block_table: torch.Tensor
     ) -> PackJob:
-        """Return the job for output tokens, or for a prompt whose look-ahead has ended."""
+        """Return the job for output tokens, or for a prompt that its chunks do not score.
+
+        Queries in the ring score it once its look-ahead has ended, or it keeps all tokens.
+        """
         method = method_of(
             pack_request.settings, scored_by_output=pack_request.plan.scored_by_output
         )
@@ -236,7 +245,7 @@ class PromptCompressor:
         if step is None or step.plan is None or step.laid_out:
             return False
         return bool(step.plan.observe) or any(
-            not pack_request.uses_ring_queries for pack_request in step.plan.pack
+            pack_request.uses_chunk_queries for pack_request in step.plan.pack
         )
 
     @property
@@ -312,7 +321,7 @@ class PromptCompressor:
         if step is None or step.plan is None:
             self._step = None
             return None
-        if not step.laid_out:
+        if not step.laid_out and step.plan.request_ids:
             raise RuntimeError(
                 f"the step did not compress requests {list(step.plan.request_ids)}: the attention"
                 " backend's metadata builder was not called"
@@ -327,6 +336,8 @@ class PromptCompressor:
             with prefill.stopwatch.running():
                 self.adder.store_prompt_sums(blocks, prefill.sums)
         self.adder.add(step.additions)
+        for pack_request, blocks in step.group_jobs:
+            self.packer.add_groups(pack_request, blocks)
         kept = self.packer.run(step.jobs)
         for job in step.jobs:
             if job.pack_request.prefill:

@@ -51,7 +51,7 @@ def merge_dropped_tokens(
     max_tokens: int,
     lengths: torch.Tensor | None,
     kept: torch.Tensor,
-    counts: torch.Tensor,
+    kept_in_pages: torch.Tensor,
     merging: Merging,
     block_size: int,
 ) -> tuple[PageViews, PageViews, torch.Tensor]:
@@ -62,15 +62,15 @@ def merge_dropped_tokens(
         max_tokens: upper bound on a row's tokens.
         lengths: ``[n]`` int32, tokens of each row; None if all have `max_tokens`.
         kept: ``[n, Hkv, P * bs]`` int32, slots of the kept tokens, without the tail.
-        counts: ``[n]`` int32, pages that each row keeps, without the tail.
+        kept_in_pages: ``[n]`` int32, number of kept tokens of each row, without the tail.
 
     Returns:
         * Keys and values in pages ``[n * P, Hkv, bs, D]``, P consecutive pages per row, of which
-          the first ``counts[r]`` are filled.
+          the first tokens are the kept ones.
         * Keys and values of the tails ``[n, Hkv, tail, D]``.
         * The similarity threshold ``[n, Hkv]`` of each row and head (`merge_evicted`).
     """
-    width, ends = kept.shape[2], counts * block_size
+    width, ends = kept.shape[2], kept_in_pages
     num_tokens = max_tokens if lengths is None else lengths
     kept_and_tail = append_tail(kept, num_tokens, ends, merging.tail)
     protected = merging.protected

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from kvcompress_kernels.quantise_kept import quantise_kept
 
 from kvcompress_kernels.move_kept import move_kept
 from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
@@ -53,6 +54,8 @@ class Move:
         total: sum of `counts`.
         in_place: whether a target page may also be a source page.
         merging: how to merge dropped tokens into kept tokens; None to discard them.
+        group_tokens: ``[N]`` int32, tokens that each row keeps in its pages, if these hold groups
+            in k4v3; None if they hold tokens in the cache's dtype.
     """
 
     source: SourcePages
@@ -62,6 +65,11 @@ class Move:
     total: int
     in_place: bool
     merging: Merging | None
+    group_tokens: torch.Tensor | None = None
+
+    def kept_in_pages(self, block_size: int) -> torch.Tensor:
+        """Return ``[N]`` int32, the tokens that each row keeps in its pages."""
+        return self.counts * block_size if self.group_tokens is None else self.group_tokens
 
 
 class Mover(Protocol):
@@ -96,7 +104,7 @@ class StridedMover:
     """
 
     def __init__(self, pool: PagePool, layout: Strided) -> None:
-        self.pool = pool
+        self.pool, self._layout = pool, layout
         self.keys, self.values = layout.views(pool.elements)
 
     def read(self, pages: torch.Tensor) -> PageViews:
@@ -108,31 +116,48 @@ class StridedMover:
     def move(self, move: Move) -> torch.Tensor | None:
         """Write the kept tokens to their pages; return thresholds ``[N, Hkv]`` if tokens merge.
 
-        An in-place move reads all rows into a staging buffer before it writes any, because the
-        target of one row may be the source of another. KV heads are independent, so the buffer
-        has the size of one head and is reused for each; merged tokens need all heads at once.
+        Groups are quantised as they are written. An in-place move reads all rows into a staging
+        buffer before it writes any, because the target of one row may be the source of another. KV
+        heads are independent, so the buffer has the size of one head and is reused for each; merged
+        tokens need all heads at once.
         """
-        cache, counts, targets = (self.keys, self.values), move.counts, move.targets
+        cache, targets = self.pool.elements, move.targets
         if not move.in_place:
             if move.merging is not None:
                 return self._merge(move, move.merging, targets, cache)
-            move_kept(*cache, move.source.pages, move.kept, counts, targets, into=cache)
+            self._write(move, (self.keys, self.values), move.kept, targets, cache)
             return None
-        staging_pages, thresholds = _staging(counts, targets.shape[1]), None
+        staging_pages, thresholds = _staging(move.counts, targets.shape[1]), None
         heads = [slice(head, head + 1) for head in range(self.keys.shape[1])]
         for head in heads if move.merging is None else [slice(None)]:
             part = self.keys[:, head], self.values[:, head]
-            staged = _like(part[0].mT, move.total).mT, _like(part[1], move.total)
+            staged = cache.new_empty(move.total, *cache[:, head].shape[1:])
             if move.merging is None:
-                kept = move.kept[:, head]
-                move_kept(*part, move.source.pages, kept, counts, staging_pages, into=staged)
+                self._write(move, part, move.kept[:, head], staging_pages, staged)
             else:
                 thresholds = self._merge(move, move.merging, staging_pages, staged)
-            move_kept(*staged, staging_pages, None, counts, targets, into=part)
+            staged_views = self._layout.views(staged)
+            move_kept(*staged_views, staging_pages, None, move.counts, targets, into=part)
         return thresholds
 
+    def _write(
+        self,
+        move: Move,
+        source: PageViews,
+        kept: torch.Tensor,
+        targets: torch.Tensor,
+        into: torch.Tensor,
+    ) -> None:
+        """Write kept tokens ``[N, h, n]`` of some heads to pages `targets` of `into`."""
+        pages = move.source.pages
+        if move.group_tokens is None:
+            move_kept(*source, pages, kept, move.counts, targets, into=self._layout.views(into))
+        else:
+            byte_pages = into.view(torch.uint8)
+            quantise_kept(*source, pages, kept, move.group_tokens, targets, into=byte_pages)
+
     def _merge(
-        self, move: Move, merging: Merging, targets: torch.Tensor, into: PageViews
+        self, move: Move, merging: Merging, targets: torch.Tensor, into: torch.Tensor
     ) -> torch.Tensor:
         """Write merged tokens to pages `targets` of `into`, and merged tails where they are.
 
@@ -146,22 +171,30 @@ class StridedMover:
         launch_size = layers_per_batch(self.pool.max_layer_tokens, move.source.max_tokens)
         for start in range(0, len(move.kept), launch_size):
             rows = slice(start, start + launch_size)
-            source, counts = move.source.slice_rows(rows), move.counts[rows]
+            source, kept_in_pages = move.source.slice_rows(rows), move.kept_in_pages(size)[rows]
             part_merging = merging.slice_rows(rows)
             (keys, values), tails, threshold = merge_dropped_tokens(
                 ReadablePages(self.keys, self.values, source.pages),
                 source.max_tokens,
                 source.lengths,
                 move.kept[rows],
-                counts,
+                kept_in_pages,
                 part_merging,
                 size,
             )
             for part, tokens in zip((self.keys.mT, self.values), tails, strict=True):
                 # The tail's block is not shared: it has no hash, so no other request reads it.
                 part[:, :, : merging.tail][part_merging.tail_pages] = tokens
-            merged_pages = torch.arange(len(keys), device=counts.device).view(len(threshold), -1)
-            move_kept(keys.mT, values, merged_pages, None, counts, targets[rows], into=into)
+            pages = torch.arange(len(keys), device=keys.device).view(len(threshold), -1)
+            if move.group_tokens is None:
+                views = self._layout.views(into)
+                counts = move.counts[rows]
+                move_kept(keys.mT, values, pages, None, counts, targets[rows], into=views)
+            else:
+                byte_pages = into.view(torch.uint8)
+                quantise_kept(
+                    keys.mT, values, pages, None, kept_in_pages, targets[rows], into=byte_pages
+                )
             thresholds.append(threshold)
         return torch.cat(thresholds)
 
@@ -170,8 +203,3 @@ def _staging(counts: torch.Tensor, max_pages: int) -> torch.Tensor:
     """Return ``[N, max_pages]``: pages of a buffer in which the rows follow each other."""
     column = torch.arange(max_pages, device=counts.device)
     return (counts.cumsum(0) - counts)[:, None] + column
-
-
-def _like(pages: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` contiguous uninitialised pages with the shape and dtype of `pages`."""
-    return pages.new_empty(count, *pages.shape[1:])

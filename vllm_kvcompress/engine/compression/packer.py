@@ -23,6 +23,7 @@ from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.kept_slots import kept_slots, max_layer_pages
 from vllm_kvcompress.methods.method import LayerObservation, Method
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.protected import ProtectedTokens
 from vllm_kvcompress.methods.spans import count_before
@@ -152,6 +153,34 @@ class Packer:
             kept |= {job.pack_request.request_id: n for job, n in zip(group, counts, strict=True)}
         return kept
 
+    def add_groups(self, pack_request: PackRequest, blocks: torch.Tensor) -> None:
+        """Pack the tokens since the last packing in k4v3, all of them.
+
+        Args:
+            blocks: ``[n]`` int64, vLLM block ids of the request's tokens up to the last one added.
+        """
+        pool, plan = self.pool, pack_request.plan
+        assert pack_request.destination is not None, pack_request
+        tokens, device = plan.tokens, pool.pages.device
+        pages = pool.flat_ids_in_all_layers(blocks[len(blocks) - tokens // plan.block_size :])
+        targets = pool.destination(pack_request.destination).view(-1, self.num_layers).T.int()
+        slots = torch.arange(tokens, dtype=torch.int32, device=device)
+        count = targets.shape[1]
+        per_layer = torch.ones(self.num_layers, dtype=torch.int32, device=device)
+        self.mover.move(
+            Move(
+                source=SourcePages(pages=pages, lengths=None, max_tokens=tokens),
+                kept=slots.expand(self.num_layers, pool.pages.shape[1], -1),
+                counts=per_layer * count,
+                targets=targets,
+                total=self.num_layers * count,
+                in_place=pack_request.in_place,
+                merging=None,
+                group_tokens=per_layer * tokens,
+            )
+        )
+        pool.add_groups(pack_request.request_id, targets, tokens, plan.page_tokens, len(blocks))
+
     def _groups(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
         """Yield uncompressed prompts one by one, then groups of jobs with an equal `_group_key`."""
         yield from ([job] for job in jobs if job.pack_request.nothing_dropped)
@@ -172,6 +201,8 @@ class Packer:
         """Pack one group; return the pages ``[L]`` of each request's layers."""
         pool, method, pack_requests = self.pool, jobs[0].method, [job.pack_request for job in jobs]
         plan, layers, source = pack_requests[0].plan, self.num_layers, self._source_of(jobs)
+        if plan.keeps_all:
+            return [self._pack_all(pack_requests[0], source)]
         # Requests with a slot in the pool may be packed again, so the method keeps state for them.
         packed_again = all(pack_request.request_id in pool for pack_request in pack_requests)
         observed = self._observe(jobs, source)
@@ -210,6 +241,7 @@ class Packer:
             merging=self._merging(method, pack_requests, source, kept.shape[1])
             if method.merge
             else None,
+            group_tokens=_group_tokens(plan, counts),
         )
         pool_sums = pool.sums if packed_again and Reads.COLUMN_SUMS in method.reads else None
         sums = None if pool_sums is None else pool_sums.read(source.pages)
@@ -228,6 +260,39 @@ class Packer:
             ):
                 observer(pack_request, request_kept, page_counts)
         return request_counts
+
+    def _pack_all(self, pack_request: PackRequest, source: SourcePages) -> torch.Tensor:
+        """Pack all tokens of a prompt; return the pages ``[L]`` of its layers."""
+        pool, plan, heads = self.pool, pack_request.plan, self.pool.pages.shape[1]
+        assert pack_request.destination is not None, pack_request
+        device, tokens = pool.pages.device, plan.tokens - plan.tail
+        counts = torch.full((self.num_layers,), plan.full_pages, dtype=torch.int32, device=device)
+        slots = torch.arange(tokens, dtype=torch.int32, device=device)
+        kept = slots.expand(self.num_layers, heads, -1)
+        free = pool.destination(pack_request.destination)
+        group_tokens = _group_tokens(plan, counts)
+        targets = pool.assign(
+            pack_request.request_id,
+            free,
+            counts,
+            pack_request.tokens // pool.block_size,
+            group_tokens,
+        )
+        self.mover.move(
+            Move(
+                source=source,
+                kept=kept,
+                counts=counts,
+                targets=targets[:, : plan.full_pages],
+                total=plan.pages,
+                in_place=pack_request.in_place,
+                merging=None,
+                group_tokens=group_tokens,
+            )
+        )
+        for observer in self.observers:
+            observer(pack_request, kept, counts)
+        return counts
 
     def _source_of(self, jobs: Sequence[PackJob]) -> SourcePages:
         """Return the jobs' pages: an uncompressed prompt's blocks, or this step's page tables."""
@@ -358,7 +423,9 @@ class Packer:
         pages = method.layer_pages(plan, observed, caps)
         counts = to_device(pages, torch.int32, pool.pages.device)
         free = pool.destination(pack_request.destination)[: plan.pages]
-        targets = pool.assign(pack_request.request_id, free, counts, first_block)
+        targets = pool.assign(
+            pack_request.request_id, free, counts, first_block, _group_tokens(plan, counts)
+        )
         return counts, targets, min(max_layer_pages(plan, pages), pool.max_layer_pages)
 
     def _merging(
@@ -374,7 +441,7 @@ class Packer:
         else:
             last_page = (source.lengths.long() - 1) // self.pool.block_size
             tail_pages = source.pages.gather(1, last_page[:, None])[:, 0]
-        min_tokens = plan.floor_pages * plan.block_size + plan.tail if source.lengths is None else 1
+        min_tokens = plan.layer_tokens(plan.floor_pages) if source.lengths is None else 1
         return Merging(
             values_only=method.values_only,
             tail=plan.tail,
@@ -383,6 +450,18 @@ class Packer:
             min_tokens=min_tokens,
             protected=self.protected.all_slots(pack_requests, source, heads),
         )
+
+
+def _group_tokens(plan: PagePlan, counts: torch.Tensor) -> torch.Tensor | None:
+    """Return ``[L]`` int32, the tokens in each layer's pages, if they hold groups; else None.
+
+    Args:
+        plan: the plan of a request that has dropped no token.
+        counts: ``[L]`` int32, pages of each layer.
+    """
+    if plan.packed_page_tokens is None:
+        return None
+    return (counts * plan.packed_page_tokens).clamp(max=plan.tokens - plan.tail)
 
 
 def _group_key(job: PackJob) -> tuple[str, bool, bool, int, int, bool, int, tuple[int, int]]:

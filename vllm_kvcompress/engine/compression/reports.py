@@ -142,7 +142,7 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
         tokens=pack_request.prompt_tokens,
         output_tokens=pack_request.output_tokens or 0,
         layers=layers,
-        layer_tokens=tuple(pages * plan.block_size + plan.tail for pages, *_ in layer_counts),
+        layer_tokens=tuple(plan.layer_tokens(pages) for pages, *_ in layer_counts),
         seconds=pending.stopwatch.seconds,
         by_role=by_role,
     )

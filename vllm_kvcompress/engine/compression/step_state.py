@@ -94,6 +94,8 @@ class StepState:
         spans: the observed prefills.
         jobs: requests to pack after the step.
         additions: attention to add after the step, each with its row in the batch.
+        group_jobs: requests that add groups after the step, each with the ``[n]`` int64 vLLM block
+            ids of all its tokens up to the last one added.
         prompt_sums: block ids and state of prompts whose column sums are stored in the page pool
             after the step.
     """
@@ -106,4 +108,5 @@ class StepState:
     spans: list[BatchSpan] = field(default_factory=list)
     jobs: list[PackJob] = field(default_factory=list)
     additions: list[tuple[AttentionAddition, int]] = field(default_factory=list)
+    group_jobs: list[tuple[PackRequest, torch.Tensor]] = field(default_factory=list)
     prompt_sums: list[tuple[torch.Tensor, PrefillState]] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """Moves kept tokens in tiled pages, which have no strided view and are read and written by copy."""
 
 import torch
+from kvcompress_kernels.quantise_kept import quantise_kept
 
 from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
 from vllm_kvcompress.engine.compression.mover import Move
@@ -45,33 +46,61 @@ class TiledMover:
         An in-place move reads all rows before it writes any, because the target of one row may be
         the source of another.
         """
-        pending_writes = list[tuple[torch.Tensor, PageViews]]()
+        pending_writes = list[tuple[torch.Tensor, PageViews | torch.Tensor]]()
         thresholds = []
+        tokens = move.kept_in_pages(self.pool.block_size).tolist()
         for row, count in enumerate(move.counts.tolist()):
             if move.merging is None:
-                kept = self._kept(move, row, count)
+                keys, values = self._kept(move, row, tokens[row])
             else:
-                kept, threshold = self._merged(move, move.merging, row, count)
+                (keys, values), threshold = self._merged(move, move.merging, row, tokens[row])
                 thresholds.append(threshold)
+            kept = (
+                self._in_pages(keys, values)
+                if move.group_tokens is None
+                else self._quantised(keys, values, count)
+            )
             pending_writes.append((move.targets[row, :count].long(), kept))
             if not move.in_place:
                 self._write(pending_writes)
         self._write(pending_writes)
         return torch.cat(thresholds) if thresholds else None
 
-    def _kept(self, move: Move, row: int, count: int) -> PageViews:
-        """Return the keys and values of the pages that one row keeps."""
+    def _kept(self, move: Move, row: int, tokens: int) -> PageViews:
+        """Return the keys and values ``[Hkv, tokens, D]`` that one row keeps."""
         size = self.pool.block_size
-        slot = move.kept[row, :, : count * size].long()
+        slot = move.kept[row, :, :tokens].long()
         pages = move.source.pages[row][slot // size]
-        tokens = self._layout.tokens(self.pool.elements, pages, slot % size)
-        keys, values = (part.unflatten(1, (count, size)).transpose(0, 1) for part in tokens)
+        return self._layout.tokens(self.pool.elements, pages, slot % size)
+
+    def _in_pages(self, keys: torch.Tensor, values: torch.Tensor) -> PageViews:
+        """Return keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` of full pages."""
+        pages = (-1, self.pool.block_size)
+        keys, values = (part.unflatten(1, pages).transpose(0, 1) for part in (keys, values))
         return keys.mT, values
 
+    def _quantised(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
+        """Return `count` pages of groups, as bytes, that hold keys and values ``[Hkv, n, D]``."""
+        byte_pages = self.pool.byte_pages
+        into = byte_pages.new_zeros(count, *byte_pages.shape[1:])
+        quantise_kept(
+            keys.mT[None],
+            values[None],
+            torch.zeros(1, 1, dtype=torch.int64),
+            None,
+            torch.tensor([keys.shape[1]], dtype=torch.int32),
+            torch.arange(count)[None],
+            into=into,
+        )
+        return into
+
     def _merged(
-        self, move: Move, merging: Merging, row: int, count: int
+        self, move: Move, merging: Merging, row: int, tokens: int
     ) -> tuple[PageViews, torch.Tensor]:
-        """Return the merged pages that one row keeps and its threshold; write its merged tail."""
+        """Return the merged tokens ``[Hkv, tokens, D]`` that one row keeps, and its threshold.
+
+        Writes the row's merged tail.
+        """
         rows = slice(row, row + 1)
         source, row_merging = move.source.slice_rows(rows), merging.slice_rows(rows)
         cache = self.open(source.pages, Reads.KEYS | Reads.VALUES)
@@ -80,20 +109,24 @@ class TiledMover:
             source.max_tokens,
             source.lengths,
             move.kept[rows],
-            move.counts[rows],
+            move.kept_in_pages(self.pool.block_size)[rows],
             row_merging,
             self.pool.block_size,
         )
         if merging.tail:
             tail_keys, tail_values = self.read(row_merging.tail_pages)
-            for part, tokens in zip((tail_keys.mT, tail_values), tails, strict=True):
+            for part, tail in zip((tail_keys.mT, tail_values), tails, strict=True):
                 # The tail's block is not shared: it has no hash, so no other request reads it.
-                part[:, :, : merging.tail] = tokens
+                part[:, :, : merging.tail] = tail
             self._layout.pack(self.pool.elements, row_merging.tail_pages, tail_keys, tail_values)
-        return (keys[:count].mT, values[:count]), threshold
+        keys, values = (part.transpose(0, 1).flatten(1, 2)[:, :tokens] for part in (keys, values))
+        return (keys, values), threshold
 
-    def _write(self, pending_writes: list[tuple[torch.Tensor, PageViews]]) -> None:
+    def _write(self, pending_writes: list[tuple[torch.Tensor, PageViews | torch.Tensor]]) -> None:
         """Write the pending pages and empty the list."""
         while pending_writes:
             pages, kept = pending_writes.pop()
-            self._layout.pack(self.pool.elements, pages, *kept)
+            if isinstance(kept, torch.Tensor):
+                self.pool.byte_pages[pages] = kept
+            else:
+                self._layout.pack(self.pool.elements, pages, *kept)

@@ -11,6 +11,7 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import QUERIES_PER_SUM
 from vllm_kvcompress.methods.presets import min_window
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
     lookahead_window,
@@ -44,11 +45,15 @@ class WarmUp:
         self._packer, self._adder, self._pool = packer, adder, packer.pool
         self._settings, self._method = settings, method_of(settings)
         self._heads, self._dim, self._dtype = queries
+        self._page_tokens = packed_page_tokens(settings, self._pool.block_size, self._pool.itemsize)
 
     def run(self, max_tokens: int) -> None:
         """Pack dummy prompts of up to `max_tokens` tokens, in every way that the settings allow."""
         settings = self._settings
         self._pack_prompts(max_tokens)
+        if self._page_tokens is not None:
+            # As floats, the bytes of groups may be NaN.
+            self._pool.zero((0,))
         if settings.decode_budget is not None:
             self.pack_again(settings.resolved_decode_window, prefill=False)
         if settings.max_whole is not None:
@@ -86,7 +91,8 @@ class WarmUp:
         )
         lengths = sorted({min(short + extra, max_tokens) for extra in (3, 4096, 32768, max_tokens)})
         for tokens in lengths:
-            plan = page_plan(settings.budget_spec(self._packer.num_layers, tokens), block)
+            spec = settings.budget_spec(self._packer.num_layers, tokens)
+            plan = page_plan(spec, block, page_tokens=self._page_tokens)
             if plan is not None:
                 self._pack_prompt(plan, shortest=tokens == lengths[0])
         if plan is None or not settings.resolved_lookahead:
@@ -109,7 +115,8 @@ class WarmUp:
         budget, total = max(spec.budget, window + 1), spec.total
         if total is not None:
             total = max(total, layers * budget)
-        return page_plan(replace(spec, window=window, budget=budget, total=total), block)
+        spec = replace(spec, window=window, budget=budget, total=total)
+        return page_plan(spec, block, page_tokens=self._page_tokens)
 
     def _lookahead_windows(self) -> list[tuple[int, int | None]]:
         """Return the windows at the end of a look-ahead, each with the output queries in it.

@@ -211,6 +211,7 @@ def kept_map(
         model=model,
         method=limits.settings.compress,
         budget=limits.settings.budget,
+        packed_dtype=limits.settings.resolved_packed_dtype,
         prompt_tokens=_prompt_tokens(plan, limits),
         kv_heads=sum(rank["kv_heads"] for rank in stage_ranks[0]),
         kept_tokens=[tokens for stage in kept for tokens in stage],

@@ -19,6 +19,8 @@ from vllm_kvcompress.engine.layers import groups_of, layers_per_stage, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
+from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import override_args
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -49,6 +51,7 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         block_size=config.cache_config.block_size,
         max_model_len=config.model_config.max_model_len,
         request_args=override_args(settings),
+        page_tokens=_page_tokens(config, settings.variants[0]),
     )
     if spec["tokens"] is not None and not spec["exact"]:
         # Reject a length that is not compressed before the engine starts, which takes minutes.
@@ -59,7 +62,12 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         # vLLM may choose the block size while the engine starts.
         block = config.cache_config.block_size
         rounded = in_whole_blocks(limits.settings, block)
-        limits = dataclasses.replace(limits, block_size=block, settings=rounded)
+        limits = dataclasses.replace(
+            limits,
+            block_size=block,
+            settings=rounded,
+            page_tokens=_page_tokens(config, rounded),
+        )
         prompt = prompt_of(engine, config, limits, spec)
         limits = dataclasses.replace(limits, spans=prompt.protected)
         plan = _plan(limits, len(prompt.ids))
@@ -81,6 +89,12 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         return None if kept_map is None else kept_map.to_json()
     finally:
         engine.engine_core.shutdown()
+
+
+def _page_tokens(config: VllmConfig, settings: CompressionConfig) -> int | None:
+    """Return the tokens in a packed page; None if it holds the tokens of an ordinary page."""
+    itemsize = config.model_config.dtype.itemsize
+    return packed_page_tokens(settings, config.cache_config.block_size, itemsize)
 
 
 def _plan(limits: Limits, tokens: int) -> PagePlan:

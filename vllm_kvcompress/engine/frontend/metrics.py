@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
+from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.counts import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings
@@ -95,12 +96,13 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "repacked_answers": CounterSpec(
         "",
-        "Times that a request was compressed to its decode budget.",
+        "Times that a request was compressed while it generated: to its decode budget, or to pack"
+        " its output in k4v3.",
         lambda counts: counts["repacked_answers"],
     ),
     "freed_answer_blocks": CounterSpec(
         "",
-        "KV blocks that went back to the pool when requests were compressed to the decode budget.",
+        "KV blocks that went back to the pool when requests were compressed while they generated.",
         lambda counts: counts["freed_answer_blocks"],
     ),
     "packed_pieces": CounterSpec(
@@ -157,6 +159,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         model = str(vllm_config.model_config.served_model_name)
         layers = groups_of(vllm_config).full
         self._block_size = int(vllm_config.cache_config.block_size)
+        self._itemsize = vllm_config.model_config.dtype.itemsize
         methods = [variant.compress for variant in settings.variants]
         known_values = {
             "method": methods,
@@ -198,9 +201,14 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         names = {alias.name: alias.meaning for alias in settings.alias}
         first, last = scoring_query_counts(settings)
         settings = in_whole_blocks(settings, self._block_size)
+        page_tokens = k4v3.page_tokens(self._block_size, self._itemsize)
         values = {
             "method": settings.compress,
             "budget": str(settings.budget),
+            "packed_dtype": settings.resolved_packed_dtype
+            if settings.enabled
+            else settings.packed_dtype or "",
+            "packed_page_tokens": str(page_tokens) if settings.packs_k4v3 else "",
             "window": str(settings.resolved_window if settings.enabled else 0),
             "lookahead": str(settings.resolved_lookahead if settings.enabled else 0),
             "protect": ",".join(settings.protect),

@@ -13,6 +13,7 @@ from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.engine.layers import layers_per_stage
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import MAX_SPANS, Spans, count_before, merge_spans, parse_spans
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.planning.pieces import PieceSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import protection_for, settings_for
@@ -208,11 +209,14 @@ class _Limits:
 
     def _needed(self, request_settings: CompressionConfig, spans: Spans) -> int:
         """Return the budget, in tokens per layer, that the request needs to protect these spans."""
-        plan = request_settings.page_plan(self._layers, self.tokens, self._block_size, spans)
+        size = self._block_size
+        itemsize = self.config.model_config.dtype.itemsize
+        page_tokens = packed_page_tokens(request_settings, size, itemsize)
+        plan = request_settings.page_plan(self._layers, self.tokens, size, spans, page_tokens)
         if plan is not None:
             return plan.budget if plan.raised else request_settings.tokens_per_layer(self.tokens)
         # Without spans it would be compressed, so the spans need the whole prompt.
-        unprotected = request_settings.page_plan(self._layers, self.tokens, self._block_size)
+        unprotected = request_settings.page_plan(self._layers, self.tokens, size, (), page_tokens)
         return (
             request_settings.tokens_per_layer(self.tokens) if unprotected is None else self.tokens
         )

@@ -42,8 +42,8 @@ class Collected:
     def total(self) -> dict[str, Any] | None:
         """Return the sum of the reports for the usage; None if every prompt stayed uncompressed.
 
-        Tokens are summed over the prompts, as vLLM sums its counts. The outputs of one prompt
-        (n > 1) count once.
+        Tokens and bytes are summed over the prompts, as vLLM sums its counts. The outputs of one
+        prompt (n > 1) count once.
         """
         kept = list(self._kept.values())
         if not kept:
@@ -52,8 +52,10 @@ class Collected:
         total = {
             "method": kept[0]["method"],
             "budget": kept[0]["budget"],
+            "packed_dtype": kept[0]["packed_dtype"],
             "prompt_tokens": sum(each["prompt_tokens"] for each in kept),
             "kept_tokens": round(sum(each["kept_tokens"] for each in kept), 1),
+            "kept_bytes": sum(each["kept_bytes"] for each in kept),
         }
         for key in ("lookahead", "protected_tokens"):
             if any(key in each for each in kept):
@@ -84,10 +86,10 @@ def merge(kept: CompressionUsage, update: CompressionUsage) -> None:
 
     Args:
         kept: the report; outputs that vLLM has returned share this object.
-        update: the report of a new compression, with or without its layers, or the layers of the
-            compression in `kept`.
+        update: the report of a new compression, with or without what its workers report, or what
+            the workers report about the compression in `kept`.
     """
-    if "kept_tokens" in update:
+    if "method" in update:
         kept.clear()
     elif kept.get("prompt_tokens") != update["prompt_tokens"]:
         return

@@ -39,6 +39,8 @@ class PackRequest:
         nothing_dropped: nothing was dropped before, so a token's slot is its position.
         completes_prompt: this is the prompt's last packing.
         in_place: some written pages may also be read, so all pages are staged.
+        adds_groups: the tokens since the last packing are added to the packed groups, all of them.
+            `destination` has the blocks that are added.
         early_target: for a prompt packed before its look-ahead is over, HALF (it is packed again
             later) or BUDGET. Empty otherwise.
     """
@@ -53,12 +55,18 @@ class PackRequest:
     nothing_dropped: bool = True
     completes_prompt: bool = True
     in_place: bool = False
+    adds_groups: bool = False
     early_target: str = ""
 
     @property
     def uses_ring_queries(self) -> bool:
         """Return whether queries from the ring score the tokens, not the chunks' attention."""
         return not self.prefill or self.output_tokens is not None
+
+    @property
+    def uses_chunk_queries(self) -> bool:
+        """Return whether the attention of the prompt's chunks scores the tokens."""
+        return not (self.uses_ring_queries or self.plan.keeps_all)
 
     @property
     def protected_tokens(self) -> int:
@@ -103,6 +111,8 @@ class StepPlan:
         add_attention: requests whose latest attention is added to their sums after this step,
             before any packing.
         pack: requests to pack after this step.
+        zero_blocks: vLLM block ids that held packed groups and were freed. The workers fill them
+            with zeros before this step.
     """
 
     number: int
@@ -111,6 +121,7 @@ class StepPlan:
     keep_prompt_queries: tuple[str, ...] = ()
     add_attention: tuple[AttentionAddition, ...] = ()
     pack: tuple[PackRequest, ...] = ()
+    zero_blocks: tuple[int, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:

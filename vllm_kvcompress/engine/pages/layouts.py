@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvcompress_kernels.packed_attention import Offsets
 from vllm_kvcompress.errors import ConfigError
 
 PageViews = tuple[torch.Tensor, torch.Tensor]
@@ -54,9 +55,12 @@ class Strided:
 
     Args:
         views: maps pages ``[N, ...]``, any strides, to views of their keys and values.
+        offsets: where the elements of a head lie in a page; None if a token's row is its key, then
+            its value.
     """
 
     views: Callable[[torch.Tensor], PageViews]
+    offsets: Offsets | None = None
 
 
 def _halves_of_tokens(pages: torch.Tensor) -> PageViews:
@@ -92,6 +96,16 @@ class Elements:
         """Return whether the token and dim indices have one stride each."""
         return len(self.tokens) == len(self.dims) == 1
 
+    @property
+    def token_offsets(self) -> torch.Tensor:
+        """Return ``[block_size]`` int32: the offset of each token's element 0."""
+        return self.start + _sums(self.tokens)
+
+    @property
+    def dim_offsets(self) -> torch.Tensor:
+        """Return ``[D]`` int32: the offset of each element from its token's element 0."""
+        return _sums(self.dims)
+
     def view(self, pages: torch.Tensor) -> torch.Tensor:
         """Return a view ``[N, Hkv, block_size, D]`` of pages ``[N, Hkv, ...]``; needs `strided`."""
         (block, token_step), (dim, dim_step) = self.tokens[0], self.dims[0]
@@ -100,6 +114,18 @@ class Elements:
             (*pages.stride()[:2], token_step, dim_step),
             pages.storage_offset() + self.start,
         )
+
+
+def _sums(digits: Digits) -> torch.Tensor:
+    """Return int32: for each index, the sum of its digits times their strides."""
+    sums = torch.zeros(1, dtype=torch.int32)
+    for count, step in digits:
+        sums = (torch.arange(count, dtype=torch.int32)[:, None] * step + sums).flatten()
+    return sums
+
+
+def _offsets(keys: Elements, values: Elements) -> Offsets:
+    return Offsets(keys.token_offsets, keys.dim_offsets, values.token_offsets, values.dim_offsets)
 
 
 class _Tiles:
@@ -187,6 +213,7 @@ class Tiled:
 
     def __init__(self, keys: Elements, values: Elements) -> None:
         self._keys, self._values = _Tiles(keys), _Tiles(values)
+        self.offsets = _offsets(keys, values)
 
     def unpack_keys(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy ``[n, Hkv, D, block_size]`` of the keys in the pages `ids`.
@@ -310,7 +337,9 @@ def find_layout(
         raise unknown_layout
     layout: Layout = Tiled(keys, values)
     if keys.strided and values.strided:
-        layout = Strided(lambda pages: (keys.view(pages).mT, values.view(pages)))
+        layout = Strided(
+            lambda pages: (keys.view(pages).mT, values.view(pages)), _offsets(keys, values)
+        )
     k, v = (
         torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(stored or dtype)
         for n in (0, 1)

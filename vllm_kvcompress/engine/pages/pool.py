@@ -79,11 +79,28 @@ class LayerTables(NamedTuple):
     """Per layer ``[R]`` int32: tokens."""
 
 
+class RowGroups(NamedTuple):
+    """Packed groups of one layer, by slot, and the slots of the batch's rows."""
+
+    pages: torch.Tensor
+    """``[slots, W]`` int32: flat pages."""
+    tokens: torch.Tensor
+    """``[slots]`` int32: tokens in groups, 0 for slots without groups."""
+    slots: torch.Tensor
+    """``[R]`` int32: slot of each row."""
+    live: torch.Tensor
+    """``[]`` int32: rows of this step."""
+
+
 class PagePool:
     """Tracks the packed pages of each compressed request in each layer.
 
     Every compressed request has a slot. All uncompressed requests share slot 0, which has no packed
     pages.
+
+    Packed pages hold tokens in the cache's dtype, or groups of tokens in k4v3
+    (`kvcompress_kernels.k4v3`). vLLM's attention reads the first kind through the block tables. It
+    never sees the second kind: `packed_attention` reads it, from `groups`.
 
     Args:
         layers: the layers' caches, in layer order (see `flat_pages`).
@@ -92,6 +109,7 @@ class PagePool:
         max_blocks: maximum pages per request and layer, packed pages plus vLLM's blocks.
         block_size: tokens in a page.
         stored: the float8 dtype of a quantised cache; None if the cache has the layers' dtype.
+        packs_groups: whether any request may be packed in k4v3.
     """
 
     def __init__(
@@ -103,6 +121,7 @@ class PagePool:
         max_blocks: int,
         block_size: int,
         stored: torch.dtype | None = None,
+        packs_groups: bool = False,
     ) -> None:
         self.pages, self.layer_offset, self.block_stride = flat_pages(layers)
         # vLLM allocates a float8 cache as uint8; `elements` views it in the stored dtype.
@@ -114,6 +133,12 @@ class PagePool:
         )
         self._num_packed = torch.zeros(max_requests + 1, count, dtype=torch.int32, device=device)
         self._first_block = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        # Tokens in groups. A slot that has some has no other packed pages: `_num_packed` is 0.
+        self._group_tokens = torch.zeros_like(self._num_packed) if packs_groups else None
+        # Lengths for vLLM's attention, which need not read rows with groups.
+        self._short_lengths = torch.zeros(
+            count, max_rows if packs_groups else 0, dtype=torch.int32, device=device
+        )
         # Attention reads these. Their addresses never change, because CUDA graphs record them.
         self._tables = torch.zeros(count, max_rows, max_blocks, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(count, max_rows, dtype=torch.int32, device=device)
@@ -122,6 +147,8 @@ class PagePool:
         # Host copy of `_row_slots`.
         self._uploaded_slots: list[int] = []
         self._views: dict[int, LayerTables] = {}
+        # Scratch memory of attention over packed groups, which all layers share.
+        self.workspace: torch.Tensor | None = None
         # Stores the last queries of requests, if a method needs them later.
         self.ring: QueryRing | None = None
         # State of methods that accumulate attention, or that merge dropped tokens.
@@ -133,6 +160,8 @@ class PagePool:
         self._slots: dict[str, int] = {}
         # Slots of requests that read packed pages.
         self._slots_with_pages: set[int] = set()
+        # Those whose packed pages hold groups.
+        self._slots_with_groups: set[int] = set()
         self._free = list(range(max_requests, 0, -1))
 
     @property
@@ -182,6 +211,10 @@ class PagePool:
         ids = async_tensor_h2d(list(blocks), device=self.pages.device, dtype=torch.int64)
         return self.flat_ids_in_all_layers(ids).T.flatten()
 
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Fill the pages of vLLM blocks with zeros, in all layers."""
+        self.pages.index_fill_(0, self.destination(blocks), 0)
+
     def admit(self, request_id: str) -> None:
         """Give a request a slot with no packed pages; do nothing if it has one already."""
         if request_id in self._slots:
@@ -189,6 +222,8 @@ class PagePool:
         slot = self._slots[request_id] = self._free.pop()
         self._first_block[slot].fill_(0)  # assigning a Python number would copy it with a sync
         self._num_packed[slot] = 0
+        if self._group_tokens is not None:
+            self._group_tokens[slot] = 0
         if self.thresholds is not None:
             self.thresholds.reset(slot)
 
@@ -237,7 +272,12 @@ class PagePool:
         self._first_block[self._slots[request_id]].fill_(first_block)
 
     def assign(
-        self, request_id: str, pages: torch.Tensor, counts: torch.Tensor, first_block: int
+        self,
+        request_id: str,
+        pages: torch.Tensor,
+        counts: torch.Tensor,
+        first_block: int,
+        group_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Make the request read packed pages, then its blocks starting at `first_block`.
 
@@ -246,6 +286,7 @@ class PagePool:
             pages: flat pages, int64; the first ``counts[0]`` belong to layer 0, and so on.
             counts: ``[L]`` int32, with sum ``len(pages)``.
             first_block: index of the request's first block that is not packed.
+            group_tokens: ``[L]`` int32, tokens of each layer, if the pages hold groups.
 
         Returns:
             A view ``[L, max_blocks]`` int32 of each layer's pages, padded with 0.
@@ -254,12 +295,52 @@ class PagePool:
         slot = self._slots[request_id]
         self._slots_with_pages.add(slot)
         self._first_block[slot].fill_(first_block)
-        self._num_packed[slot] = counts
+        if group_tokens is None:
+            self._num_packed[slot] = counts
+        else:
+            assert self._group_tokens is not None, request_id
+            self._group_tokens[slot] = group_tokens
+            self._slots_with_groups.add(slot)
         column = torch.arange(self._packed.shape[2], device=pages.device)
         start = counts.cumsum(0) - counts
         indices = (start[:, None] + column).where(column < counts[:, None], len(pages))
         self._packed[slot] = pad(pages, (0, 1))[indices]
         return self._packed[slot]
+
+    def add_groups(
+        self,
+        request_id: str,
+        pages: torch.Tensor,
+        tokens: int,
+        page_tokens: int,
+        first_block: int,
+    ) -> None:
+        """Add full pages of groups to each layer of a request.
+
+        They go before the layer's last page, which may be partly filled. The order does not
+        matter, since keys carry their rotation.
+
+        Args:
+            pages: ``[L, n]`` int32, flat pages.
+            tokens: tokens in a layer's pages.
+            page_tokens: tokens in a page.
+            first_block: index of the request's first block that is not packed.
+        """
+        assert self._group_tokens is not None, request_id
+        self.admit(request_id)
+        slot = self._slots[request_id]
+        packed, held = self._packed[slot], self._group_tokens[slot]
+        num_pages = (held + page_tokens - 1) // page_tokens
+        last = (num_pages - 1).clamp(min=0).long()[:, None]
+        column = torch.arange(pages.shape[1], device=pages.device)
+        last_pages = packed.gather(1, last)
+        packed.scatter_(1, last + pages.shape[1], last_pages)
+        # A layer without pages writes its first new page here, and one more column, unread.
+        packed.scatter_(1, last + column, pages)
+        held.add_(tokens)
+        self._first_block[slot].fill_(first_block)
+        self._slots_with_pages.add(slot)
+        self._slots_with_groups.add(slot)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; do nothing if it has no slot."""
@@ -267,6 +348,7 @@ class PagePool:
         self.protected.pop(request_id, None)
         if slot is not None:
             self._slots_with_pages.discard(slot)
+            self._slots_with_groups.discard(slot)
             if self.ring is not None:
                 self.ring.release(slot)
             self._free.append(slot)
@@ -274,6 +356,66 @@ class PagePool:
     def none_packed(self, slots: Sequence[int]) -> bool:
         """Return whether none of the slots has packed pages."""
         return self._slots_with_pages.isdisjoint(slots)
+
+    def have_groups(self, slots: Sequence[int]) -> bool:
+        """Return whether any of the slots has packed pages that hold groups."""
+        return not self._slots_with_groups.isdisjoint(slots)
+
+    def short_lengths(
+        self, slots: Sequence[int], query_start: torch.Tensor, rows: int
+    ) -> Sequence[torch.Tensor]:
+        """Return the lengths for vLLM's attention, which are short for rows with groups.
+
+        `packed_attention` replaces the output of such rows, so vLLM only reads as many tokens of
+        them as they have queries. Call this after `tables`.
+
+        Args:
+            slots: slots of the batch's requests, in row order.
+            query_start: ``[>= rows + 1]`` int32, offset of each row's first query.
+            rows: rows of the batch, including padding.
+
+        Returns:
+            Per layer ``[rows]`` int32, views of a persistent buffer.
+        """
+        assert self._group_tokens is not None
+        lengths, short = self._lengths[:, :rows], self._short_lengths[:, :rows]
+        if self.have_groups(slots):
+            tokens = self._group_tokens.index_select(0, self._row_slots[:rows])[:, 0]
+            queries = query_start[1 : rows + 1] - query_start[:rows]
+            short.copy_(lengths.where(tokens == 0, lengths.minimum(queries)))
+        else:
+            short.copy_(lengths)
+        return short.unbind()
+
+    def groups(self, layer: int) -> RowGroups | None:
+        """Return where `packed_attention` finds the groups of one layer's rows.
+
+        The tensors are persistent: their addresses never change. None if no request may be packed
+        in k4v3.
+        """
+        if self._group_tokens is None:
+            return None
+        return RowGroups(
+            pages=self._packed[:, layer],
+            tokens=self._group_tokens[:, layer],
+            slots=self._row_slots,
+            live=self._live,
+        )
+
+    @property
+    def packs_groups(self) -> bool:
+        """Return whether any request may be packed in k4v3."""
+        return self._group_tokens is not None
+
+    @property
+    def byte_pages(self) -> torch.Tensor:
+        """Return the pages as bytes ``[N, Hkv, block_size, 2 * D * itemsize]``."""
+        return self.pages.view(torch.uint8)
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a cached number."""
+        return self.pages.itemsize
 
     def slots(self, request_ids: Sequence[str]) -> list[int]:
         """Return the slot of each request, 0 for requests without one."""

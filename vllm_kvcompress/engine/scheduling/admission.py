@@ -16,6 +16,7 @@ from vllm_kvcompress.engine.messages.spans import spans_of
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.planning.pieces import PieceSchedule, piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
@@ -64,8 +65,8 @@ class Decision:
     Args:
         settings: settings to compress it with. None if it stays uncompressed.
         skip_reason: why it stays uncompressed, one of REASONS. Empty if it is compressed.
-        output_settings: settings with the `decode_budget` that bounds the request's cache during
-            decoding. None if the cache may grow.
+        output_settings: settings that bound or pack the request's cache during decoding. None if
+            the cache may grow.
         is_final: the request was admitted, so the decision no longer changes.
         error: for INVALID, what is wrong with the request's settings.
         spans: protected tokens of the prompt.
@@ -101,6 +102,7 @@ class Admissions:
         block_size: tokens in a block.
         pool: vLLM's block pool. Block 0 is the null block.
         other_layers: blocks that the uncompressed layers use. None if all are compressed.
+        itemsize: bytes of a cached number.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Admissions:
         block_size: int,
         pool: BlockPool,
         other_layers: OtherLayers | None = None,
+        itemsize: int = 2,
     ) -> None:
         self._other_layers = other_layers
+        self._itemsize = itemsize
         self._engine_settings = settings if settings.active else None
         self._num_layers = num_layers
         self._block_size = block_size
@@ -160,8 +164,13 @@ class Admissions:
         return 0 if self._other_layers is None else self._other_layers.blocks(tokens)
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
-        """Return the plan for a prefill of `tokens` tokens, or None if nothing is dropped."""
-        return settings.page_plan(self._num_layers, tokens, self._block_size, spans)
+        """Return the plan for a prefill of `tokens` tokens, or None if it frees no block."""
+        page_tokens = self.packed_page_tokens(settings)
+        return settings.page_plan(self._num_layers, tokens, self._block_size, spans, page_tokens)
+
+    def packed_page_tokens(self, settings: CompressionConfig) -> int | None:
+        """Return the tokens in a packed page; None if it holds those of an ordinary page."""
+        return packed_page_tokens(settings, self._block_size, self._itemsize)
 
     def usage_with_prompt(self, tokens: int) -> float:
         """Return the share of the pool in use once an uncompressed prompt of `tokens` is added."""
@@ -190,7 +199,7 @@ class Admissions:
         spans = spans_of(params)
         decision = self._decide_prompt(request, settings, spans)
         decision.spans = spans
-        if settings.decode_budget is not None:
+        if settings.decode_budget is not None or settings.packs_outputs:
             decision.output_settings = settings
         return decision
 
@@ -204,11 +213,11 @@ class Admissions:
             return Decision(None, SHORT_PROMPT)
         if request.max_tokens < settings.min_output:
             return Decision(None, SHORT_OUTPUT)
-        if mostly_protected(spans, int(request.num_prompt_tokens)):
-            return Decision(None, PROTECTED)
         if self.plan(settings, request.num_tokens, spans) is None:
-            unprotected = self.plan(settings, request.num_tokens)
-            return Decision(None, WITHIN_BUDGET if unprotected is None else PROTECTED)
+            is_protected = mostly_protected(spans, int(request.num_prompt_tokens))
+            if is_protected or self.plan(settings, request.num_tokens) is not None:
+                return Decision(None, PROTECTED)
+            return Decision(None, WITHIN_BUDGET)
         if settings.pressure and self.usage_with_prompt(request.num_tokens) < settings.pressure:
             return Decision(None, LOW_PRESSURE)
         return Decision(settings)

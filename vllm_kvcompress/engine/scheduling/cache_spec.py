@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.obstacles import block_multiple_refusal
+from vllm_kvcompress.planning.obstacles import block_multiple_refusal, packed_shape_refusal
 from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
@@ -100,8 +100,9 @@ def compressed_specs(
         ring_slots: maximum number of requests whose latest queries the workers store.
 
     Raises:
-        ConfigError: the model has an unsupported layer or no full-attention layer, or its layers
-            differ in shape, so that they cannot exchange pages.
+        ConfigError: the model has an unsupported layer or no full-attention layer, its layers
+            differ in shape, so that they cannot exchange pages, or its pages cannot hold tokens in
+            the format of kept tokens.
     """
     if not specs:
         raise ConfigError(
@@ -137,7 +138,10 @@ def compressed_specs(
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
     settings = in_whole_blocks(settings, first.block_size)
-    if (reason := block_multiple_refusal(settings, first.block_size)) is not None:
+    reason = block_multiple_refusal(settings, first.block_size) or packed_shape_refusal(
+        settings, first.head_size, first.block_size, first.dtype.itemsize
+    )
+    if reason is not None:
         raise ConfigError(reason)
     compressed = {
         name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()

@@ -26,6 +26,11 @@ class DeferredFree:
         self._pool, self._scheduler = pool, scheduler
 
     @property
+    def has_connector(self) -> bool:
+        """Return whether a connector writes to blocks, independent of the steps."""
+        return self._scheduler is not None and self._scheduler.connector is not None
+
+    @property
     def is_deferring(self) -> bool:
         """Return whether steps overlap and a connector may write at any time."""
         return self._scheduler is not None and bool(self._scheduler.defer_block_free)

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
@@ -49,6 +50,7 @@ class _CompressedSpecFields(Protocol):
     num_compressed_layers: int
     settings: CompressionConfig
     ring_slots: int
+    dtype: torch.dtype
 
 
 class StepProbes:
@@ -89,12 +91,18 @@ class CompressedManager(FullAttentionManager):
         self._requests: Mapping[str, Request] | None = None
         self._num_layers = kv_cache_spec.num_compressed_layers
         self._ring_slots = kv_cache_spec.ring_slots
+        self._itemsize = kv_cache_spec.dtype.itemsize
         self._other_layers: OtherLayers | None = None
         self.replace_settings(kv_cache_spec.settings)
         self.compression_stats = CompressionStats()
         self.deferred_free = DeferredFree(self.block_pool)
         # Destination blocks of each packed request.
         self._packed: dict[str, list[KVCacheBlock]] = {}
+        # Requests whose destination blocks hold groups in k4v3.
+        self._with_groups: set[str] = set()
+        # Freed blocks that held groups, and those of them that are still to be freed.
+        self._zero: list[int] = []
+        self._unfreed: list[KVCacheBlock] = []
         # Maximum tokens of each packed request that may enter the prefix cache.
         self._cacheable: dict[str, int] = {}
         self.probes = StepProbes()
@@ -118,6 +126,7 @@ class CompressedManager(FullAttentionManager):
             other_layers=self._other_layers,
             requests=self._requests,
             ring_slots=self._ring_slots,
+            itemsize=self._itemsize,
         )
 
     def connect(self, requests: Mapping[str, Request], other_layers: OtherLayers | None) -> None:
@@ -228,7 +237,8 @@ class CompressedManager(FullAttentionManager):
                 plan = None
         if ends_prefill:
             self.planner.end_prefill(request, schedule, plan)
-            if schedule.output is not None or schedule.lookahead is not None:
+            is_scored = schedule.output is not None and schedule.output.scored
+            if is_scored or schedule.lookahead is not None:
                 self._keep_output_queries.append(request_id)
             self.lookaheads.note_step(request_id, schedule, tokens)
         elif schedule.lookahead is not None and schedule.lookahead.keeps_queries(tokens):
@@ -256,10 +266,11 @@ class CompressedManager(FullAttentionManager):
             request_id,
             schedule,
             plan,
-            tokens,
+            tokens if output.scored else plan.packed_end,
             output.settings,
             prefill=False,
             completes_prompt=False,
+            adds_groups=not output.scored,
         )
         if num_queries := output.advance_sums(tokens, self.block_size, packs=packs):
             self._add_attention[request_id] = AttentionAddition(
@@ -314,6 +325,7 @@ class CompressedManager(FullAttentionManager):
         prefill: bool,
         completes_prompt: bool,
         output_tokens: int | None = None,
+        adds_groups: bool = False,
         early_target: str = "",
     ) -> bool:
         """Plan a packing and take its destination blocks.
@@ -327,7 +339,8 @@ class CompressedManager(FullAttentionManager):
         Args:
             request_id, schedule, plan, tokens: as in `pack_lookahead`.
             settings: the settings that choose which tokens to keep.
-            prefill, completes_prompt, output_tokens, early_target: as in `PackRequest`.
+            prefill, completes_prompt, output_tokens, adds_groups, early_target: as in
+                `PackRequest`.
 
         Returns:
             False if the pool has too few blocks. Nothing is planned then.
@@ -346,11 +359,14 @@ class CompressedManager(FullAttentionManager):
         if missing - len(reusable) > free_blocks:
             return False
         self._cacheable.setdefault(request_id, full_blocks * self.block_size)
+        if plan.packed_page_tokens is not None:
+            self._with_groups.add(request_id)
         reused = self._reuse_blocks(request_id, reusable)
         num_fresh = missing - len(reused)
         fresh = self.block_pool.get_new_blocks(num_fresh) if num_fresh else []
         self._packed[request_id] = packed + fresh
-        destination = (self._packed[request_id] + reused)[: plan.blocks]
+        first_destination = len(packed) if adds_groups else 0
+        destination = (self._packed[request_id] + reused)[first_destination : plan.blocks]
         block_ids = tuple(block.block_id for block in destination)
         is_piecewise = isinstance(schedule.prefill, PieceSchedule)
         pack = PackRequest(
@@ -364,6 +380,7 @@ class CompressedManager(FullAttentionManager):
             nothing_dropped=prefill and not footprint.pages and not is_piecewise,
             completes_prompt=completes_prompt,
             in_place=bool(reused or footprint.pages) or not prefill,
+            adds_groups=adds_groups,
             early_target=early_target,
         )
         self._pending[request_id] = PendingPack(pack, footprint, reused)
@@ -426,12 +443,13 @@ class CompressedManager(FullAttentionManager):
             next_step: demand of the following step, for which look-aheads are compressed early.
         """
         self.lookaheads.plan_packs(next_step)
-        parts: tuple[list[str] | dict[str, Any], ...] = (
+        parts: tuple[list[str] | list[int] | dict[str, Any], ...] = (
             self._observe,
             self._keep_output_queries,
             self._keep_prompt_queries,
             self._add_attention,
             self._pending,
+            self._zero,
         )
         if not any(parts):
             return None
@@ -442,9 +460,12 @@ class CompressedManager(FullAttentionManager):
             keep_prompt_queries=tuple(self._keep_prompt_queries),
             add_attention=tuple(self._add_attention.values()),
             pack=tuple(map(self._apply_pack, self._pending.values())),
+            zero_blocks=tuple(self._zero),
         )
         for part in parts:
             part.clear()
+        self.deferred_free.free(self._unfreed)
+        self._unfreed = []
         return plan
 
     def _apply_pack(self, pending: PendingPack) -> PackRequest:
@@ -463,7 +484,7 @@ class CompressedManager(FullAttentionManager):
         self._packed[request_id] = destinations[: plan.blocks]
         freed += destinations[plan.blocks :]
         is_first = not footprint.pages
-        footprint.pack(plan, full_blocks, freeze=not pack.prefill)
+        footprint.pack(plan, full_blocks, freeze=not (pack.prefill or pack.adds_groups))
         returned_blocks = self.deferred_free.free(freed)
         is_piecewise = isinstance(self.planner.schedules[request_id].prefill, PieceSchedule)
         self.compression_stats.pack(
@@ -501,4 +522,14 @@ class CompressedManager(FullAttentionManager):
             if request_id in request_ids:
                 request_ids.remove(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
-        return blocks + self._packed.pop(request_id, [])
+        packed = self._packed.pop(request_id, [])
+        if request_id in self._with_groups:
+            self._with_groups.discard(request_id)
+            # As floats, the bytes of groups may be NaN, and attention multiplies what it masks by
+            # 0. The workers zero these blocks before their next owner writes to them.
+            self._zero += [block.block_id for block in packed]
+            if self.deferred_free.has_connector:
+                # A connector writes whenever it likes, so they are freed once they are zero.
+                self._unfreed += packed
+                packed = []
+        return blocks + packed

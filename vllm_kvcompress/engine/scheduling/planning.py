@@ -20,6 +20,7 @@ from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import PieceSchedule
 from vllm_kvcompress.planning.schedules import (
     LookaheadSchedule,
+    OutputGroupSchedule,
     OutputSchedule,
     PromptSchedule,
     RequestSchedule,
@@ -41,6 +42,7 @@ class Planner:
         other_layers: blocks that the uncompressed layers use. None if all are compressed.
         requests: the scheduler's requests by id. None if there is no compressing scheduler.
         ring_slots: maximum number of requests whose latest queries the workers store.
+        itemsize: bytes of a cached number.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Planner:
         other_layers: OtherLayers | None = None,
         requests: Mapping[str, Request] | None = None,
         ring_slots: int = 0,
+        itemsize: int = 2,
     ) -> None:
-        self.admissions = Admissions(settings, num_layers, block_size, pool, other_layers)
+        self.admissions = Admissions(settings, num_layers, block_size, pool, other_layers, itemsize)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests = requests
@@ -176,11 +179,11 @@ class Planner:
     ) -> LookaheadSchedule | None:
         """Return the look-ahead of a prompt, or None if it is packed when its prefill ends.
 
-        That is the case if the settings have no look-ahead, if a preempted request already has
-        enough output tokens, or if the pool cannot hold the uncompressed prompt until its
-        look-ahead is over.
+        That is the case if the settings have no look-ahead, if nothing will be dropped, if a
+        preempted request already has enough output tokens, or if the pool cannot hold the
+        uncompressed prompt until its look-ahead is over.
         """
-        if not prefill.settings.resolved_lookahead:
+        if not prefill.settings.resolved_lookahead or _keeps_all(prefill):
             return None
         lookahead = LookaheadSchedule(
             settings=prefill.settings,
@@ -190,6 +193,7 @@ class Planner:
             max_tokens=int(request.num_prompt_tokens + request.max_tokens),
             prefilled=int(request.num_tokens),
             spans=self.admissions.decision_of(request).spans,
+            page_tokens=self.admissions.packed_page_tokens(prefill.settings),
         )
         max_blocks = max(prefill.max_blocks, lookahead.blocks_when_due(prefill.blocks_at_end))
         if lookahead.due <= request.num_tokens or max_blocks > self.admissions.max_request_blocks:
@@ -244,8 +248,8 @@ class Planner:
 
     def _output_schedule(
         self, request: Request, footprint: KVFootprint, plan: PagePlan | None
-    ) -> OutputSchedule | None:
-        """Return the schedule that bounds the cache during decoding, or None if it may grow.
+    ) -> OutputSchedule | OutputGroupSchedule | None:
+        """Return the schedule that packs the cache during decoding, or None if it may grow.
 
         Args:
             request: the request.
@@ -257,10 +261,16 @@ class Planner:
         if settings is None:
             return None
         prefilled = int(request.num_tokens)
+        max_tokens = int(request.num_prompt_tokens + request.max_tokens)
+        page_tokens = self.admissions.packed_page_tokens(settings)
+        if page_tokens is not None:
+            return OutputGroupSchedule(
+                settings=settings, max_tokens=max_tokens, page_tokens=page_tokens
+            )
         output = OutputSchedule(
             settings=settings,
             prefilled=prefilled,
-            max_tokens=int(request.num_prompt_tokens + request.max_tokens),
+            max_tokens=max_tokens,
             summed_tokens=prefilled if sums_output_attention(settings) else None,
             spans=decision.spans,
         )
@@ -289,6 +299,8 @@ class Planner:
         packing during decoding needs its sums.
         """
         if schedule.prefill is not None:
+            if _keeps_all(schedule.prefill):
+                return None
             # After the last chunk of a prompt with a look-ahead, its output's queries score it.
             is_last_chunk = schedule.prefilled and schedule.lookahead is not None
             return None if is_last_chunk else schedule.prefill.settings
@@ -301,7 +313,8 @@ class Planner:
         if settings is None or not sums_output_attention(settings):
             return None
         output = self._output_schedule(request, footprint, None)
-        return None if output is None or output.summed_tokens is None else settings
+        is_summed = isinstance(output, OutputSchedule) and output.summed_tokens is not None
+        return settings if is_summed else None
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended or was preempted, if it is known."""
@@ -383,10 +396,17 @@ class Planner:
             return 0
         # vLLM always computes the last token, so its maximum is one token less.
         tokens = max_length + 1
-        plan = settings and self.admissions.plan(settings, tokens, decision.spans)
-        if settings is None or plan is None:
+        if settings is None:
+            return max_length
+        plan = self.admissions.plan(settings, tokens, decision.spans)
+        if plan is None or plan.keeps_all:
             return max_length
         reads = method_of(settings).reads
         if Reads.COLUMN_SUMS in reads:
             return 0
         return tokens - settings.resolved_window if Reads.WINDOW in reads else max_length
+
+
+def _keeps_all(prefill: PromptSchedule | PieceSchedule) -> bool:
+    """Return whether packing the prompt drops no token."""
+    return isinstance(prefill, PromptSchedule) and prefill.page_plan.keeps_all

@@ -52,7 +52,7 @@ class _CompressingMixin:
             other_layers,
         )
         self.next_step = NextStep(self, self.coordination)
-        self.usage_notes = UsageNotes()
+        self.usage_notes = UsageNotes(self._block_bytes)
         # Scheduled steps whose outputs have not arrived, in order, each with its plan.
         self._steps_in_flight: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
         # Message of the error that stops the engine; None unless a plan was not executed.
@@ -60,6 +60,15 @@ class _CompressingMixin:
         # While requests are being aborted: ids of those that ended at a stop string.
         self._stopped: frozenset[str] = frozenset()
         self._log_concurrency()
+
+    @property
+    def _block_bytes(self) -> int:
+        """Return the bytes of a KV block on all GPUs, which have caches of one size."""
+        cache = self.kv_cache_config  # type: ignore[attr-defined]
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        rank_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return int(rank_bytes * ranks)
 
     def _log_concurrency(self) -> None:
         config = self.vllm_config  # type: ignore[attr-defined]

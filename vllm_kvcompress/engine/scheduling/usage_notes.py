@@ -1,8 +1,9 @@
 """Compression results of requests, on their way from the scheduler to the server's responses.
 
 The mean number of kept tokens is known when the plan is made, so it arrives with the first output
-token. The tokens kept by each layer come from the worker: with the same output on a CPU, later on a
-GPU, and never if the request ends first.
+token. Where packed pages are partly filled, that is an upper bound. The tokens kept by each layer,
+and so their exact mean, come from the worker: with the same output on a CPU, later on a GPU, and
+never if the request ends first.
 """
 
 from collections.abc import Container, Iterable
@@ -11,12 +12,18 @@ from vllm.v1.engine import EngineCoreOutput
 
 from vllm_kvcompress.engine.messages.step import PackedPrompt, StepPlan
 from vllm_kvcompress.engine.messages.usage import CompressionUsage, attach_usage
+from vllm_kvcompress.planning.packed_pages import mean_layer_tokens
 
 
 class UsageNotes:
-    """Compression results that wait for the next output of their request."""
+    """Compression results that wait for the next output of their request.
 
-    def __init__(self) -> None:
+    Args:
+        block_bytes: bytes of a KV block on all GPUs.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self._waiting: dict[str, CompressionUsage] = {}
 
     def __len__(self) -> int:
@@ -29,12 +36,10 @@ class UsageNotes:
             usage: CompressionUsage = {
                 "method": pack_request.settings.compress,
                 "budget": pack_request.settings.budget,
+                "packed_dtype": pack_request.settings.resolved_packed_dtype,
                 "prompt_tokens": pack_request.prompt_tokens,
-                "kept_tokens": (
-                    page_plan.pages * page_plan.block_size / page_plan.num_layers
-                    + page_plan.tail
-                    - (pack_request.output_tokens or 0)
-                ),
+                "kept_tokens": (mean_layer_tokens(page_plan) - (pack_request.output_tokens or 0)),
+                "kept_bytes": (page_plan.blocks + (page_plan.tail > 0)) * self._block_bytes,
             }
             if pack_request.output_tokens is not None:
                 usage["lookahead"] = pack_request.output_tokens
@@ -49,6 +54,8 @@ class UsageNotes:
             # A different length means that the prompt was compressed again since.
             if usage["prompt_tokens"] == done.tokens:
                 usage["layer_tokens"] = list(done.layer_tokens)
+                # The plan knows only an upper bound where a layer keeps all its tokens.
+                usage["kept_tokens"] = done.kept_tokens
                 if done.by_role:
                     usage["by_role"] = {
                         role: {"tokens": tokens, "kept": share}

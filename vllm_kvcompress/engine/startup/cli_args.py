@@ -44,6 +44,12 @@ FLAGS = {
         "How much of each prompt to keep, the observation window included: a ratio in (0, 1], or a"
         " whole number of tokens per layer.",
     ),
+    "--kv-packed-dtype": (
+        "packed_dtype",
+        "FORMAT",
+        "Format of kept tokens: the KV cache's dtype (auto), or 4-bit keys and 3-bit values (k4v3),"
+        " which hold 4 times as many tokens in the same memory as 16-bit ones.",
+    ),
     "--kv-window": (
         "window",
         "TOKENS",
@@ -93,7 +99,9 @@ FLAGS = {
     "--kv-decode-interval": (
         "decode_interval",
         "TOKENS",
-        "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block.",
+        "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block."
+        " Without that budget, but in the format k4v3: output tokens between two packings, which"
+        " drop none.",
     ),
     "--kv-max-whole": (
         "max_whole",
@@ -134,8 +142,8 @@ FLAGS = {
     "--kv-alias": (
         "alias",
         "NAME=METHOD:BUDGET",
-        "Another model name, whose requests use this method and budget. NAME=off compresses"
-        " nothing. May be repeated.",
+        "Another model name, whose requests use this method and budget. NAME=METHOD:BUDGET:k4v3"
+        " also sets --kv-packed-dtype. NAME=off compresses nothing. May be repeated.",
     ),
 }
 _REPEATED = {"--kv-alias"}

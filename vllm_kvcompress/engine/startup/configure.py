@@ -29,10 +29,13 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, scoring_query_counts
+from vllm_kvcompress.settings.packed_dtype import AUTO
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
+# vLLM's default on a CPU, and ours where packed pages hold groups. Kernels need multiples of 32.
+_CPU_BLOCK, _CPU_BLOCK_WITH_GROUPS = 128, 32
 _INSTALLED = "_kvcompress_configure"
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.cpu.CompressingCPUWorker",
@@ -72,6 +75,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         from vllm_kvcompress.engine.startup.backend_choice import choose_backend
 
         choose_backend(config)
+    if current_platform.is_cpu() and settings.packs_k4v3:
+        _choose_smaller_blocks(config)
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
     if settings.model is None:
@@ -87,6 +92,24 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
 
     if warning := warning_of(config):
         logger.warning(warning)
+
+
+def _choose_smaller_blocks(config: VllmConfig) -> None:
+    """Replace vLLM's default of 128 tokens per block on a CPU, unless the user chose a size.
+
+    A packed page holds 4 blocks' tokens, and layers divide their budget in pages. Pages of 512
+    tokens would flatten the shares of an allocator and be mostly empty after short prompts.
+    """
+    cache = config.cache_config
+    if cache.user_specified_block_size or cache.block_size != _CPU_BLOCK:
+        return
+    cache.block_size = _CPU_BLOCK_WITH_GROUPS
+    logger.info(
+        "KV blocks have %d tokens instead of %d, because a packed page in k4v3 holds several"
+        " blocks' tokens; --block-size overrides this",
+        _CPU_BLOCK_WITH_GROUPS,
+        _CPU_BLOCK,
+    )
 
 
 def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: int) -> None:
@@ -106,6 +129,14 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         settings.budget,
         settings.min_prompt,
     )
+    for variant in settings.variants:
+        if variant.resolved_packed_dtype != AUTO:
+            logger.info(
+                "%s at a budget of %s packs kept tokens in %s",
+                variant.compress,
+                variant.budget,
+                variant.resolved_packed_dtype,
+            )
     if settings.allow_override:
         bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
         logger.info(

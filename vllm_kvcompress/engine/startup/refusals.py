@@ -24,6 +24,8 @@ from vllm_kvcompress.planning.model_traits import (
 )
 from vllm_kvcompress.planning.obstacles import (
     merging_refusal,
+    packed_cache_refusal,
+    packed_shape_refusal,
     probe_space_refusal,
     repacking_refusal,
     unreachable_length_refusal,
@@ -314,6 +316,13 @@ def _packed_again(config: VllmConfig, settings: CompressionConfig) -> str | None
     return repacking_refusal(settings, block_size)
 
 
+def _packed_shape(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    # vLLM chooses the block size of hybrid models later; the worker checks it then.
+    block_size = None if groups_of(config).stateful else config.cache_config.block_size
+    model = config.model_config
+    return packed_shape_refusal(settings, model.get_head_size(), block_size, model.dtype.itemsize)
+
+
 def _probe_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     scheduler = config.scheduler_config
     names = ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold")
@@ -327,8 +336,9 @@ def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
     stored = stored_in(traits)
     if stored not in FLOAT8_CACHES:
         return None
-    if reason := merging_refusal(settings, stored, plain_cache(traits)):
-        return reason
+    for refusal in (merging_refusal, packed_cache_refusal):
+        if reason := refusal(settings, stored, plain_cache(traits)):
+            return reason
     if skipped := list(getattr(cache, "kv_cache_dtype_skip_layers", ())):
         return (
             "all layers must use the same KV cache dtype; remove --kv-cache-dtype-skip-layers,"
@@ -403,6 +413,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
         _drafts,
         _lengths_fit,
         _packed_again,
+        _packed_shape,
         _probe_fits,
     )
     for check_settings in with_settings:

@@ -14,6 +14,7 @@ VLLM_CALLS = (
         _UNUSED,
         "vllm.config:VllmConfig",
         "vllm.config:VllmConfig.max_in_flight_tokens",
+        "vllm.config:CacheConfig.user_specified_block_size",
         "vllm.distributed.utils:get_pp_indices(num_hidden_layers, pp_rank, pp_size)",
         "vllm.platforms:current_platform",
         "vllm.logger:init_logger",

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from kvcompress_kernels.packed_attention import workspace
 from vllm_kvcompress.engine.attention.backend import (
     Backends,
     BatchOrder,
@@ -250,8 +251,17 @@ def page_pool(
         max_blocks=max_blocks(config, settings, num_blocks),
         block_size=block_size,
         stored=stored_in(layers),
+        packs_groups=settings.packs_k4v3,
     )
     heads, dim = _query_shape(layers)
+    if pool.packs_groups:
+        pool.workspace = workspace(
+            heads,
+            layers[0].impl.num_kv_heads,
+            dim,
+            rows=max_rows(config),
+            device=pool.pages.device,
+        )
     pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
     pool.allocate_method_state(
         layers[0].impl.num_kv_heads,

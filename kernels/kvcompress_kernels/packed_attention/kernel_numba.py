@@ -1,0 +1,654 @@
+"""Numba code of `packed_attention`, which `cpu.py` calls.
+
+A task is one KV head of one row, a tile of its query tokens and a share of its tokens. Tokens are
+read in chunks of 64: first the packed groups, then the ordinary tokens. All query heads of the KV
+head and all query tokens of the tile are the lines of a small matrix product:
+
+* the scores add 8 channels at a time, in a panel ``[8, 64]`` of float32 that stays in the L1 cache,
+* the output adds 8 tokens at a time, in a panel ``[8, D]``.
+
+A packed group fills its panels with codes. The key scales are folded into the query, and the value
+scales into the probabilities, so no key or value is ever dequantised.
+
+A long row is split into up to `SPLITS` tasks. The task that finishes last joins their partial
+results. Splits depend only on the row's lengths, so neither the batch nor the number of threads
+changes a result.
+
+All code is in this file, because numba's cache on disk only notices changes of the file that
+defines the outermost function. `kvcompress_kernels.packed_attention.cpu` says which threads run it.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvcompress_kernels.packed_attention.scratch import SPLITS
+
+try:
+    from llvmlite import ir
+    from numba import carray, cfunc, njit, types
+    from numba.core import cgutils
+    from numba.extending import intrinsic, overload
+except ImportError as error:
+    raise ImportError(
+        "packed_attention on a CPU needs numba, which vLLM installs: pip install numba"
+    ) from error
+
+_CHUNK = 64
+"""Tokens that are read at once: one packed group."""
+_MIN_CHUNKS = 8
+"""Least chunks of a split."""
+# No "nnan" and "ninf": pages may hold NaN after a row's last token, and a sink may be infinite.
+_MATH = {"contract", "reassoc", "arcp", "nsz", "afn"}
+_ONE, _LOWEST, _LEAST_EXPONENT = np.float32(1), np.float32(-1e30), np.float32(-126)
+_POWERS = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
+_HALF_BIAS = np.float32(2.0**112)
+
+
+def _cached(decorate: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+    """Return a numba decorator that caches on disk where some cache folder is writable."""
+
+    def apply(function: Callable[..., Any]) -> Any:
+        try:
+            return decorate(*args, cache=True, **options)(function)
+        except RuntimeError:  # numba finds no folder that it can write to
+            return decorate(*args, **options)(function)
+
+    return apply
+
+
+_compiled = _cached(njit, fastmath=_MATH, nogil=True, error_model="numpy")
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """Return an integer address as a pointer."""
+
+    def code(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), code
+
+
+@intrinsic
+def _fetch_add(typing_context, counters, index, value):
+    """Add to a counter atomically and return its previous value."""
+
+    def code(context, builder, signature, args):
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        at = cgutils.get_item_pointer(context, builder, signature.args[0], array, [args[1]])
+        return builder.atomic_rmw("add", at, args[2], "acq_rel")
+
+    return types.int64(types.Array(types.int64, 1, "C"), types.intp, types.int64), code
+
+
+# -- conversions ----------------------------------------------------------------------------------
+# Numba knows neither bfloat16 nor float16 nor float8. An array of bfloat16 is passed as uint16, of
+# float16 as int16 and of float8 as uint8 with a table.
+
+
+def _as_float(x, table):
+    """Return an element of an array as float32."""
+
+
+@overload(_as_float, jit_options={"fastmath": _MATH})
+def _as_float_of(x, table):
+    if x == types.uint16:
+        return lambda x, table: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    if x == types.int16:
+        return lambda x, table: _from_half(np.uint32(np.uint16(x)))
+    if x == types.uint8:
+        return lambda x, table: table[np.uintp(x)]
+    return lambda x, table: x
+
+
+@_compiled
+def _from_half(bits):
+    """Return the float32 of float16 bits, subnormal and infinite ones included."""
+    magnitude = np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
+    scaled = np.float32(magnitude.view(np.float32) * _HALF_BIAS).view(np.uint32)
+    special = np.uint32(magnitude | np.uint32(0x70000000))
+    scaled = special if magnitude >= np.uint32(0x0F800000) else scaled
+    sign = np.uint32((bits & np.uint32(0x8000)) << np.uint32(16))
+    return np.uint32(scaled | sign).view(np.float32)
+
+
+def _as_element(x, like):
+    """Return a float32 in the type of `like`, rounded to nearest, ties to even."""
+
+
+@overload(_as_element, jit_options={"fastmath": _MATH})
+def _as_element_of(x, like):
+    if like == types.uint16:
+        return lambda x, like: _to_bfloat16(x)
+    if like == types.int16:
+        return lambda x, like: np.int16(_to_half(x))
+    return lambda x, like: x
+
+
+@_compiled
+def _to_bfloat16(x):
+    bits = np.float32(x).view(np.uint32)
+    if x != x:
+        return np.uint16(0x7FC0)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@_compiled
+def _to_half(x):
+    bits = np.float32(x).view(np.uint32)
+    sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint32(0x7F800000):
+        half = np.uint32(0x7E00)
+    elif magnitude >= np.uint32(0x47800000):  # 65536 and more
+        half = np.uint32(0x7C00)
+    elif magnitude < np.uint32(0x38800000):  # subnormal: adding 0.5 shifts and rounds the mantissa
+        rounded = np.float32(magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32)
+        half = np.uint32(rounded - np.uint32(0x3F000000))
+    else:
+        odd = (magnitude >> np.uint32(13)) & np.uint32(1)
+        half = np.uint32(np.uint32(magnitude + np.uint32(0xC8000FFF) + odd) >> np.uint32(13))
+    return np.uint16(sign | half)
+
+
+@_compiled
+def _exp2(x):
+    """Return 2 ** x for x <= 0 to 1e-7, and 2 ** -126 for smaller exponents."""
+    x = max(x, _LEAST_EXPONENT)
+    whole = np.rint(x)
+    part = np.float32(x - whole)
+    power = _POWERS[6]
+    power = np.float32(power * part + _POWERS[5])
+    power = np.float32(power * part + _POWERS[4])
+    power = np.float32(power * part + _POWERS[3])
+    power = np.float32(power * part + _POWERS[2])
+    power = np.float32(power * part + _POWERS[1])
+    power = np.float32(power * part + _ONE)
+    factor = np.int32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23))
+    return np.float32(power * factor.view(np.float32))
+
+
+@_compiled
+def _half_at(content, at):
+    low = np.uint32(content[np.uintp(at)])
+    return _from_half(np.uint32(low | (np.uint32(content[np.uintp(at + 1)]) << np.uint32(8))))
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+@_compiled
+def _add_scores(scores, query, panel, channels, lines):
+    """Add the products with 8 channels of 64 tokens to the scores ``[lines, 64]``."""
+    c0, c1, c2, c3, c4, c5, c6, c7 = channels
+    for m in range(lines):
+        q = query[m]
+        q0, q1, q2, q3 = q[c0], q[c1], q[c2], q[c3]
+        q4, q5, q6, q7 = q[c4], q[c5], q[c6], q[c7]
+        row = scores[m]
+        for t in range(64):
+            row[t] += (
+                (q0 * panel[0, t] + q1 * panel[1, t]) + (q2 * panel[2, t] + q3 * panel[3, t])
+            ) + ((q4 * panel[4, t] + q5 * panel[5, t]) + (q6 * panel[6, t] + q7 * panel[7, t]))
+
+
+@_compiled
+def _add_values(sums, weights, panel, first, lines, eighths):
+    """Add 8 tokens of the panel ``[8, D]``, from token `first`, to the sums ``[lines, D]``."""
+    for m in range(lines):
+        w = weights[m]
+        w0, w1, w2, w3 = w[first], w[first + 1], w[first + 2], w[first + 3]
+        w4, w5, w6, w7 = w[first + 4], w[first + 5], w[first + 6], w[first + 7]
+        row = sums[m]
+        for d in range(8 * len(eighths)):
+            row[d] += (
+                (w0 * panel[0, d] + w1 * panel[1, d]) + (w2 * panel[2, d] + w3 * panel[3, d])
+            ) + ((w4 * panel[4, d] + w5 * panel[5, d]) + (w6 * panel[6, d] + w7 * panel[7, d]))
+
+
+@_compiled
+def _softmax(scores, tops, totals, sums, line, limit, eighths):
+    """Turn a line's 64 scores into weights, 0 from token `limit` on, and rescale its sums."""
+    row = scores[line]
+    top = tops[line]
+    for t in range(64):
+        top = max(top, row[t] if t < limit else _LOWEST)
+    total = np.float32(0)
+    for t in range(64):
+        weight = _exp2(np.float32(row[t] - top))
+        weight = weight if t < limit else np.float32(0)
+        row[t] = weight
+        total += weight
+    if top > tops[line]:
+        rise = _exp2(np.float32(tops[line] - top))
+        total += totals[line] * rise
+        old = sums[line]
+        for d in range(8 * len(eighths)):
+            old[d] *= rise
+        tops[line] = top
+        totals[line] = total
+    else:
+        totals[line] += total
+
+
+# -- packed groups --------------------------------------------------------------------------------
+
+
+@_compiled
+def _group_scores(content, at, query, scaled, scales, minima, scores, words, panel, lines, eighths):
+    """Write the scores of the packed group at byte `at`."""
+    dim = 8 * len(eighths)
+    for d in range(dim):
+        scales[d] = _half_at(content, at + 56 * dim + 2 * d)
+        minima[d] = _half_at(content, at + 58 * dim + 2 * d)
+    for m in range(lines):
+        base = np.float32(0)
+        for d in range(dim):
+            scaled[m, d] = query[m, d] * scales[d]
+            base += query[m, d] * minima[d]
+        scores[m, :] = base
+    # Transpose in words of 4 bytes, so that 64 tokens lie side by side.
+    for t in range(64):
+        for w in range(len(eighths)):
+            byte = at + t * (dim // 2) + 4 * w
+            words[w, t] = (
+                np.uint32(content[np.uintp(byte)])
+                | (np.uint32(content[np.uintp(byte + 1)]) << np.uint32(8))
+                | (np.uint32(content[np.uintp(byte + 2)]) << np.uint32(16))
+                | (np.uint32(content[np.uintp(byte + 3)]) << np.uint32(24))
+            )
+    for w in range(len(eighths)):
+        for t in range(64):
+            word = words[w, t]
+            panel[0, t] = np.float32(np.int32(word & np.uint32(15)))
+            panel[1, t] = np.float32(np.int32((word >> np.uint32(4)) & np.uint32(15)))
+            panel[2, t] = np.float32(np.int32((word >> np.uint32(8)) & np.uint32(15)))
+            panel[3, t] = np.float32(np.int32((word >> np.uint32(12)) & np.uint32(15)))
+            panel[4, t] = np.float32(np.int32((word >> np.uint32(16)) & np.uint32(15)))
+            panel[5, t] = np.float32(np.int32((word >> np.uint32(20)) & np.uint32(15)))
+            panel[6, t] = np.float32(np.int32((word >> np.uint32(24)) & np.uint32(15)))
+            panel[7, t] = np.float32(np.int32(word >> np.uint32(28)))
+        c, h = 4 * w, 4 * w + dim // 2
+        channels = c, h, c + 1, h + 1, c + 2, h + 2, c + 3, h + 3
+        _add_scores(scores, scaled, panel, channels, lines)
+
+
+@intrinsic
+def _decode_values(typing_context, content, low, high, row, eighths):
+    """Write the D value codes of a token to `row` as float32.
+
+    Its low bits are at byte `low` and its high bits at byte `high`. The quarters of the channels
+    are the lanes of one vector, which LLVM does not find by itself.
+    """
+    quarter = 2 * len(eighths)
+
+    def code(context, builder, signature, args):
+        def array(index):
+            return context.make_array(signature.args[index])(context, builder, args[index]).data
+
+        def load(at, lanes):
+            vector = ir.VectorType(ir.IntType(8), lanes)
+            place = builder.bitcast(builder.gep(array(0), [at]), vector.as_pointer())
+            return builder.load(place, align=1)
+
+        words = ir.VectorType(ir.IntType(32), quarter)
+        floats = ir.VectorType(ir.FloatType(), quarter)
+
+        def each(number):
+            return ir.Constant(words, [number] * quarter)
+
+        low_bits = builder.zext(load(args[1], quarter), words)
+        eighth = load(args[2], quarter // 2)
+        lanes = [*range(quarter // 2)] * 2
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), quarter), lanes)
+        high_bits = builder.zext(builder.shuffle_vector(eighth, eighth, mask), words)
+        # The second half of a quarter has the next bit of the same byte. Bit 2 is the code's.
+        second = [2] * (quarter // 2) + [1] * (quarter // 2)
+        high_bits = builder.shl(high_bits, ir.Constant(words, second))
+        for i in range(4):
+            number = builder.and_(builder.lshr(low_bits, each(2 * i)), each(3))
+            top = builder.and_(builder.lshr(high_bits, each(2 * i)), each(4))
+            number = builder.sitofp(builder.or_(number, top), floats)
+            place = builder.gep(array(3), [context.get_constant(types.intp, i * quarter)])
+            builder.store(number, builder.bitcast(place, floats.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(content, types.intp, types.intp, row, eighths), code
+
+
+@_compiled
+def _group_values(content, at, weights, sums, scales, minima, panel, tokens, lines, eighths):
+    """Add the values of the packed group at byte `at`."""
+    dim = 8 * len(eighths)
+    for t in range(64):
+        # Bytes after the last token hold nothing, perhaps NaN.
+        scales[t] = _half_at(content, at + 60 * dim + 2 * t) if t < tokens else np.float32(0)
+        minima[t] = _half_at(content, at + 60 * dim + 128 + 2 * t) if t < tokens else np.float32(0)
+    for m in range(lines):
+        base = np.float32(0)
+        for t in range(64):
+            base += weights[m, t] * minima[t]
+            weights[m, t] *= scales[t]
+        for d in range(dim):
+            sums[m, d] += base
+    for first in range(0, tokens, 8):
+        for t in range(8):
+            low = at + 32 * dim + (first + t) * (dim // 4)
+            high = at + 48 * dim + (first + t) * (dim // 8)
+            _decode_values(content, low, high, panel[t], eighths)
+        _add_values(sums, weights, panel, first, lines, eighths)
+
+
+# -- ordinary pages -------------------------------------------------------------------------------
+
+
+@_compiled
+def _step(offsets):
+    """Return the distance of neighbours in runs of 16 elements; 0 if it is not constant."""
+    if len(offsets) % 16:
+        return 0
+    step = offsets[1] - offsets[0]
+    for i in range(len(offsets)):
+        if i % 16 and offsets[i] - offsets[i - 1] != step:
+            return 0
+    return step
+
+
+@_compiled
+def _ordinary_scores(
+    elements, table, starts, dims, step, tokens, query, scores, panel, lines, eighths
+):
+    """Write the scores of up to 64 ordinary tokens, whose elements 0 are at `starts`."""
+    for m in range(lines):
+        scores[m, :] = np.float32(0)
+    for c in range(0, 8 * len(eighths), 8):
+        for j in range(8):
+            dim, row = dims[c + j], panel[j]
+            if step == 1:
+                for first in range(0, tokens, 16):
+                    at = starts[first] + dim
+                    for t in range(16):
+                        row[first + t] = _as_float(elements[np.uintp(at + t)], table)
+            elif step == 2:
+                for first in range(0, tokens, 16):
+                    at = starts[first] + dim
+                    for t in range(16):
+                        row[first + t] = _as_float(elements[np.uintp(at + 2 * t)], table)
+            else:
+                for t in range(tokens):
+                    row[t] = _as_float(elements[np.uintp(starts[t] + dim)], table)
+        channels = c, c + 1, c + 2, c + 3, c + 4, c + 5, c + 6, c + 7
+        _add_scores(scores, query, panel, channels, lines)
+
+
+@_compiled
+def _ordinary_values(
+    elements, table, starts, dims, step, tokens, weights, sums, panel, lines, eighths
+):
+    """Add the values of up to 64 ordinary tokens."""
+    for first in range(0, tokens, 8):
+        for t in range(8):
+            row = panel[t]
+            if first + t >= tokens:
+                row[:] = np.float32(0)
+                continue
+            start = starts[first + t]
+            if step == 1:
+                for c in range(0, 8 * len(eighths), 16):
+                    at = start + dims[c]
+                    for d in range(16):
+                        row[c + d] = _as_float(elements[np.uintp(at + d)], table)
+            elif step == 2:
+                for c in range(0, 8 * len(eighths), 16):
+                    at = start + dims[c]
+                    for d in range(16):
+                        row[c + d] = _as_float(elements[np.uintp(at + 2 * d)], table)
+            else:
+                for d in range(8 * len(eighths)):
+                    row[d] = _as_float(elements[np.uintp(start + dims[d])], table)
+        _add_values(sums, weights, panel, first, lines, eighths)
+
+
+# -- tasks ----------------------------------------------------------------------------------------
+
+NUMBERS = (
+    "row_count",
+    "kv_heads",
+    "group",
+    "block",
+    "itemsize",
+    "tile",
+    "page_step",
+    "head_step",
+    "row_step",
+    "query_token_step",
+    "query_head_step",
+    "output_token_step",
+    "output_head_step",
+    "packed_step",
+    "packed_tokens_step",
+    "tables_step",
+    "has_sinks",
+    "max_split_lines",
+)
+
+
+@_compiled
+def _attend(
+    rows, kv_heads, group, block, itemsize, tile, page_step, head_step, row_step,
+    query_token_step, query_head_step, output_token_step, output_head_step,
+    packed_step, packed_tokens_step, tables_step, has_sinks, max_split_lines,
+    factors, query, output, elements, content, table, packed, packed_tokens, tables, lengths,
+    query_start, slots, sinks, key_tokens, key_dims, value_tokens, value_dims,
+    counter, arrivals, partials, eighths,
+):  # fmt: skip
+    """Run tasks until none is left. Every thread calls this."""
+    dim = 8 * len(eighths)
+    scale, key_scale, value_scale = factors[0], factors[1], factors[2]
+    key_step, value_step = _step(key_tokens), _step(value_dims)
+    group_rows = 32 // itemsize
+    page_groups = block // group_rows
+    max_lines = tile * group
+    q = np.empty((max_lines, dim), np.float32)
+    scaled = np.empty((max_lines, dim), np.float32)
+    sums = np.empty((max_lines, dim), np.float32)
+    scores = np.empty((max_lines, 64), np.float32)
+    tops = np.empty(max_lines, np.float32)
+    totals = np.empty(max_lines, np.float32)
+    panel = np.empty((8, max(dim, 64)), np.float32)
+    words = np.empty((len(eighths), 64), np.uint32)
+    scales = np.empty(max(dim, 64), np.float32)
+    minima = np.empty(max(dim, 64), np.float32)
+    starts = np.empty((2, 64), np.int64)
+    copied = np.empty(64 * dim, np.uint8)
+    wanted = _fetch_add(counter, 0, 1)
+    task = 0
+    for row in range(rows):
+        slot = slots[row]
+        count = np.int64(packed_tokens[slot * packed_tokens_step])
+        first_query, queries = np.int64(query_start[row]), query_start[row + 1] - query_start[row]
+        if count == 0 or queries <= 0:
+            continue
+        length = np.int64(lengths[row])
+        groups = (count + 63) // 64
+        chunks = groups + (length + 63) // 64
+        tiles = (queries + tile - 1) // tile
+        splits = 1
+        if queries * group <= max_split_lines:
+            splits = max(1, min(SPLITS, chunks // _MIN_CHUNKS))
+        if wanted >= task + kv_heads * tiles * splits:
+            task += kv_heads * tiles * splits
+            continue
+        for index in range(kv_heads * tiles * splits):
+            if task + index != wanted:
+                continue
+            wanted = _fetch_add(counter, 0, 1)
+            head, part = index // (tiles * splits), index % (tiles * splits)
+            split = part if tiles == 1 else 0
+            start = 0 if tiles == 1 else part * tile  # first query token of the tile
+            stop = min(start + tile, queries)
+            # Ordinary tokens that the tile's last query attends to.
+            seen = length - queries + stop
+            used = groups + (seen + 63) // 64
+            lines = (stop - start) * group
+            for m in range(lines):
+                token, h = first_query + start + m // group, head * group + m % group
+                at = token * query_token_step + h * query_head_step
+                for d in range(dim):
+                    q[m, d] = _as_float(query[np.uintp(at + d)], table) * scale
+                    sums[m, d] = np.float32(0)
+                tops[m], totals[m] = _LOWEST, np.float32(0)
+            for chunk in range(used * split // splits, used * (split + 1) // splits):
+                if chunk < groups:
+                    page = np.int64(packed[slot * packed_step + chunk // page_groups])
+                    at = page * page_step + head * head_step
+                    at += chunk % page_groups * group_rows * row_step
+                    at *= itemsize
+                    tokens = min(64, count - 64 * chunk)
+                    source = content
+                    if row_step != 2 * dim:
+                        width = 2 * dim * itemsize
+                        for r in range(group_rows):
+                            line = at + r * row_step * itemsize
+                            for x in range(width):
+                                copied[r * width + x] = content[np.uintp(line + x)]
+                        source, at = copied, 0
+                    _group_scores(
+                        source, at, q, scaled, scales, minima, scores, words, panel, lines, eighths
+                    )
+                    for m in range(lines):
+                        _softmax(scores, tops, totals, sums, m, tokens, eighths)
+                    _group_values(
+                        source, at, scores, sums, scales, minima, panel, tokens, lines, eighths
+                    )
+                    continue
+                first = 64 * (chunk - groups)
+                tokens = min(64, seen - first)
+                for t in range(tokens):
+                    page = np.int64(tables[row * tables_step + (first + t) // block])
+                    at = page * page_step + head * head_step
+                    starts[0, t] = at + key_tokens[(first + t) % block]
+                    starts[1, t] = at + value_tokens[(first + t) % block]
+                _ordinary_scores(
+                    elements, table, starts[0], key_dims, key_step, tokens, q, scores, panel, lines,
+                    eighths,
+                )  # fmt: skip
+                for m in range(lines):
+                    if key_scale != _ONE:
+                        for t in range(64):
+                            scores[m, t] *= key_scale
+                    limit = length - queries + start + m // group + 1 - first
+                    _softmax(scores, tops, totals, sums, m, limit, eighths)
+                    if value_scale != _ONE:
+                        for t in range(64):
+                            scores[m, t] *= value_scale
+                _ordinary_values(
+                    elements, table, starts[1], value_dims, value_step, tokens, scores, sums, panel,
+                    lines, eighths,
+                )  # fmt: skip
+            if splits > 1:
+                space = max_split_lines * (dim + 2)
+                part_0 = (row * kv_heads + head) * SPLITS * space
+                at = part_0 + split * space
+                for m in range(lines):
+                    partials[np.uintp(at + m * (dim + 2))] = tops[m]
+                    partials[np.uintp(at + m * (dim + 2) + 1)] = totals[m]
+                    for d in range(dim):
+                        partials[np.uintp(at + m * (dim + 2) + 2 + d)] = sums[m, d]
+                if _fetch_add(arrivals, row * kv_heads + head, 1) != splits - 1:
+                    continue
+                arrivals[row * kv_heads + head] = 0
+                _join(partials, part_0, space, splits, lines, tops, totals, sums, eighths)
+            for m in range(lines):
+                token, h = first_query + start + m // group, head * group + m % group
+                total = totals[m]
+                factor = _ONE
+                if has_sinks:
+                    sink = sinks[h]
+                    top = max(tops[m], sink)
+                    factor = _exp2(np.float32(tops[m] - top))
+                    total = total * factor + _exp2(np.float32(sink - top))
+                factor = np.float32(factor / total)
+                at = token * output_token_step + h * output_head_step
+                for d in range(dim):
+                    place = np.uintp(at + d)
+                    output[place] = _as_element(np.float32(sums[m, d] * factor), output[place])
+        task += kv_heads * tiles * splits
+
+
+@_compiled
+def _join(partials, at, space, splits, lines, tops, totals, sums, eighths):
+    """Join the partial results of a row's splits, in order."""
+    dim = 8 * len(eighths)
+    for m in range(lines):
+        line = at + m * (dim + 2)
+        top = _LOWEST
+        for split in range(splits):
+            top = max(top, partials[np.uintp(line + split * space)])
+        total, row = np.float32(0), sums[m]
+        row[:] = np.float32(0)
+        for split in range(splits):
+            part = line + split * space
+            factor = _exp2(np.float32(partials[np.uintp(part)] - top))
+            total += partials[np.uintp(part + 1)] * factor
+            for d in range(dim):
+                row[d] += partials[np.uintp(part + 2 + d)] * factor
+        tops[m], totals[m] = top, total
+
+
+ARRAYS = (
+    "query", "output", "elements", "content", "table", "packed", "packed_tokens", "tables",
+    "lengths", "query_start", "slots", "sinks", "key_tokens", "key_dims", "value_tokens",
+    "value_dims", "counter", "arrivals", "partials",
+)  # fmt: skip
+FACTORS = len(NUMBERS) + len(ARRAYS)
+
+
+@functools.cache
+def worker(query: Any, output: Any, cache: Any, eighths: tuple[int, ...]) -> Any:
+    """Return the C function that each thread runs, for element types and a head dim.
+
+    Args:
+        query, output, cache: numpy types of their elements.
+        eighths: D / 8 zeros. The length of a tuple is part of its type, so the compiler knows D.
+    """
+    numbers, arrays, count = len(NUMBERS), FACTORS, FACTORS + 2
+
+    def work(call):
+        n = carray(call, (count,), np.int64)
+        p = n[numbers:arrays]
+        dim = 8 * len(eighths)
+        _attend(
+            n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8],
+            n[9], n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17],
+            n[arrays:].view(np.float32),
+            carray(_pointer(p[0]), (1,), query),
+            carray(_pointer(p[1]), (1,), output),
+            carray(_pointer(p[2]), (1,), cache),
+            carray(_pointer(p[3]), (1,), np.uint8),
+            carray(_pointer(p[4]), (256,), np.float32),
+            carray(_pointer(p[5]), (1,), np.int32),
+            carray(_pointer(p[6]), (1,), np.int32),
+            carray(_pointer(p[7]), (1,), np.int32),
+            carray(_pointer(p[8]), (1,), np.int32),
+            carray(_pointer(p[9]), (1,), np.int32),
+            carray(_pointer(p[10]), (1,), np.int32),
+            carray(_pointer(p[11]), (1,), np.float32),
+            carray(_pointer(p[12]), (n[3],), np.int32),
+            carray(_pointer(p[13]), (dim,), np.int32),
+            carray(_pointer(p[14]), (n[3],), np.int32),
+            carray(_pointer(p[15]), (dim,), np.int32),
+            carray(_pointer(p[16]), (1,), np.int64),
+            carray(_pointer(p[17]), (1,), np.int64),
+            carray(_pointer(p[18]), (1,), np.float32),
+            eighths,
+        )  # fmt: skip
+
+    c_function: Any = _cached(cfunc, types.void(types.voidptr))(work)
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(c_function.address)

@@ -1,0 +1,479 @@
+"""Triton kernel of `packed_attention`: one launch, which may run inside a CUDA graph.
+
+A program handles a share of the tokens of one row, for one KV head and a tile of query tokens. All
+query heads of the KV head and all query tokens of the tile are the lines of its matrix products.
+It reads chunks of 64 tokens: first packed groups, then ordinary tokens.
+
+Both products run on tensor cores, and no key or value is dequantised. Codes less 7.5 (keys) and 3.5
+(values) are exact in 16 bits, and the rest is added in float32. Codes around 0 enlarge the rounding
+errors of the other operand least.
+
+* Keys: the query times the key scales is rounded to 16 bits. A byte holds channels j and j + D/2,
+  so there is one product for each half of the channels.
+* Values: the probabilities times the value scales are rounded to 16 bits. A byte of the low bits
+  holds channels j, j + D/4, j + D/2 and j + 3D/4, so there is one product for each quarter.
+
+With few rows, several programs share the tokens of a row. Each writes its partial result to the
+workspace and increments a counter. The last one joins the partial results in order, so that equal
+calls give equal bits, and resets the counter. The grid depends on shapes only, and programs without
+work exit at once.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.builds import (
+    DIMS,
+    Build,
+    check_cache,
+    float8,
+    float8_suffix,
+)
+from kvcompress_kernels.contract import require
+from kvcompress_kernels.float8_triton import widened
+from kvcompress_kernels.packed_attention.offsets import Offsets
+from kvcompress_kernels.packed_attention.scratch import PROGRAM_LINES, PROGRAMS, workspace
+
+CHUNK = tl.constexpr(64)
+LOWEST = tl.constexpr(-1e30)
+SPLITS = 64
+"""Maximum programs that share the tokens of a row."""
+MIN_CHUNKS = tl.constexpr(4)
+"""Least chunks of a program that shares a row."""
+JOINED = tl.constexpr(8)
+"""Partial results that are read at once."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_row(at, s_row, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the memory offset of byte (or half) `at` of a group in rows of ROW."""
+    return at // ROW * s_row + at % ROW
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(a, b):  # type: ignore[no-untyped-def]
+    """Return ``a @ b``, in float32 if the dtypes differ."""
+    if a.dtype != b.dtype:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(s, live, top, total):  # type: ignore[no-untyped-def]
+    """Return a chunk's weights, 0 where not `live`, and the line's new top, total and factor."""
+    s = tl.where(live, s, LOWEST)
+    new = tl.maximum(top, tl.max(s, 1))
+    rise = tl.exp2(top - new)
+    p = tl.where(live, tl.exp2(s - new[:, None]), 0.0)
+    return p, new, total * rise + tl.sum(p, 1), rise
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _half_scores(  # type: ignore[no-untyped-def]
+    q, content, halves, s_row, PART: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr
+):
+    """Return a packed group's scores of half the channels; PART is 0 for the low one."""
+    PAD: tl.constexpr = q.shape[1]
+    dim, token = tl.arange(0, PAD), tl.arange(0, CHUNK)
+    real = dim < DIM // 2
+    at = 28 * DIM + PART * (DIM // 2) + dim  # in halves
+    scale = tl.load(halves + _in_row(at, s_row // 2, ROW // 2), mask=real, other=0.0)
+    minimum = tl.load(halves + _in_row(at + DIM, s_row // 2, ROW // 2), mask=real, other=0.0)
+    at = _in_row(token * (DIM // 2), s_row, ROW)[:, None] + dim[None, :]
+    code = tl.load(content + at, mask=real[None, :], other=0)
+    code = ((code >> 4 if PART else code & 15).to(tl.float32) - 7.5).to(q.dtype)
+    scale = scale.to(tl.float32)
+    scaled = (q.to(tl.float32) * scale[None, :]).to(q.dtype)
+    middle = minimum.to(tl.float32) + 7.5 * scale
+    base = tl.sum(q.to(tl.float32) * middle[None, :], 1)
+    return tl.dot(scaled, tl.trans(code), input_precision="ieee") + base[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quarter_values(w, low, high, PART: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the weighted sum of the value codes less 3.5 of a quarter of the channels.
+
+    Args:
+        w: ``[lines, 64]`` weights times value scales.
+        low, high: ``[64, PAD]`` bytes of both bit planes.
+    """
+    dim = tl.arange(0, low.shape[1])
+    shift = 2 * PART + (dim >= DIM // 8).to(tl.int32)
+    top = (high.to(tl.int32) >> shift[None, :]) & 1
+    code = (low.to(tl.int32) >> 2 * PART & 3) | top << 2
+    return tl.dot(w, (code.to(tl.float32) - 3.5).to(w.dtype), input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quarter_rows(  # type: ignore[no-untyped-def]
+    w, rows, live, quarter: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr
+):
+    """Return the weighted sum of a quarter of the channels of ordinary values."""
+    dim = tl.arange(0, PAD)
+    real = live[:, None] & (dim < DIM // 4)[None, :]
+    v = tl.load(rows[:, None] + (DIM + quarter * (DIM // 4) + dim)[None, :], mask=real, other=0.0)
+    v = widened(v, w.dtype, live[:, None])
+    if w.dtype != v.dtype:
+        return tl.dot(w.to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    return tl.dot(w, v, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _half_rows(q, rows, live, PART: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scores of half the channels of ordinary keys."""
+    dim = tl.arange(0, q.shape[1])
+    real = live[:, None] & (dim < DIM // 2)[None, :]
+    k = tl.load(rows[:, None] + (PART * (DIM // 2) + dim)[None, :], mask=real, other=0.0)
+    k = widened(k, q.dtype, live[:, None])
+    return _product(q, tl.trans(k))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(  # type: ignore[no-untyped-def]
+    partials, line, quarter: tl.constexpr, size, used, tops, real, DIM: tl.constexpr,
+    PAD: tl.constexpr,
+):  # fmt: skip
+    """Return the joined sums of a quarter of the channels, relative to the lines' tops."""
+    dim = tl.arange(0, PAD)
+    result = tl.zeros([tops.shape[0], PAD], tl.float32)
+    for start in range(0, used, JOINED):
+        split = start + tl.arange(0, JOINED)
+        at = split[:, None] * size + line[None, :] * (DIM + 2)
+        live = (split < used)[:, None] & real[None, :]
+        top = tl.load(partials + at, mask=live, other=LOWEST, cache_modifier=".cg")
+        at = at[:, :, None] + (2 + quarter * (DIM // 4) + dim)[None, None, :]
+        live = live[:, :, None] & (dim < DIM // 4)[None, None, :]
+        part = tl.load(partials + at, mask=live, other=0.0, cache_modifier=".cg")
+        result += tl.sum(part * tl.exp2(top - tops[None, :])[:, :, None], 0)
+    return result
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["splits", "tiles", "s_packed_tokens", "s_packed", "s_tables"]
+)
+def _packed_attention_kernel(  # type: ignore[no-untyped-def]
+    query,  # [T, Hq, D]
+    output,  # [T, Hq, D]
+    elements,  # [N, Hkv, BLOCK, 2 * D]
+    content,  # the same memory as bytes
+    halves,  # the same memory as float16
+    packed,  # [S, C]
+    packed_tokens,  # [S]
+    tables,  # [R, W]
+    lengths,  # [R]
+    query_start,  # [>= R + 1]
+    slots,  # [>= R]
+    live,  # []
+    sinks,  # [Hq] divided by ln 2, or None
+    counters,  # [PROGRAMS] int32, zero between launches; None if no row is shared
+    partials,  # [programs, LINES, D + 2]: top, total and sums of each line
+    factor,  # scale / ln 2
+    key_factor,  # the same times the scale of ordinary keys
+    value_scale,  # scale of ordinary values
+    splits,
+    tiles,
+    s_query_token,
+    s_query_head,
+    s_output_token,
+    s_output_head,
+    s_page,
+    s_head,
+    s_row,
+    s_packed,
+    s_packed_tokens,
+    s_tables,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    HALF: tl.constexpr,  # DIM / 2, padded
+    QUARTER: tl.constexpr,  # DIM / 4, padded
+):
+    """Write the output of one tile of lines, or a share of its tokens to `partials`."""
+    row = tl.program_id(2).to(tl.int64)
+    if row >= tl.load(live):
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    count = tl.load(packed_tokens + slot * s_packed_tokens)
+    if count == 0:
+        return
+    TILE: tl.constexpr = LINES // GROUP
+    ROW: tl.constexpr = 2 * DIM * ITEMSIZE
+    GROUP_ROWS: tl.constexpr = 32 // ITEMSIZE
+    PAGE_GROUPS: tl.constexpr = BLOCK // GROUP_ROWS
+    split = tl.program_id(0)
+    head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    start = tl.load(query_start + row)
+    queries = tl.load(query_start + row + 1) - start
+    if tile * TILE >= queries:
+        return
+    length = tl.load(lengths + row)
+    groups = tl.cdiv(count, CHUNK)
+    # Ordinary tokens that the tile's last query attends to.
+    seen = length - queries + tl.minimum(tile * TILE + TILE, queries)
+    chunks = groups + tl.cdiv(seen, CHUNK)
+    used = tl.minimum(splits, tl.cdiv(chunks, MIN_CHUNKS))
+    if split >= used:
+        return
+    first, stop = chunks * split // used, chunks * (split + 1) // used
+
+    line = tl.arange(0, LINES)
+    i = tile * TILE + line // GROUP
+    q_head = head * GROUP + line % GROUP
+    real = (line < TILE * GROUP) & (i < queries)
+    token = (start + i).to(tl.int64)
+    from_query = query + token * s_query_token + q_head * s_query_head
+    dim = tl.arange(0, HALF)
+    inside = real[:, None] & (dim < DIM // 2)[None, :]
+    q_low = tl.load(from_query[:, None] + dim[None, :], mask=inside, other=0.0)
+    q_high = tl.load(from_query[:, None] + (DIM // 2 + dim)[None, :], mask=inside, other=0.0)
+
+    top = tl.full([LINES], LOWEST, tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    sums_0 = tl.zeros([LINES, QUARTER], tl.float32)
+    sums_1 = tl.zeros([LINES, QUARTER], tl.float32)
+    sums_2 = tl.zeros([LINES, QUARTER], tl.float32)
+    sums_3 = tl.zeros([LINES, QUARTER], tl.float32)
+    each, quarter = tl.arange(0, CHUNK), tl.arange(0, QUARTER)
+    s_bytes = s_row * ITEMSIZE
+    for group in range(tl.minimum(first, groups), tl.minimum(stop, groups)):
+        page = tl.load(packed + slot * s_packed + group // PAGE_GROUPS).to(tl.int64)
+        at = page * s_page + head.to(tl.int64) * s_head + group % PAGE_GROUPS * GROUP_ROWS * s_row
+        at = at * ITEMSIZE
+        half = halves + at // 2
+        byte = content + at
+        s = _half_scores(q_low, byte, half, s_bytes, 0, DIM, ROW)
+        s += _half_scores(q_high, byte, half, s_bytes, 1, DIM, ROW)
+        filled = each < count - group * CHUNK
+        p, top, total, rise = _weights(s * factor, filled[None, :], top, total)
+        # Memory after the last token may hold NaN.
+        place = half + _in_row(30 * DIM + each, s_bytes // 2, ROW // 2)
+        scale = tl.load(place, mask=filled, other=0.0).to(tl.float32)
+        place = half + _in_row(30 * DIM + 64 + each, s_bytes // 2, ROW // 2)
+        minimum = tl.load(place, mask=filled, other=0.0).to(tl.float32)
+        base = tl.sum(p * (minimum + 3.5 * scale)[None, :], 1)[:, None]
+        w = (p * scale[None, :]).to(q_low.dtype)
+        known = (quarter < DIM // 4)[None, :]
+        place = _in_row(32 * DIM + each * (DIM // 4), s_bytes, ROW)
+        low = tl.load(byte + place[:, None] + quarter[None, :], mask=known, other=0)
+        place = _in_row(48 * DIM + each * (DIM // 8), s_bytes, ROW)
+        eighth = quarter % (DIM // 8)
+        high = tl.load(byte + place[:, None] + eighth[None, :], mask=known, other=0)
+        sums_0 = sums_0 * rise[:, None] + base + _quarter_values(w, low, high, 0, DIM)
+        sums_1 = sums_1 * rise[:, None] + base + _quarter_values(w, low, high, 1, DIM)
+        sums_2 = sums_2 * rise[:, None] + base + _quarter_values(w, low, high, 2, DIM)
+        sums_3 = sums_3 * rise[:, None] + base + _quarter_values(w, low, high, 3, DIM)
+
+    for chunk in range(tl.maximum(first, groups), tl.maximum(stop, groups)):
+        place = (chunk - groups) * CHUNK + each
+        listed = place < seen
+        page = tl.load(tables + row * s_tables + place // BLOCK, mask=listed, other=0)
+        at = page.to(tl.int64) * s_page + head.to(tl.int64) * s_head
+        rows = elements + at + (place % BLOCK).to(tl.int64) * s_row
+        s = _half_rows(q_low, rows, listed, 0, DIM) + _half_rows(q_high, rows, listed, 1, DIM)
+        visible = place[None, :] <= (length - queries + i)[:, None]
+        p, top, total, rise = _weights(s * key_factor, visible, top, total)
+        w = (p * value_scale).to(q_low.dtype)
+        sums_0 = sums_0 * rise[:, None] + _quarter_rows(w, rows, listed, 0, QUARTER, DIM)
+        sums_1 = sums_1 * rise[:, None] + _quarter_rows(w, rows, listed, 1, QUARTER, DIM)
+        sums_2 = sums_2 * rise[:, None] + _quarter_rows(w, rows, listed, 2, QUARTER, DIM)
+        sums_3 = sums_3 * rise[:, None] + _quarter_rows(w, rows, listed, 3, QUARTER, DIM)
+
+    last = used == 1
+    if counters is not None and used > 1:
+        known = real[:, None] & (quarter < DIM // 4)[None, :]
+        number = row * tl.num_programs(1) + tl.program_id(1)
+        size = LINES * (DIM + 2)
+        shares = partials + number * splits * size
+        own = shares + split * size + line * (DIM + 2)
+        tl.store(own, top, mask=real)
+        tl.store(own + 1, total, mask=real)
+        place = own[:, None] + (2 + quarter)[None, :]
+        tl.store(place, sums_0, mask=known)
+        tl.store(place + DIM // 4, sums_1, mask=known)
+        tl.store(place + DIM // 2, sums_2, mask=known)
+        tl.store(place + DIM // 4 * 3, sums_3, mask=known)
+        tl.debug_barrier()  # the atomic operation of one thread publishes the stores of all
+        arrived = tl.atomic_add(counters + number, 1, sem="acq_rel", scope="gpu")
+        last = arrived == used - 1
+        if last:
+            tl.store(counters + number, 0)
+            top = tl.full([LINES], LOWEST, tl.float32)
+            total = tl.zeros([LINES], tl.float32)
+            for begin in range(0, used, JOINED):
+                share = begin + tl.arange(0, JOINED)
+                at = share[:, None] * size + line[None, :] * (DIM + 2)
+                there = (share < used)[:, None] & real[None, :]
+                tops = tl.load(shares + at, mask=there, other=LOWEST, cache_modifier=".cg")
+                totals = tl.load(shares + at + 1, mask=there, other=0.0, cache_modifier=".cg")
+                new = tl.maximum(top, tl.max(tops, 0))
+                total = total * tl.exp2(top - new)
+                total += tl.sum(totals * tl.exp2(tops - new[None, :]), 0)
+                top = new
+            sums_0 = _joined(shares, line, 0, size, used, top, real, DIM, QUARTER)
+            sums_1 = _joined(shares, line, 1, size, used, top, real, DIM, QUARTER)
+            sums_2 = _joined(shares, line, 2, size, used, top, real, DIM, QUARTER)
+            sums_3 = _joined(shares, line, 3, size, used, top, real, DIM, QUARTER)
+
+    if last:
+        share_of_values = 1.0 / tl.where(real, total, 1.0)
+        if sinks is not None:
+            sink = tl.load(sinks + q_head, mask=real, other=0.0)
+            new = tl.maximum(top, sink)
+            rise = tl.exp2(top - new)
+            share_of_values = rise / (tl.where(real, total, 1.0) * rise + tl.exp2(sink - new))
+        known = real[:, None] & (quarter < DIM // 4)[None, :]
+        to_output = output + token * s_output_token + q_head * s_output_head
+        place = to_output[:, None] + quarter[None, :]
+        tl.store(place, sums_0 * share_of_values[:, None], mask=known)
+        tl.store(place + DIM // 4, sums_1 * share_of_values[:, None], mask=known)
+        tl.store(place + DIM // 2, sums_2 * share_of_values[:, None], mask=known)
+        tl.store(place + DIM // 4 * 3, sums_3 * share_of_values[:, None], mask=known)
+
+
+def run(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: Offsets | None,
+    packed: torch.Tensor,
+    packed_tokens: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    slots: torch.Tensor,
+    live: torch.Tensor,
+    *,
+    scale: float,
+    max_query_tokens: int,
+    key_scale: float,
+    value_scale: float,
+    sinks: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+) -> None:
+    name, rows = "packed_attention", len(lengths)
+    check_cache(name, pages)
+    (count, heads, dim), (_, kv_heads, block, _) = query.shape, pages.shape
+    if rows == 0 or count == 0:
+        return
+    group = heads // kv_heads
+    config = _config(dim, group, max_query_tokens, query.itemsize)
+    tiles = triton.cdiv(max_query_tokens, config["LINES"] // group)
+    programs = kv_heads * tiles * rows
+    splits = max(1, min(SPLITS, PROGRAMS // programs, PROGRAM_LINES // config["LINES"] // programs))
+    counters, partials = None, None
+    if splits > 1:
+        if scratch is None:
+            scratch = workspace(heads, kv_heads, dim, rows=rows, device=query.device)
+        size = PROGRAMS + programs * splits * config["LINES"] * (dim + 2)
+        rule = f"workspace must hold {size} numbers"
+        require(len(scratch) >= size, name, rule, len(scratch))
+        counters, partials = scratch.view(torch.int32), scratch[PROGRAMS:]
+    factor = scale / math.log(2)
+    _packed_attention_kernel[(splits, kv_heads * tiles, rows)](
+        query,
+        output,
+        pages,
+        pages.view(torch.uint8),
+        pages.view(torch.float16),
+        packed,
+        packed_tokens,
+        tables,
+        lengths,
+        query_start,
+        slots,
+        live,
+        None if sinks is None else sinks / math.log(2),
+        counters,
+        partials,
+        factor,
+        factor * key_scale,
+        value_scale,
+        splits,
+        tiles,
+        *query.stride()[:2],
+        *output.stride()[:2],
+        *pages.stride()[:3],
+        packed.stride(0),
+        packed_tokens.stride(0),
+        tables.stride(0),
+        BLOCK=block,
+        ITEMSIZE=pages.itemsize,
+        **config,
+    )
+
+
+def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[str, int]:
+    """Return the configuration and launch options.
+
+    Args:
+        dim: head dim.
+        group: query heads per KV head.
+        max_query_tokens: upper bound of a row's query tokens.
+        itemsize: bytes of a number of the query. Float32 is multiplied without tensor cores.
+    """
+    most = 16 if itemsize == 4 else 64 if dim <= 128 else 32
+    lines = min(most, triton.next_power_of_2(group * max_query_tokens))
+    return {
+        "DIM": dim,
+        "GROUP": group,
+        "LINES": max(16, lines, triton.next_power_of_2(group)),
+        "HALF": triton.next_power_of_2(dim // 2),
+        "QUARTER": triton.next_power_of_2(dim // 4),
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+def builds(sm: int) -> list[Build]:
+    """Return builds of decode steps for blocks of 16, in bf16, float32 and float8."""
+    all_builds = [_build(dim, group, "*bf16", sm) for dim in DIMS for group in (4, 8)]
+    all_builds.append(_build(128, 7, "*bf16", sm))
+    all_builds.append(_build(128, 4, "*bf16", sm, queries=64))
+    all_builds.append(_build(128, 4, "*fp32", sm))
+    all_builds += [_build(128, 4, kind, sm) for kind in float8(sm).values()]
+    return all_builds
+
+
+def _build(dim: int, group: int, kind: str, sm: int, *, queries: int = 1) -> Build:
+    float32 = kind == "*fp32"
+    config: dict[str, Any] = _config(dim, group, queries, 4 if float32 else 2)
+    number = "*fp32" if float32 else "*bf16"
+    itemsize = 4 if float32 else 2 if kind == "*bf16" else 1
+    integers: Sequence[str] = (
+        "packed", "packed_tokens", "tables", "lengths", "query_start", "slots", "live", "counters",
+    )  # fmt: skip
+    pointers = {
+        "query": number,
+        "output": number,
+        "elements": kind,
+        "content": "*u8",
+        "halves": "*fp16",
+        **dict.fromkeys(integers, "*i32"),
+        "partials": "*fp32",
+    }
+    strides = ["s_query_token", "s_query_head", "s_output_token", "s_output_head"]
+    strides += ["s_page", "s_head", "s_row"]
+    numbers = [*strides, "splits", "tiles", "s_packed", "s_packed_tokens", "s_tables"]
+    suffix = " float32" if float32 else float8_suffix(kind)
+    suffix += f" q{queries}" if queries > 1 else ""
+    return Build(
+        name=f"packed_attention D{dim} G{group}{suffix}",
+        kernel=_packed_attention_kernel,
+        signature={
+            **pointers,
+            **dict.fromkeys(("factor", "key_factor", "value_scale"), "fp32"),
+            **dict.fromkeys(numbers, "i32"),
+        },
+        warps=config.pop("num_warps"),
+        stages=config.pop("num_stages"),
+        constexprs={"sinks": None, "BLOCK": 2 * 32 // itemsize, "ITEMSIZE": itemsize, **config},
+        aligned=(*pointers, *strides),
+        tensor_cores=not float32,
+    )

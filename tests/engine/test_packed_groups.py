@@ -1,0 +1,194 @@
+"""Requests packed in k4v3: independence of other requests, blocks, and packed outputs."""
+
+import math
+
+import pytest
+import torch
+
+from checkpoints import SHAPES, make, tokens
+from engines import BLOCK, engine, settings
+from kvcompress_kernels import k4v3
+
+MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
+LENGTHS = (900, 1500, 90, 1033)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+CONFIGS = {
+    "cake": settings("cake", 0.5, packed_dtype="k4v3"),
+    "everything": settings("snapkv", 1.0, packed_dtype="k4v3"),
+    "look-ahead": settings("cake-chunk", 0.5, packed_dtype="k4v3", lookahead=6),
+    "merging": settings("d2o", 0.5, packed_dtype="k4v3"),
+    "outputs": settings("cake", 0.5, packed_dtype="k4v3", decode_interval=128),
+}
+
+
+def packed_engine(checkpoints_folder, name, **options):
+    defaults = {"max_num_seqs": 8, "max_model_len": 2048}
+    return engine(
+        make(MODEL, checkpoints_folder), additional_config=CONFIGS[name], **defaults | options
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_output_does_not_depend_on_other_requests(checkpoints_folder, name):
+    """Alone, in a batch, in chunks, after a prefix-cache hit, and after a preemption."""
+    count = 300 if name == "outputs" else 14
+    with packed_engine(checkpoints_folder, name, max_num_batched_tokens=700) as llm:
+        free = llm.free_blocks
+        together = llm.generate(PROMPTS, count)
+        packed_prompts = llm.compressor.compressed
+        assert packed_prompts == sum(length >= 128 for length in LENGTHS)
+        # the second run finds the prompts' full blocks in the prefix cache
+        assert llm.generate(PROMPTS, count) == together
+        assert [llm.generate([prompt], count)[0] for prompt in PROMPTS] == together
+        if name != "look-ahead":  # a resumed request has had its look-ahead
+            llm.submit("cut", PROMPTS[0], count)
+            while llm.compressor.compressed == 3 * packed_prompts:
+                llm.step()
+            cuts = llm.watch_preemptions()
+            llm.preempt(llm.running()[0])
+            (output,) = llm.drain().values()
+            llm.assert_matches_solo_run(PROMPTS[0], count, output, cuts["cut"])
+        assert llm.free_blocks == free
+
+
+@pytest.mark.parametrize("name", ["cake", "outputs"])
+def test_decoding_requests_hold_a_quarter_of_the_blocks_or_less(checkpoints_folder, name):
+    with packed_engine(checkpoints_folder, name, max_num_batched_tokens=2048) as llm:
+        free, prompt = llm.free_blocks, PROMPTS[1]
+        llm.submit("r", prompt, 400)
+        held = []
+        while llm.scheduler.requests or not held:
+            llm.step()
+            held.append(free - llm.free_blocks)
+        itemsize = llm.compressor.pool.itemsize
+        page_tokens = k4v3.page_tokens(BLOCK, itemsize)
+        # float32: pages of 256 tokens; 0.5 of 1,500 tokens is 750, in 3 blocks
+        assert page_tokens == 256
+        assert held[2] == 3 + 1
+        # 1,500 + 400 tokens in vLLM's 60 blocks; the last output token is never computed
+        unpacked = math.ceil((1500 + 399) / BLOCK) - 1500 // BLOCK
+        if name == "cake":
+            assert held[-2] == 3 + unpacked
+        else:
+            # the interval of 128 tokens is rounded up to a page: one packing, of 8 blocks
+            assert held[-2] == 3 + 1 + unpacked - 8
+
+
+@pytest.mark.parametrize("prompt_tokens", [1500, 90])
+def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_folder, prompt_tokens):
+    """Codes and steps against float64, for compressed prompts and short ones."""
+    prompt, count, block = tokens(prompt_tokens, seed=5), 900, BLOCK
+    options = {"max_num_batched_tokens": 2048, "max_model_len": 2560}
+    added = []
+    with packed_engine(checkpoints_folder, "outputs", **options) as llm:
+        seen, pool = llm.record_attention(), llm.compressor.pool
+        results = llm.watch_packing(lambda result: result)
+        add_groups = pool.add_groups
+
+        def adding(request_id, pages, num_tokens, page_tokens, first_block):
+            add_groups(request_id, pages, num_tokens, page_tokens, first_block)
+            groups = k4v3.read_pages(pool.byte_pages, pages.long(), pool.itemsize)
+            computed = sum(len(part) for part in seen[0]["q"])
+            added.append((computed, first_block * block, num_tokens, pages.long(), groups))
+
+        pool.add_groups = adding
+        llm.submit("r", prompt, count)
+        while len(seen.get(0, {"q": ()})["q"]) < count:
+            llm.step()
+        (slot,) = pool._slots.values()
+        page_tokens = k4v3.page_tokens(block, pool.itemsize)
+        assert len(added) >= 2
+        # groups are never written again
+        for *_, pages, groups in added:
+            now = k4v3.read_pages(pool.byte_pages, pages, pool.itemsize)
+            assert all(torch.equal(old, new) for old, new in zip(groups, now, strict=True))
+        total = pool._group_tokens[slot].tolist()
+        kept = [0] * SHAPE.layers
+        prompt_groups = [[torch.zeros(2, 0, 64, dtype=torch.float64)] * 2] * SHAPE.layers
+        if results:
+            kept = [
+                (result := results[0]).pack_request.plan.layer_tokens(n)
+                for n in results[0].counts.tolist()
+            ]
+            kept = [n - result.pack_request.plan.tail for n in kept]
+        assert total == [n + sum(num_tokens for _, _, num_tokens, *_ in added) for n in kept]
+        first_end = (len(prompt) // block * block) if results else 0
+        assert added[0][1] - added[0][2] == first_end
+        every_page = {page for *_, pages, _ in added for page in pages.flatten().tolist()}
+        for layer, num_tokens in enumerate(kept):
+            columns = pool._packed[slot, layer, : math.ceil(total[layer] / page_tokens)].tolist()
+            own = [page for page in columns if page not in every_page]
+            if num_tokens:
+                groups = k4v3.read_pages(pool.byte_pages, torch.tensor(own), pool.itemsize)
+                parts = k4v3.dequantise(groups, torch.float64)
+                prompt_groups[layer] = [
+                    part.transpose(0, 1).flatten(1, 3)[:, :num_tokens] for part in parts
+                ]
+            assert len(columns) == len(set(columns))
+        llm.drain()
+
+    for layer in range(SHAPE.layers):
+        q, k, v, out = (
+            torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
+            for name in ("q", "k", "v", "out")
+        )
+        q, k, v, out = (x.view(len(q), -1, SHAPE.head_dim) for x in (q, k, v, out))
+        steps = []  # tokens computed before, first ordinary token, groups
+        held = prompt_groups[layer]
+        steps.append((len(prompt), first_end, held))
+        for computed, end, num_tokens, _, groups in added:
+            parts = k4v3.dequantise(k4v3.Group(*(part[layer] for part in groups)), torch.float64)
+            flat = [part.transpose(0, 1).flatten(1, 3) for part in parts]
+            for head in range(SHAPE.kv_heads):
+                for start in range(0, num_tokens, k4v3.GROUP):
+                    exact = slice(end - num_tokens + start, end - num_tokens + start + k4v3.GROUP)
+                    want = k4v3.dequantise(
+                        k4v3.quantise(k[exact, head], v[exact, head], k4v3.GROUP), torch.float64
+                    )
+                    for actual, expected in zip(flat, want, strict=True):
+                        got = actual[head, start : start + k4v3.GROUP]
+                        step = (got - expected).abs() > 1e-3 * expected.abs().amax()
+                        assert step.float().mean() < 1e-3, "only ties may round differently"
+            held = [torch.cat([old, new], 1) for old, new in zip(held, flat, strict=True)]
+            steps.append((computed, end, held))
+        for position in [*range(len(prompt), len(q), 37), len(q) - 1]:
+            _, start, (keys, values) = next(s for s in reversed(steps) if s[0] <= position)
+            for head in range(SHAPE.heads):
+                kv = head // (SHAPE.heads // SHAPE.kv_heads)
+                all_k = torch.cat([keys[kv], k[start : position + 1, kv]])
+                all_v = torch.cat([values[kv], v[start : position + 1, kv]])
+                weights = (all_k @ q[position, head] / math.sqrt(SHAPE.head_dim)).softmax(0)
+                error = (out[position, head] - weights @ all_v).abs().amax()
+                assert error <= 1e-4 * all_v.abs().amax()
+
+
+def test_trap_23_blocks_that_held_groups_are_zeroed(checkpoints_folder):
+    """Also if their request is preempted, and before the next step runs."""
+    with packed_engine(checkpoints_folder, "cake", max_num_batched_tokens=2048) as llm:
+        pool, zeroed = llm.compressor.pool, []
+        zero = pool.zero
+
+        def watching(blocks):
+            zero(blocks)
+            zeroed.append(set(blocks))
+
+        pool.zero = watching
+        for _ in range(2):
+            llm.submit("r", PROMPTS[0], 6)
+            while not llm.manager._packed:
+                llm.step()
+            (packed,) = llm.manager._packed.values()
+            blocks = {block.block_id for block in packed}
+            pages = pool.flat_ids_in_all_layers(torch.tensor(sorted(blocks)))
+            assert pool.byte_pages[pages].any()
+            if not zeroed:
+                llm.preempt(llm.running()[0])
+                assert not llm.manager._packed
+            llm.drain()
+            llm.generate([PROMPTS[2]], 2)
+            assert blocks in zeroed
+            assert not llm.manager._zero
+            untouched = blocks - {block.block_id for block in llm.pool.blocks if block.ref_cnt}
+            hashless = {b for b in untouched if llm.pool.blocks[b].block_hash is None}
+            pages = pool.flat_ids_in_all_layers(torch.tensor(sorted(hashless), dtype=torch.int64))
+            assert not pool.pages[pages].isnan().any()

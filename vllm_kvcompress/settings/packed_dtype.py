@@ -1,0 +1,59 @@
+"""Setting of the format in which kept tokens are stored."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import choose
+
+PackedDtype = Literal["auto", "k4v3"]
+AUTO: PackedDtype = "auto"
+K4V3: PackedDtype = "k4v3"
+PACKED_DTYPES = (AUTO, K4V3)
+
+
+class PackedSettings(BaseModel):
+    """Field of `CompressionConfig` for the format of kept tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    packed_dtype: PackedDtype | None = None
+    """Format of kept tokens: auto is the cache's dtype, k4v3 has 4-bit keys and 3-bit values
+    (`kvcompress_kernels.k4v3`). None uses the preset's."""
+
+    @field_validator("packed_dtype", mode="before")
+    @classmethod
+    def _parse_packed_dtype(cls, value: Any) -> PackedDtype | None:
+        return None if value is None else parse_packed_dtype(value)
+
+    @staticmethod
+    def check_packed_dtype(
+        packed_dtype: PackedDtype, decode_budget: int | None, max_whole: int | None
+    ) -> None:
+        """Check that the format of kept tokens works with settings that compress repeatedly.
+
+        Args:
+            packed_dtype: the resolved format.
+            decode_budget, max_whole: as in `DecodeSettings` and `PieceSettings`.
+
+        Raises:
+            ConfigError: the message states the rule, the value and the fix.
+        """
+        for flag, tokens in (("--kv-decode-budget", decode_budget), ("--kv-max-whole", max_whole)):
+            if packed_dtype == K4V3 and tokens is not None:
+                raise ConfigError(
+                    f"packed_dtype={K4V3} cannot be combined with {flag} {tokens}, which compresses"
+                    " a request more than once, because packed tokens would be quantised again;"
+                    f" remove {flag}, or set packed_dtype to {AUTO}"
+                )
+
+
+def parse_packed_dtype(value: Any) -> PackedDtype:
+    """Parse the format of kept tokens.
+
+    Raises:
+        ConfigError: `value` is not a name of PACKED_DTYPES.
+    """
+    names: dict[str, PackedDtype] = {name: name for name in PACKED_DTYPES}
+    return choose("packed_dtype", names, str(value))
