@@ -1,12 +1,15 @@
 """Plot scores against budget and KL against bytes: one panel per model, one line per method."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
@@ -46,8 +49,11 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
         for c in found
         if c.task == ORDINARY and c.bytes is not None and AFTER_LOOKAHEAD in c.along
     ]
-    panels = [(scored, _panel, "share of the full cache's answers")]
-    panels.append((by_bytes, _bytes_panel, "KL in nats per token, from the 33rd token on"))
+    styles = _styles(by_bytes)
+    panels: list[tuple[Sequence[Cell], Callable[[Axes, Sequence[Cell]], None], str]] = [
+        (scored, _panel, "share of the full cache's answers"),
+        (by_bytes, partial(_bytes_panel, styles=styles), f"KL in nats, tokens {AFTER_LOOKAHEAD}"),
+    ]
     shown = [
         (group, cells, draw, label)
         for cells, draw, label in panels
@@ -55,7 +61,7 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
     ]
     columns = max(1, min(len(shown), _COLUMNS))
     rows = max(1, -(-len(shown) // columns))
-    size = (5.2 * columns, 4.4 * rows)
+    size = (5.2 * columns, 4.4 * rows + (0.9 if by_bytes else 0.0))
     figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     for number, (group, cells, draw, label) in enumerate(shown, 1):
@@ -65,8 +71,13 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
         _decorate(axes, f"{group[0]}, question {group[1]}, {group[2]:,} tokens")
         if number % columns == 1 % columns:
             axes.set_ylabel(label, color=_INK)
-        if number == 1:
-            axes.legend(fontsize=7, frameon=False, loc="best")
+        if number == 1 and scored:
+            axes.legend(fontsize=8, frameon=False, loc="upper left")
+    if by_bytes:
+        lines = [Line2D([], [], label=method, **style) for method, style in styles.items()]
+        figure.legend(
+            handles=lines, fontsize=7.5, frameon=False, loc="outside lower center", ncols=4
+        )
     figure.savefig(path, format="png")
 
 
@@ -102,28 +113,34 @@ def _panel(axes: Axes, cells: Sequence[Cell]) -> None:
     axes.set_xlabel("budget", color=_INK)
 
 
-def _bytes_panel(axes: Axes, cells: Sequence[Cell]) -> None:
-    """Draw KL over bytes. Low-bit caches without eviction are single points."""
-    methods = dict.fromkeys(cell.method for cell in cells)
-    evicting = [method for method in methods if method not in CACHE_FORMATS]
-    colors = dict(zip(evicting, cycle(_LINES), strict=False))
-    marks = dict(zip(methods, cycle(_MARKS), strict=False))
-    for method in methods:
+def _styles(cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+    """Return the style of each method. Low-bit caches without eviction are grey points."""
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    colors = cycle(_LINES)
+    marks = cycle(_MARKS)
+    return {
+        method: dict(
+            color=_QUIET if method in CACHE_FORMATS else next(colors),
+            linestyle="none" if method in CACHE_FORMATS else "-",
+            marker=next(marks),
+            markersize=5,
+            linewidth=1.6,
+        )
+        for method in methods
+    }
+
+
+def _bytes_panel(
+    axes: Axes, cells: Sequence[Cell], styles: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Draw KL over bytes."""
+    for method in dict.fromkeys(cell.method for cell in cells):
         line = sorted(
             (cell.bytes, cell.along[AFTER_LOOKAHEAD].kl.mean)
             for cell in cells
             if cell.method == method and cell.bytes is not None
         )
-        axes.plot(
-            [share for share, _ in line],
-            [kl for _, kl in line],
-            label=method,
-            color=colors.get(method, _QUIET),
-            marker=marks[method],
-            markersize=5,
-            linewidth=1.6,
-            linestyle="-" if method in colors else "none",
-        )
+        axes.plot([share for share, _ in line], [kl for _, kl in line], **styles[method])
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([0.1, 0.2, 0.3, 0.5, 1.0])
