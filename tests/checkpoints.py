@@ -6,7 +6,7 @@ Weights are seeded. The tokenizer is the demo model's; ids above the vocabulary 
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,6 @@ HYBRIDS = {  # sliding-window layers and full-attention layers
         {"sliding_window": 128, "layer_types": [_F, _W, _F, _W, _W, _F, _W]},
     ),
 }  # fmt: skip
-# head dims that k4v3 can pack, where those above cannot
-WIDE = {
-    "gpt-oss-d64": Shape(
-        GptOssConfig, 4, 4, 2, 64,
-        {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-}  # fmt: skip
 
 _S, _M = "linear_attention", "mlp"
 _GRANITE = {
@@ -137,6 +130,17 @@ STATEFUL = {  # state-space and full-attention layers; the state's size sets the
         dtype="bfloat16", block=96,
     ),
     "qwen3.5": Shape(Qwen3_5TextConfig, 8, 4, 4, 64, _DELTA, dtype="bfloat16", block=96),
+}  # fmt: skip
+# head dims that k4v3 can pack, where those above cannot
+WIDE = {
+    "llama-one-layer-d64": Shape(LlamaConfig, 1, 2, 1, 64),
+    "llama-two-layers-d64": Shape(LlamaConfig, 2, 4, 2, 64),
+    "gpt-oss-d64": Shape(
+        GptOssConfig, 4, 4, 2, 64,
+        {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granite-d64": replace(STATEFUL["granite-96"], head_dim=64),
+    "nemotron-d64": replace(STATEFUL["nemotron"], head_dim=64),
 }  # fmt: skip
 
 

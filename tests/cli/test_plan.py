@@ -197,6 +197,7 @@ def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
 def test_the_plan_shows_both_formats(run_in_process, wide):
     flags = ["--len", 2000, "--kv-budget", 0.4, "--kv-packed-dtype", "k4v3", "--kv-memory", 0.1]
     cpu_flags = ["--device", "cpu", "--dtype", "bfloat16"]
+    flags += ["--block-size", 128]  # more than the plugin asks for
     text = " ".join(run_in_process("plan", wide, *flags, *cpu_flags).out.split())
     assert "per request │ off │ auto │ k4v3 │ │" in text.replace("┃", "│")
     assert "--kv-packed-dtype k4v3" in text
@@ -212,8 +213,15 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
     assert (auto["packed_dtype"], auto["page_tokens"], auto["auto"]) == ("auto", 128, None)
     assert auto["request_on"]["decoding_blocks"] > 2 * forecast["request_on"]["decoding_blocks"]
     assert auto["pool_on"]["decoding"] < forecast["pool_on"]["decoding"]
-    plain = json.loads(run_in_process("plan", wide, "--len", 2000, *cpu_flags, "--json").out)
-    assert (plain["packed_dtype"], plain["auto"]) == ("auto", None)
+
+    def formats(*given):
+        plan = json.loads(run_in_process("plan", wide, "--len", 2000, *given, "--json").out)
+        return plan["packed_dtype"], plan["budget"], plan["auto"] is None
+
+    assert formats("--kv-budget", 0.3) == ("auto", 0.3, True)
+    # the recommended settings, unless something else needs the cache's dtype
+    assert formats() == ("k4v3", 0.6, False)
+    assert formats("--kv-cache-dtype", "fp8") == ("auto", 0.2, True)
 
 
 def test_the_largest_request_may_choose_the_larger_format(wide):

@@ -2,11 +2,16 @@
 
 import json
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from fake_vllm import write_prompts
+from vllm_kvcompress.compare import server
+from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.report import TABLES
+from vllm_kvcompress.serving import process
 
 CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
 
@@ -352,6 +357,23 @@ def test_budgets_may_name_the_format_of_kept_tokens(compare, fake, tmp_path):
     for wrong, message in (("0.2:k4v4", "did you mean 'k4v3'?"), ("k4v3", "budget must be")):
         result = compare(*flags, "--budgets", wrong)
         assert (result.status, message in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(("formats", "expected"), [(("auto", "k4v3"), True), (("", ""), False)])
+def test_a_started_server_packs_in_k4v3_if_a_cell_does(formats, expected, monkeypatch, tmp_path):
+    @contextmanager
+    def serve(model, flags, log, **_):
+        commands.append(flags)
+        yield SimpleNamespace(url="http://127.0.0.1:1")
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(process, "serve", serve)
+    cells = [Cell(method="cake", budget=0.5, packed_dtype=name) for name in formats]
+    with server.start(tmp_path, ["--max-model-len", "99"], cells, tmp_path / "log"):
+        pass
+    (flags,) = commands
+    assert ("--kv-packed-dtype k4v3" in " ".join(flags)) is expected
+    assert flags[-2:] == ["--max-model-len", "99"]
 
 
 def test_tools_are_sent_with_tool_choice_none(compare, fake, tmp_path):

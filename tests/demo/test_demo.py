@@ -60,7 +60,9 @@ def report(on: Run, off: Run | None = None, console: Console | None = None) -> t
     out = io.StringIO()
     console = console or Console(file=out, width=100)
     off = off or run(None, 190.0)
-    status = show(off, on, question=PEP, method="cake", budget="0.1", console=console)
+    status = show(
+        off, on, question=PEP, method="cake", budget="0.1", packed_dtype="auto", console=console
+    )
     return status, out.getvalue()
 
 

@@ -91,7 +91,10 @@ def test_vllm_accepts_the_arguments(rendered, name, demo_model):
             continue
         assert not settings.usage
         assert settings.compress == "cake-chunk"
-        assert settings.budget == (0.3 if name == "example" else 0.2)
+        budget, packed_dtype = {"example": (0.3, "auto"), "cpu": (0.6, "k4v3")}.get(
+            name, (0.2, "auto")
+        )
+        assert (settings.budget, settings.resolved_packed_dtype) == (budget, packed_dtype)
         # Clients can switch compression off, but cannot choose another method.
         assert settings.allow_override == ("off",)
 

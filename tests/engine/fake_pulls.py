@@ -91,6 +91,8 @@ class PullScheduler:
         self._hasher = get_request_block_hasher(SIZE, sha256)
         # names of requests whose loads are not complete, including aborted requests
         self.loading = []
+        # ids of blocks that may hold groups in k4v3
+        self.with_groups = set()
 
     @property
     def free(self):
@@ -113,6 +115,7 @@ class PullScheduler:
         scheduler = self.scheduler
         output = scheduler.schedule()
         _, plan = scheduler._steps_in_flight[-1]
+        self._check_zeroed(plan)
         names = list(output.num_scheduled_tokens)
         requests = [scheduler.requests[name] for name in names]
         prefill_ends = [request.num_computed_tokens >= request.num_tokens for request in requests]
@@ -135,11 +138,33 @@ class PullScheduler:
             attach_report(result, StepReport(executed_plan=plan.number, packed=()))
         scheduler.update_from_output(output, result)
         self.loading = [name for name in self.loading if name not in done]
-        for name, request in scheduler.requests.items():
-            loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            if loads and name not in {*self.loading, *scheduler.finished_recving_kv_req_ids}:
+        for name in self._waiting_for_loads():
+            if name not in {*self.loading, *scheduler.finished_recving_kv_req_ids}:
                 self.loading.append(name)
         return dict(output.num_scheduled_tokens)
+
+    def _check_zeroed(self, plan):
+        """Check that no request writes to a block that held groups and was not zeroed since."""
+        requests, held = self.scheduler.requests, self.manager.req_to_blocks
+        block_ids = {
+            name: {block.block_id for block in held.get(name, ()) if not block.is_null}
+            for name in requests
+        }
+        # a connector may write before the step starts
+        for name in self._waiting_for_loads():
+            assert not block_ids[name] & self.with_groups, name
+        if plan is None:
+            return
+        self.with_groups -= set(plan.zero_blocks)
+        for name, ids in block_ids.items():
+            assert not ids & self.with_groups, name
+        for pack in plan.pack:
+            if pack.plan.packed_page_tokens is not None:
+                self.with_groups |= set(pack.destination)
+
+    def _waiting_for_loads(self):
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return [name for name, each in self.scheduler.requests.items() if each.status == waiting]
 
     def abort(self, name):
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -245,13 +245,18 @@ def test_flash_attention_2_matches_cpu_attention(start, cpu_outputs):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from padding rows
-def test_interpreted_triton_kernels_match_flash_attention(start, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [("llama-one-layer", settings("caote")), ("llama-one-layer-d64", OPT_IN["k4v3"])],
+    ids=["tokens", "groups"],
+)
+def test_interpreted_triton_kernels_match_flash_attention(start, monkeypatch, model, config):
     """Run the full CUDA path: vLLM's Triton attention and the Triton kernel of each of our ops."""
     import interpreter
     from kvcompress_kernels import contract
 
-    model, prompts = "llama-one-layer", [tokens(n, seed=n) for n in (200, 60)]
-    options = dict(model=model, additional_config=settings("caote"), max_num_seqs=2)
+    prompts = [tokens(n, seed=n) for n in (200, 60)]
+    options = dict(model=model, additional_config=config, max_num_seqs=2)
     opened, _ = start("FLASH_ATTN", **options)
     with opened as llm:
         expected = llm.generate(prompts, 4)

@@ -73,6 +73,7 @@ KINDS = {
         more={"max_whole": 256, "piece": 96, "probe": 14, "probe_first": 10, "window": 8}
     ),
     "bounded": EngineKind(more={"decode_budget": 96, "decode_interval": BLOCK}),
+    "packed": EngineKind(model="llama-two-layers-d64", more={"packed_dtype": "k4v3"}),
     "priority": EngineKind(options={"scheduling_policy": "priority"}),
     # Outputs use four tokens only, or there would be hardly any drafts.
     "drafts": EngineKind(options=NGRAM, sampling=FOUR_TOKENS, seeds=(7, 17)),

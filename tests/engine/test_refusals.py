@@ -220,11 +220,14 @@ def test_trap_09_drafts_from_other_sources_are_refused(model, method):
     assert str(model) in str(refusal.value)
 
 
-@pytest.mark.parametrize("flag", ["decode_budget", "max_whole"])
-def test_drafts_with_repeated_compression_are_refused(model, flag):
+@pytest.mark.parametrize(
+    ("flag", "more"),
+    [("decode_budget", {}), ("max_whole", {}), ("decode_interval", {"packed_dtype": "k4v3"})],
+)
+def test_drafts_with_repeated_compression_are_refused(model, flag, more):
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     configure(model, speculative_config=ngram)
-    own = settings("cake", **{flag: 8192})
+    own = settings("cake", **{flag: 8192}, **more)
     with pytest.raises(ConfigError, match="at exact lengths, which drafts can skip") as refusal:
         configure(model, speculative_config=ngram, additional_config=own)
     assert f"--kv-{flag.replace('_', '-')}" in str(refusal.value)

@@ -25,6 +25,7 @@ from engines import BLOCK, V2, Engine, engine, settings
 from processor import needs_avx512
 from test_metrics import samples
 from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
@@ -39,9 +40,12 @@ class Load:
         pool: blocks of the pool. The longest prompt needs most of them.
         chunk: maximum tokens per step.
         long_output_rate: share of the requests with a long output.
+        long_output: maximum tokens of a long output.
         overrides_method: whether requests choose their method and budget.
         bounded: whether there is a decode budget, and requests choose its size.
         lookahead: whether there is a look-ahead, and requests choose its length.
+        packed: whether prompts are packed in k4v3, and requests choose their format.
+        packs_outputs: whether outputs are packed in k4v3 too.
         model: name of a test checkpoint with two compressed layers.
         window_blocks: further blocks of the pool for layers with a sliding window.
         options: more engine options.
@@ -53,9 +57,12 @@ class Load:
     pool: int
     chunk: int = 512
     long_output_rate: float = 0.4
+    long_output: int = 220
     overrides_method: bool = False
     bounded: bool = False
     lookahead: bool = False
+    packed: bool = False
+    packs_outputs: bool = False
     model: str = "llama-two-layers"
     window_blocks: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -69,6 +76,8 @@ class Load:
             overrides = LOOKAHEAD_OVERRIDES
         elif self.bounded:
             overrides = BOUNDED_OVERRIDES
+        elif self.packed:
+            overrides = PACKED_OVERRIDES
         elif self.overrides_method:
             overrides = OVERRIDES
         merging = {"kv_compress": "d2o"}.items()
@@ -90,6 +99,8 @@ class Load:
             return BOUNDED
         if self.lookahead:
             return LOOKAHEAD
+        if self.packed:
+            return PACKED_OUTPUTS if self.packs_outputs else PACKED
         if self.cache_dtype == "auto":
             return FREE
         return settings("cake", 0.3, allow_override=NOT_MERGING)
@@ -144,20 +155,35 @@ LOOKAHEAD_OVERRIDES: list[dict[str, Any] | None] = [
     {"kv_compress": "snapkv"},
     {"kv_compress": "streamingllm"},
 ]
+PACKED_OVERRIDES: list[dict[str, Any] | None] = [
+    None,
+    None,
+    {"kv_compress": "off"},
+    {"kv_packed_dtype": "auto"},
+    {"kv_budget": 1.0},
+    {"kv_compress": "snapkv", "kv_budget": 0.15, "kv_packed_dtype": "auto"},
+    {"kv_compress": "h2o", "kv_packed_dtype": "k4v3"},
+    {"kv_compress": "d2o", "kv_budget": 0.4},
+]
 SMALL = dict(max_prompt=450, pool=22, chunk=256, long_output_rate=0.8)
-HYBRID = {**SMALL, "chunk": 128, "model": "gpt-oss", "window_blocks": 12}
+HYBRID = {**SMALL, "chunk": 128, "model": "gpt-oss-d64", "window_blocks": 12}
+WIDE = dict(max_prompt=450, chunk=256, packed=True, model="llama-two-layers-d64")
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 LOADS = {
     "plain": Load(count=160, max_prompt=2200, pool=70, long_output_rate=0.2, overrides_method=True),
     "bounded": Load(count=24, max_prompt=500, pool=24, long_output_rate=0.8, bounded=True),
     "async": Load(**SMALL, count=16, bounded=True, options={"async_scheduling": True}),
     "priority": Load(**SMALL, count=20, options={"scheduling_policy": "priority"}),
-    "hybrid": Load(**HYBRID, count=24, overrides_method=True),
+    "hybrid": Load(**HYBRID, count=24, packed=True),
     "hybrid, bounded": Load(**HYBRID, count=16, bounded=True),
     "drafts": Load(
         **SMALL, count=20, overrides_method=True, options={"speculative_config": DRAFTS}
     ),
     "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
+    "packed": Load(**WIDE, pool=22, count=24, options={"async_scheduling": True}),
+    "packed outputs": Load(
+        **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
+    ),
     "ahead": Load(**SMALL, count=24, lookahead=True, options={"async_scheduling": True}),
 }
 if V2:
@@ -167,6 +193,10 @@ if V2:
 TIMES = int(os.environ.get("SOAK_TIMES", "1"))
 LAYERS, TOGETHER = 2, 24
 FREE = settings("cake", 0.3, allow_override="all")
+PACKED = settings("cake", 0.5, packed_dtype="k4v3", allow_override="all")
+PACKED_OUTPUTS = settings(
+    "cake", 0.5, packed_dtype="k4v3", allow_override="all", decode_interval=128
+)
 LOOKAHEAD = settings("cake", 0.3, lookahead=8, allow_override="off,snapkv,streamingllm")
 NOT_MERGING = "off,snapkv,h2o,streamingllm"
 # Prompt budget and decode budget are equal numbers of tokens. So a recomputed request keeps as much
@@ -215,7 +245,9 @@ def random_requests(load: Load, seed: int):
         request = Request(
             prompt=rng.choice(stems)[:shared] + tokens(length - shared, seed=index),
             num_output=(
-                rng.randint(60, 220) if rng.random() < load.long_output_rate else rng.randint(1, 24)
+                rng.randint(60, load.long_output)
+                if rng.random() < load.long_output_rate
+                else rng.randint(1, 24)
             ),
             wait=rng.randint(0, 1),
             abort=rng.randint(1, 12) if rng.random() < 0.15 else None,
@@ -239,7 +271,9 @@ def is_compressed(request: Request, config: CompressionConfig) -> bool:
         return False
     spans = tuple(map(tuple, (request.override or {}).get("kv_protect", ())))
     budget_spec = request_settings.budget_spec(LAYERS, len(request.prompt))
-    return page_plan(budget_spec, BLOCK, spans) is not None
+    # the test models are float32
+    page_tokens = packed_page_tokens(request_settings, BLOCK, itemsize=4)
+    return page_plan(budget_spec, BLOCK, spans, page_tokens=page_tokens) is not None
 
 
 def run_requests(
@@ -329,6 +363,9 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         leftovers = [
             manager.planner.schedules,
             manager._packed,
+            manager._with_groups,
+            manager._zero,
+            manager._unfreed,
             manager._cacheable,
             manager._pending,
             manager._observe,
@@ -341,6 +378,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             compressor._prefills,
             compressor._step,
             compressor.pool._slots,
+            compressor.pool._slots_with_groups,
             compressor.pool.ring and compressor.pool.ring._slots,
             compressor.reports._pending,
             manager.compression_stats.packed,
@@ -348,6 +386,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             manager.compression_stats._repeats,
         ]
         assert not any(leftovers), leftovers
+        assert not load.packed or compressor.pool.pages.isfinite().all()
         gc.collect()
         assert not manager.planner.admissions._decisions
         resumed_at = {request_id: list(times) for request_id, times in preemptions.items()}
@@ -372,6 +411,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
     assert bool(early) is load.lookahead
     assert len(packed) > load.count // 10
     assert (num_repacked > load.count) is load.bounded
+    assert (num_repacked > load.count // 10) is (load.bounded or load.packs_outputs)
     assert (num_pieces > load.count // 2) is load.bounded
     if not V2:
         assert resumed_at, "no request was preempted: the pool is too large"
@@ -391,7 +431,8 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         }
         # Outputs of requests that are never packed do not depend on preemption. With a decode
         # budget, recomputed prompts stay uncompressed unless prompt and output exceed `max_whole`.
-        packable = by_id.keys() if load.bounded else compressible
+        # With packed outputs they do too, and are packed while they go on.
+        packable = by_id.keys() if load.bounded or load.packs_outputs else compressible
         overrides = {
             request_id: request.override if request_id in packable else {"kv_compress": "off"}
             for request_id, request in by_id.items()

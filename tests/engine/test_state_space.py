@@ -14,7 +14,7 @@ import pytest
 import test_decode_budgets
 import test_lookahead
 import test_prompts_in_pieces
-from checkpoints import STATEFUL, make, tokens
+from checkpoints import STATEFUL, WIDE, make, tokens
 from configuring import configure
 from engines import BLOCKS, V2, engine, model_runner_v1_only, settings, with_states
 from stand_in_torchvision import in_a_fork
@@ -29,16 +29,19 @@ from vllm_kvcompress.settings.config import CompressionConfig
 pytestmark = with_states
 
 FLOAT32 = ["granite-96", "nemotron"]
+# with heads that k4v3 can pack
+WITH_K4V3 = ["granite-d64", "nemotron-d64"]
 # The only model whose states vLLM's CPU build keeps in the prefix cache.
 CACHED = "qwen3-next"
 NUM_OUTPUT = 12
-FREE = settings("cake", 0.4, allow_override="off,cake,h2o")
+SHAPES = STATEFUL | WIDE
+FREE = settings("cake", 0.4, allow_override="off,cake,h2o", alias="packed=cake:0.4:k4v3")
 
 
 def engine_options(name, **more):
     """Return the engine options for this model."""
     options = dict(
-        dtype=STATEFUL[name].dtype,
+        dtype=SHAPES[name].dtype,
         mamba_ssm_cache_dtype="float32",  # on any processor
         max_model_len=1024,
         enable_prefix_caching=False,
@@ -48,7 +51,7 @@ def engine_options(name, **more):
 
 def full_layers(name, seen):
     """Return the checkpoint's shape with only the compressed layers."""
-    return replace(STATEFUL[name], layers=len(seen))
+    return replace(SHAPES[name], layers=len(seen))
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def longer_blocks(monkeypatch):
 
     def use(name):
         for module in (test_decode_budgets, test_prompts_in_pieces, test_lookahead):
-            monkeypatch.setattr(module, "BLOCK", STATEFUL[name].block)
+            monkeypatch.setattr(module, "BLOCK", SHAPES[name].block)
 
     return use
 
@@ -108,7 +111,7 @@ def test_lookahead_keeps_the_reference_tokens(name, checkpoints_folder, longer_b
 def test_decode_budget_is_applied_at_block_ends(name, checkpoints_folder, longer_blocks):
     """The default decode interval is the largest multiple of the block size up to 128 tokens."""
     longer_blocks(name)
-    block, num_output = STATEFUL[name].block, 200
+    block, num_output = SHAPES[name].block, 200
     bound, prompt = 2 * block, 2 * block + 9
     config = settings("cake", 0.4, min_prompt=1024, decode_budget=bound, decode_window=8)
     with engine(
@@ -137,7 +140,13 @@ LENGTHS = (417, 300, 128, 640)
 # close for float32.
 PROMPTS = [tokens(length, seed=length + 1) for length in LENGTHS[: 2 if V2 else None]]
 PROMPTS[1][:250] = PROMPTS[0][:250]
-OVERRIDES = [{}, {"kv_compress": "off"}, {"kv_compress": "h2o"}, {"kv_budget": 0.15}]
+OVERRIDES = [
+    {},
+    {"kv_compress": "off"},
+    {"kv_compress": "h2o"},
+    {"kv_budget": 0.15},
+    {"kv_packed_dtype": "k4v3"},
+]
 
 
 def outputs_of_all(llm, order=1):
@@ -145,7 +154,7 @@ def outputs_of_all(llm, order=1):
     return llm.generate_each(requests[::order], NUM_OUTPUT)[::order]
 
 
-@pytest.fixture(scope="module", params=FLOAT32)
+@pytest.fixture(scope="module", params=WITH_K4V3)
 def single_outputs(request, checkpoints_folder):
     """A model, and the output of each request when it runs alone."""
     name, outputs = request.param, []
@@ -184,7 +193,7 @@ def test_output_does_not_depend_on_concurrent_requests(
 def test_output_does_not_depend_on_the_pool_size(single_outputs):
     """From the smallest pool that holds the prompt and a state block of each group."""
     name, model, expected = single_outputs
-    block, seen_in_place = STATEFUL[name].block, set()
+    block, seen_in_place = SHAPES[name].block, set()
     config = CompressionConfig.parse(FREE["kvcompress"])
     plan = page_plan(config.budget_spec(2, LENGTHS[0]), block)
     min_blocks = -(-448 // block) + 2
@@ -203,7 +212,7 @@ def test_output_does_not_depend_on_the_pool_size(single_outputs):
 def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(single_outputs):
     """In a pool for one request. The interpreter is slow, so Model Runner V2 preempts both once."""
     name, model, _ = single_outputs
-    num_output, blocks = (40, BLOCKS) if V2 else (200, 1 + -(-864 // STATEFUL[name].block) + 2)
+    num_output, blocks = (40, BLOCKS) if V2 else (200, 1 + -(-864 // SHAPES[name].block) + 2)
     options = engine_options(name, max_model_len=864, max_num_batched_tokens=64, max_num_seqs=8)
     with engine(model, additional_config=FREE, blocks=blocks, **options) as llm:
         free, preemptions = llm.free_blocks, llm.watch_preemptions()
@@ -273,7 +282,7 @@ def test_prefix_cache_has_only_states_of_uncompressed_prompts(checkpoints_folder
     only because the plugin makes it end a chunk there.
     """
     model, name = make(CACHED, checkpoints_folder), CACHED
-    block = STATEFUL[name].block
+    block = SHAPES[name].block
     history = tokens(4 * block + 10, seed=2)
     turns = [
         (history, {}),
@@ -310,7 +319,7 @@ def test_qwen35_returns_its_blocks(checkpoints_folder):
     A budget of 1.0 gives vLLM's own outputs.
     """
     name, prompt = "qwen3.5", tokens(700, seed=1)
-    model, block = make(name, checkpoints_folder), STATEFUL[name].block
+    model, block = make(name, checkpoints_folder), SHAPES[name].block
     overrides = ({}, {}, {"kv_budget": 1.0}, {"kv_compress": "off"})
 
     def run():

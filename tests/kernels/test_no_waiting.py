@@ -20,6 +20,9 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
 from kvcompress_kernels.move_kept import move_kept
 from kvcompress_kernels.move_kept import triton as move_kept_triton
+from kvcompress_kernels.packed_attention import packed_attention
+from kvcompress_kernels.packed_attention import triton as packed_attention_triton
+from kvcompress_kernels.packed_attention.scratch import workspace
 from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import triton as page_tables_triton
 from kvcompress_kernels.quantise_kept import quantise_kept
@@ -45,6 +48,7 @@ TRITON_MODULES = (
     lag_scores_triton,
     move_kept_triton,
     merge_evicted_triton,
+    packed_attention_triton,
     page_tables_triton,
     quantise_kept_triton,
     select_triton,
@@ -79,6 +83,18 @@ SCORES = on_device(6, 200, dtype=torch.float32)
 WEIGHTS = on_device(3, 8, 200, dtype=torch.float32)
 STEP = (on_device(5, 30), on_device(5), on_device(9, 4, 7), on_device(9, 4), on_device(9))
 INTO = (on_device(5), on_device(), on_device(4, 8, 30), on_device(4, 8))
+
+ROWS = on_device(5, 8, 64, dtype=torch.bfloat16), on_device(5, 8, 64, dtype=torch.bfloat16)
+GROUPS = on_device(9, 7), on_device(9)
+
+
+def packed(max_query_tokens, **options):
+    """Run `packed_attention` on a batch of up to 5 rows."""
+    flat = on_device(40, 2, 16, 128, dtype=torch.bfloat16)
+    batch = on_device(5, 30), on_device(5), on_device(6), on_device(5), on_device()
+    options |= {"scale": 0.1, "max_query_tokens": max_query_tokens}
+    packed_attention(*ROWS, flat, None, *GROUPS, *batch, **options)
+
 
 CALLS = {
     "window_scores": lambda: [
@@ -123,6 +139,11 @@ CALLS = {
     "select_chunks": lambda: [
         select_chunks(SCORES, on_device(3), on_device(3), 96, size=10, heads=2),
         select_chunks(SCORES, 200, on_device(6), 96, size=10),
+    ],
+    "packed_attention": lambda: [
+        packed(1),
+        packed(5, sinks=on_device(8, dtype=torch.float32)),
+        packed(1, workspace=workspace(8, 2, 64, rows=5, device="meta")),
     ],
     "page_tables": lambda: page_tables(*STEP, on_device(4), 4, 16, *INTO),
     "window_scores_of_layers": lambda: [

@@ -227,6 +227,25 @@ def test_blocks_of_other_sizes(block):
     Batch(Shape(packed=(300, 65), ordinary=(150, 49), queries=(1, 3), block=block)).check()
 
 
+def test_reference_equals_attention_over_the_tokens_in_order():
+    """Packed tokens come first, and ordinary tokens are causal."""
+    shape = Shape(packed=(70,), ordinary=(40,), queries=(5,), kv_heads=1, dtype=torch.float32)
+    batch = Batch(shape)
+    groups = k4v3.read_pages(
+        batch.pages.view(torch.uint8), batch.packed[batch.slots[0], None].flatten().long(), 2
+    )
+    keys, values = (x.flatten(0, 3)[:70] for x in k4v3.dequantise(groups))
+    rows = batch.pages[batch.tables[0].long()].flatten(0, 2)[:40].float()
+    keys, values = torch.cat([keys, rows[:, :64]]), torch.cat([values, rows[:, 64:]])
+    causal = torch.ones(5, 110, dtype=torch.bool).tril(105)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        batch.query.transpose(0, 1), keys[None], values[None], attn_mask=causal
+    )
+    got = torch.zeros(5, 3, 64, dtype=torch.float64)
+    reference.run(*batch.arguments(got), scale=64**-0.5)
+    torch.testing.assert_close(got.float().transpose(0, 1), want, rtol=1e-5, atol=1e-5)
+
+
 def tiles(block, dim):
     """Return the offsets of AMX tiles, as in vllm_kvcompress/engine/pages/layouts.py."""
     t, d = torch.arange(block, dtype=i32), torch.arange(dim, dtype=i32)

@@ -11,6 +11,7 @@ from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.planning.memory import (
     Sizes,
     extra_bytes,
+    group_bytes,
     reserved_bytes,
     ring_bytes,
     ring_slots,
@@ -103,7 +104,9 @@ def test_little_more_is_reserved_than_requests_can_take(engine, requests):
     """The sum may combine one method's window with another method's scores."""
     engine = CompressionConfig.parse(engine)
     largest = max(extra_bytes(SIZES, settings_for(engine, args)) for args in requests)
-    assert largest <= extra_bytes(SIZES, engine) <= 1.01 * largest
+    # the constant scratch memory for k4v3, whichever request uses it
+    scratch = group_bytes(SIZES, engine)
+    assert largest <= extra_bytes(SIZES, engine) <= 1.01 * largest + scratch
 
 
 def test_an_aliass_budget_counts_for_other_methods_under_the_alias():

@@ -96,7 +96,7 @@ def test_max_blocks_is_the_exact_maximum(case):
     [
         (
             {"decode_interval": 64},
-            "--kv-decode-interval needs --kv-decode-budget or --kv-packed-dtype k4v3; set it, or remove",
+            "--kv-decode-interval needs --kv-decode-budget or --kv-packed-dtype k4v3; set it, or",
         ),
         ({"decode_window": 4}, "decode_window needs --kv-decode-budget; set it, or remove"),
         (

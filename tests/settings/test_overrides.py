@@ -400,3 +400,17 @@ def test_variants_are_all_settings_that_can_run():
     assert not CompressionConfig.parse({"compress": "off", "allow_override": "off"}).active
     assert OPT_IN.active
     assert not OPT_IN.enabled
+
+
+def test_only_a_set_interval_packs_outputs_of_requests_in_k4v3():
+    """Settings with the default interval are equal to those without, so caches must tell them."""
+    raw = {"compress": "cake", "packed_dtype": "k4v3", "allow_override": "snapkv"}
+    for config in (raw, raw | {"decode_interval": 128}):
+        engine = CompressionConfig.parse(config)
+        is_set = "decode_interval" in config
+        assert engine.packs_outputs is is_set
+        for extra_args in ({"kv_budget": 0.3}, {"kv_compress": "snapkv"}):
+            assert settings_for(engine, extra_args).packs_outputs is is_set
+            named = settings_for(engine, {**extra_args, "kv_packed_dtype": "k4v3"})
+            assert named.packs_outputs is is_set
+            assert not settings_for(engine, {**extra_args, "kv_packed_dtype": "auto"}).packs_outputs

@@ -19,7 +19,7 @@ from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show_forecast
 from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
 from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
 from vllm_kvcompress.planning.obstacles import (
     merging_refusal,
@@ -30,9 +30,11 @@ from vllm_kvcompress.planning.obstacles import (
     state_caching_refusal,
     unreachable_length_refusal,
 )
+from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.planning.states import hybrid_block_size
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import scoring_query_counts
+from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.protection import WORDS
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -147,14 +149,28 @@ def with_default_method(settings: dict[str, Any]) -> dict[str, Any]:
 def make_plan(options: PlanOptions) -> PlanResult:
     """Return the forecast for a model and requests of one length.
 
+    Without a method, a budget and a format, it is for the recommended ones: in k4v3 if that can be
+    used, else in the cache's dtype.
+
     Raises:
         ConfigError: An option is invalid, or the model cannot be served with compression.
     """
+    if not options.settings.keys() & {"compress", "allocator", "scorer", "budget", "packed_dtype"}:
+        budget = str(RECOMMENDED_BUDGETS["balanced"])
+        try:
+            return _plan(replace(options, budget=budget, packed_dtype=K4V3))
+        except ConfigError:
+            # The reason may be k4v3. If it is not, the same error follows.
+            pass
+    return _plan(options)
+
+
+def _plan(options: PlanOptions) -> PlanResult:
     settings = _checked_settings(options)
     _check_options(options)
     config = read_config(options.model)
     shape = _shape(options, config, settings)
-    block_size = _block_size(options, config, shape)
+    block_size = _block_size(options, config, shape, settings)
     settings = in_whole_blocks(settings, block_size)
     reason = repacking_refusal(settings, block_size)
     if reason is None:
@@ -209,9 +225,14 @@ def _checked_settings(options: PlanOptions) -> CompressionConfig:
     return settings
 
 
-def _block_size(options: PlanOptions, config: dict[str, Any], shape: ModelShape) -> int:
+def _block_size(
+    options: PlanOptions, config: dict[str, Any], shape: ModelShape, settings: CompressionConfig
+) -> int:
     """Return the tokens per KV block: as requested, or more if a layer's state is larger."""
-    block_size = options.block_size or _BLOCK_SIZE[options.device]
+    default = _BLOCK_SIZE[options.device]
+    if options.device == "cpu" and settings.packs_k4v3:
+        default = CPU_BLOCK_WITH_GROUPS
+    block_size = options.block_size or default
     if not shape.groups.stateful:
         return block_size
     token_bytes = 2 * max(shape.kv_heads // options.ranks, 1) * shape.head_dim * shape.stored

@@ -5,6 +5,7 @@ from rich.table import Table
 
 from vllm_kvcompress.commands.forecast import Concurrency, Forecast, InPieces, WorstCase
 from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
+from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
 
 _WASTEFUL = 1.1
 """Kept tokens per token of the budget from which the block size wastes memory."""
@@ -68,8 +69,20 @@ def show_forecast(
     console.print(table)
     if lookahead and forecast.left_whole is None:
         console.print(_lookahead_note(forecast, lookahead), highlight=False)
-    for line in _notes(forecast, stages):
+    for line in (*_notes(forecast, stages), recommended_note()):
         console.print(line, highlight=False)
+
+
+def recommended_note() -> str:
+    """Return a note about the recommended budgets, in bytes."""
+    budgets = ", ".join(
+        f"{name} {budget:g} ({budget / 4:.0%} of the prompt's bytes)"
+        for name, budget in RECOMMENDED_BUDGETS.items()
+    )
+    return (
+        f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3: {budgets}. Measure them"
+        " on your prompts with kvcompress compare."
+    )
 
 
 def _layers(forecast: Forecast, stages: int) -> str:

@@ -23,9 +23,10 @@ from vllm_kvcompress.demo.progress import Progress
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, REQUEST_TOKENS, prompt
 from vllm_kvcompress.demo.report import save_picture, show, show_request
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
 from vllm_kvcompress.serving.process import CACHE_SPACE, ENVIRONMENT, Server, command, launch
 from vllm_kvcompress.serving.text import long_prompt
+from vllm_kvcompress.settings.packed_dtype import K4V3, PACKED_DTYPES
 from vllm_kvcompress.settings.text import refuse_other_digits
 
 ALONE, COMPRESSED = "vLLM alone", "compressed"
@@ -49,7 +50,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--method", default=RECOMMENDED)
-    parser.add_argument("--budget", default="0.2")
+    parser.add_argument("--budget", default=str(RECOMMENDED_BUDGETS["balanced"]))
+    parser.add_argument("--packed-dtype", default=K4V3, choices=PACKED_DTYPES)
     parser.add_argument(
         "--long",
         action="store_true",
@@ -90,6 +92,8 @@ def compression(args: argparse.Namespace) -> list[str]:
         args.method,
         "--kv-budget",
         args.budget,
+        "--kv-packed-dtype",
+        args.packed_dtype,
         "--kv-compress-config",
         '{"log_requests": true}',
     ]
@@ -99,6 +103,8 @@ def common(args: argparse.Namespace) -> list[str]:
     """Return the flags that both servers get."""
     # Without --enforce-eager, vLLM compiles the model for minutes before it serves.
     flags = ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
+    # Both servers' blocks are counted, so they need one size: that of k4v3 on a CPU.
+    flags += ["--block-size", "32"]
     return [*flags, *([] if _multiplies_bfloat16() else ["--dtype", "float32"])]
 
 
@@ -227,7 +233,15 @@ def main(argv: list[str] | None = None) -> int:
         by_server = replies(args, servers, question, request, progress)
     off, on = (summary(by_server[name][:-1], tokenizer) for name in (ALONE, COMPRESSED))
     console = Console(width=100, highlight=False, record=args.picture is not None)
-    status = show(off, on, question=CHOSEN, method=args.method, budget=args.budget, console=console)
+    status = show(
+        off,
+        on,
+        question=CHOSEN,
+        method=args.method,
+        budget=args.budget,
+        packed_dtype=args.packed_dtype,
+        console=console,
+    )
     off, on = (summary(by_server[name][-1:], tokenizer) for name in (ALONE, COMPRESSED))
     status |= show_request(off, on, request=REQUEST, console=console)
     if args.picture is not None:

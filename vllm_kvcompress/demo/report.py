@@ -24,6 +24,7 @@ def show(
     question: Question,
     method: str,
     budget: str,
+    packed_dtype: str,
     console: Console | None = None,
 ) -> int:
     """Print both servers' replies to the question side by side.
@@ -46,13 +47,14 @@ def show(
             " kv-compress line for it. Is the prompt shorter than --kv-min-prompt?"
         )
         return 1
-    console.rule(f"[bold]vllm serve MODEL --kv-compress {method} --kv-budget {budget}[/]")
+    flags = f"--kv-compress {method} --kv-budget {budget} --kv-packed-dtype {packed_dtype}"
+    console.rule(f"[bold]vllm serve MODEL {flags}[/]")
     console.print(
         f"\nThe prompt has {on.prompt_tokens:,} tokens: Python's language reference with notes in"
         f" it, such as\n[bold]{escape(question.note)}[/] It ends with a question:\n"
         f"[bold]{escape(question.asked)}[/]\n"
     )
-    console.print(_side_by_side(off, on, result, f"{method}, budget {budget}"))
+    console.print(_side_by_side(off, on, result, f"{method}, budget {budget}, {packed_dtype}"))
     console.print(f"\n{_verdict(off.answer, on.answer, question)}")
     same = _starts_alike(off, on, result, console)
     counted = min(off.blocks, on.blocks) > 0

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvcompress_kernels.packed_attention.scratch import triton_numbers
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 from vllm_kvcompress.methods.spans import MAX_SPANS
@@ -169,6 +170,18 @@ def table_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     return rows * sizes.layers * table_columns(sizes, settings, blocks) * _INT
 
 
+def group_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Return the bytes for attention over packed groups on a GPU.
+
+    They are its scratch memory, the tokens in groups per request slot and layer, and the lengths
+    that vLLM reads per batch row and layer.
+    """
+    if not settings.packs_k4v3:
+        return 0
+    scratch = triton_numbers(sizes.head_dim) * _FLOAT
+    return scratch + (sizes.max_requests + 1 + sizes.rows) * sizes.layers * _INT
+
+
 def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
     """Return the maximum bytes on one rank for page tables and for compressing one longest prompt.
 
@@ -184,6 +197,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     * window queries ``[L, w, Hq, D]`` of several prompts, and one more copy for the layers that are
       stacked to be scored together
     * if outputs are bounded, the ring of their last queries
+    * if kept tokens are packed in k4v3, the memory of attention over them (`group_bytes`)
 
     If requests may choose their method, it is the maximum over the methods at the largest budget
     that they may ask for.
@@ -214,6 +228,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     if compresses_repeatedly(settings):
         # the slots of protected spans in packed pages
         prompt_bytes += sizes.max_requests * layers * sizes.kv_heads * MAX_SPANS * _INT
+    prompt_bytes += group_bytes(sizes, settings)
     return table_bytes(sizes, settings, blocks) + prompt_bytes + ring_bytes(sizes, settings)
 
 

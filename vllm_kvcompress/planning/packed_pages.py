@@ -4,6 +4,10 @@ from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
 
+CPU_BLOCK_WITH_GROUPS = 32
+"""Tokens in a block on a CPU if packed pages hold groups and the user chose no size. vLLM's default
+is 128. Kernels need multiples of 32."""
+
 
 def packed_page_tokens(settings: CompressionConfig, block_size: int, itemsize: int) -> int | None:
     """Return the tokens in a packed page; None if it holds the tokens of an ordinary page.

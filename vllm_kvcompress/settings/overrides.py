@@ -56,7 +56,8 @@ def settings_for(
     if alias_name is not None and not isinstance(alias_name, str):
         raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {alias_name!r}")
     if choice is not None or alias_name is not None:
-        return _override(settings, alias_name, choice or _Choice())
+        fields_set = frozenset(settings.model_fields_set)
+        return _override(settings, fields_set, alias_name, choice or _Choice())
     return settings if settings.enabled else None
 
 
@@ -262,10 +263,14 @@ def _whole_number(
 @lru_cache(maxsize=4096, typed=True)
 def _override(
     settings: CompressionConfig,
+    fields_set: frozenset[str],
     alias_name: str | None,
     choice: _Choice,
 ) -> CompressionConfig | None:
     """Return the settings of a request that sets a key or was sent to an alias.
+
+    `fields_set` is part of the cache key: equal settings may differ in which fields were set. If
+    `decode_interval` was set, output tokens are packed in k4v3 too.
 
     Raises:
         OverrideError: see `settings_for`.

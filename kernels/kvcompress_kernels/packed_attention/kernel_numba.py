@@ -40,6 +40,10 @@ except ImportError as error:
 
 _CHUNK = 64
 """Tokens that are read at once: one packed group."""
+_FEW_LINES = 8
+"""Most lines for which codes are unpacked again for every 4 lines instead of stored in a panel."""
+_LANES = 16
+"""Float32 in a vector. LLVM splits it where vectors are shorter."""
 _MIN_CHUNKS = 8
 """Least chunks of a split."""
 # No "nnan" and "ninf": pages may hold NaN after a row's last token, and a sink may be infinite.
@@ -237,6 +241,199 @@ def _softmax(scores, tops, totals, sums, line, limit, eighths):
         totals[line] += total
 
 
+# -- vectors --------------------------------------------------------------------------------------
+# LLVM does not find these loops by itself, because their results stay in registers.
+
+
+def _elements(context, builder, signature, args, index):
+    """Return a pointer to the first element of an array argument."""
+    return context.make_array(signature.args[index])(context, builder, args[index]).data
+
+
+def _vector_at(builder, pointer, at, element, lanes):
+    """Return a pointer to a vector of `lanes` elements from element `at` of `pointer`."""
+    vector = ir.VectorType(element, lanes)
+    return builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer())
+
+
+def _each(number, lanes):
+    """Return a vector of equal 32-bit integers."""
+    return ir.Constant(ir.VectorType(ir.IntType(32), lanes), [number] * lanes)
+
+
+def _multiply_add(builder, total, number, vector):
+    """Add the product of a float32 number and a vector to the vector variable `total`."""
+    one = builder.insert_element(
+        ir.Constant(vector.type, ir.Undefined), number, ir.Constant(ir.IntType(32), 0)
+    )
+    splat = builder.shuffle_vector(one, one, _each(0, vector.type.count))
+    product = builder.fmul(splat, vector, flags=("contract",))
+    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+
+
+@intrinsic
+def _add_packed_scores(typing_context, words, query, scores, first_line, eighths, block):
+    """Add the products of a block of lines with 64 packed keys to their scores.
+
+    Args:
+        words: ``[D / 8, 64]`` uint32: key codes, transposed.
+        query: ``[lines, D]``.
+        scores: ``[lines, 64]``.
+        first_line: first line of the block.
+        eighths: D / 8 zeros.
+        block: a zero for each line of the block.
+    """
+    dim, count, parts = 8 * len(eighths), len(block), 2
+
+    def code(context, builder, signature, args):
+        int32, float32, index = ir.IntType(32), ir.FloatType(), ir.IntType(64)
+        words, query, scores = (_elements(context, builder, signature, args, i) for i in range(3))
+        vector = ir.VectorType(float32, _LANES)
+
+        def number(x):
+            return ir.Constant(index, x)
+
+        lines = [builder.add(args[3], number(i)) for i in range(count)]
+        query_lines = [builder.mul(line, number(dim)) for line in lines]
+        totals = [
+            [cgutils.alloca_once(builder, vector) for _ in range(parts)] for _ in range(count)
+        ]
+        with cgutils.for_range(builder, number(64 // _LANES // parts)) as loop:
+            first = builder.mul(loop.index, number(_LANES * parts))
+            firsts = [builder.add(first, number(_LANES * part)) for part in range(parts)]
+            places = [
+                [
+                    _vector_at(
+                        builder,
+                        scores,
+                        builder.add(builder.mul(line, number(64)), at),
+                        float32,
+                        _LANES,
+                    )
+                    for at in firsts
+                ]
+                for line in lines
+            ]
+            for line in range(count):
+                for part in range(parts):
+                    value = builder.load(places[line][part], align=4)
+                    builder.store(value, totals[line][part])
+            with cgutils.for_range(builder, number(dim // 8)) as inner:
+                row = builder.mul(inner.index, number(64))
+                packed = [
+                    builder.load(
+                        _vector_at(builder, words, builder.add(row, at), int32, _LANES), align=4
+                    )
+                    for at in firsts
+                ]
+                low = builder.mul(inner.index, number(4))
+                for i in range(8):
+                    channel = builder.add(low, number(i // 2 + i % 2 * (dim // 2)))
+                    for part in range(parts):
+                        bits = builder.lshr(packed[part], _each(4 * i, _LANES))
+                        bits = builder.and_(bits, _each(15, _LANES))
+                        codes = builder.sitofp(bits, vector)
+                        for line in range(count):
+                            at = builder.add(query_lines[line], channel)
+                            value = builder.load(builder.gep(query, [at]))
+                            _multiply_add(builder, totals[line][part], value, codes)
+            for line in range(count):
+                for part in range(parts):
+                    builder.store(builder.load(totals[line][part]), places[line][part], align=4)
+        return context.get_dummy_value()
+
+    return types.void(words, query, scores, types.intp, eighths, block), code
+
+
+@intrinsic
+def _add_packed_values(
+    typing_context, content, low, high, weights, sums, first_line, tokens, eighths, block
+):
+    """Add the weighted value codes of a packed group to the sums of a block of lines.
+
+    Args:
+        content: bytes.
+        low, high: bytes at which the group's bit planes start.
+        weights: ``[lines, 64]``.
+        sums: ``[lines, D]``.
+        first_line: first line of the block.
+        tokens: tokens of the group.
+        eighths: D / 8 zeros.
+        block: a zero for each line of the block.
+    """
+    eighth, count = len(eighths), len(block)
+    quarter, dim = 2 * eighth, 8 * eighth
+
+    def code(context, builder, signature, args):
+        byte, float32, index = ir.IntType(8), ir.FloatType(), ir.IntType(64)
+        content = _elements(context, builder, signature, args, 0)
+        weights, sums = (_elements(context, builder, signature, args, i) for i in (3, 4))
+
+        def number(x):
+            return ir.Constant(index, x)
+
+        lines = [builder.add(args[5], number(i)) for i in range(count)]
+        weight_lines = [builder.mul(line, number(64)) for line in lines]
+        sum_lines = [builder.mul(line, number(dim)) for line in lines]
+        # The lanes are neighbours in a quarter of the channels.
+        for first in range(0, quarter, _LANES):
+            lanes = min(_LANES, quarter - first)
+            channels = range(first, first + lanes)
+            words, vector = ir.VectorType(ir.IntType(32), lanes), ir.VectorType(float32, lanes)
+            source = ir.Constant(words, [channel % eighth for channel in channels])
+            # The second half of a quarter has the next bit of the same byte. Bit 2 is the code's.
+            shift = ir.Constant(words, [2 if channel < eighth else 1 for channel in channels])
+            totals = [
+                [cgutils.alloca_once(builder, vector) for _ in range(4)] for _ in range(count)
+            ]
+            places = [
+                [
+                    _vector_at(
+                        builder,
+                        sums,
+                        builder.add(line, number(i * quarter + first)),
+                        float32,
+                        lanes,
+                    )
+                    for i in range(4)
+                ]
+                for line in sum_lines
+            ]
+            for line in range(count):
+                for i in range(4):
+                    builder.store(builder.load(places[line][i], align=4), totals[line][i])
+            with cgutils.for_range(builder, args[6]) as loop:
+                token = loop.index
+                at = builder.add(args[1], builder.mul(token, number(quarter)))
+                at = builder.add(at, number(first))
+                low_bits = builder.load(_vector_at(builder, content, at, byte, lanes), align=1)
+                low_bits = builder.zext(low_bits, words)
+                at = builder.add(args[2], builder.mul(token, number(eighth)))
+                bits = builder.load(_vector_at(builder, content, at, byte, eighth), align=1)
+                high_bits = builder.zext(builder.shuffle_vector(bits, bits, source), words)
+                high_bits = builder.shl(high_bits, shift)
+                values = [
+                    builder.load(builder.gep(weights, [builder.add(line, token)]))
+                    for line in weight_lines
+                ]
+                for i in range(4):
+                    bits = builder.and_(
+                        builder.lshr(low_bits, _each(2 * i, lanes)), _each(3, lanes)
+                    )
+                    top = builder.lshr(high_bits, _each(2 * i, lanes))
+                    bits = builder.or_(bits, builder.and_(top, _each(4, lanes)))
+                    codes = builder.sitofp(bits, vector)
+                    for line in range(count):
+                        _multiply_add(builder, totals[line][i], values[line], codes)
+            for line in range(count):
+                for i in range(4):
+                    builder.store(builder.load(totals[line][i]), places[line][i], align=4)
+        return context.get_dummy_value()
+
+    arrays = content, types.intp, types.intp, weights, sums
+    return types.void(*arrays, types.intp, types.intp, eighths, block), code
+
+
 # -- packed groups --------------------------------------------------------------------------------
 
 
@@ -263,6 +460,18 @@ def _group_scores(content, at, query, scaled, scales, minima, scores, words, pan
                 | (np.uint32(content[np.uintp(byte + 2)]) << np.uint32(16))
                 | (np.uint32(content[np.uintp(byte + 3)]) << np.uint32(24))
             )
+    if lines <= _FEW_LINES:
+        # Lines in blocks of 4, 2 and 1: their scores stay in registers.
+        m = 0
+        while m + 4 <= lines:
+            _add_packed_scores(words, scaled, scores, m, eighths, (0, 0, 0, 0))
+            m += 4
+        if m + 2 <= lines:
+            _add_packed_scores(words, scaled, scores, m, eighths, (0, 0))
+            m += 2
+        if m < lines:
+            _add_packed_scores(words, scaled, scores, m, eighths, (0,))
+        return
     for w in range(len(eighths)):
         for t in range(64):
             word = words[w, t]
@@ -337,6 +546,18 @@ def _group_values(content, at, weights, sums, scales, minima, panel, tokens, lin
             weights[m, t] *= scales[t]
         for d in range(dim):
             sums[m, d] += base
+    low, high = at + 32 * dim, at + 48 * dim
+    if lines <= _FEW_LINES:
+        m = 0
+        while m + 4 <= lines:
+            _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0, 0, 0, 0))
+            m += 4
+        if m + 2 <= lines:
+            _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0, 0))
+            m += 2
+        if m < lines:
+            _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0,))
+        return
     for first in range(0, tokens, 8):
         for t in range(8):
             low = at + 32 * dim + (first + t) * (dim // 4)
@@ -440,6 +661,14 @@ NUMBERS = (
 
 
 @_compiled
+def _aligned(rows, columns):
+    """Return float32 that starts a cache line, because vectors that cross one take longer."""
+    memory = np.empty(rows * columns + 16, np.float32)
+    first = -(memory.ctypes.data // 4) % 16
+    return memory[first : first + rows * columns].reshape((rows, columns))
+
+
+@_compiled
 def _attend(
     rows, kv_heads, group, block, itemsize, tile, page_step, head_step, row_step,
     query_token_step, query_head_step, output_token_step, output_head_step,
@@ -455,14 +684,14 @@ def _attend(
     group_rows = 32 // itemsize
     page_groups = block // group_rows
     max_lines = tile * group
-    q = np.empty((max_lines, dim), np.float32)
-    scaled = np.empty((max_lines, dim), np.float32)
-    sums = np.empty((max_lines, dim), np.float32)
-    scores = np.empty((max_lines, 64), np.float32)
+    q = _aligned(max_lines, dim)
+    scaled = _aligned(max_lines, dim)
+    sums = _aligned(max_lines, dim)
+    scores = _aligned(max_lines, 64)
     tops = np.empty(max_lines, np.float32)
     totals = np.empty(max_lines, np.float32)
-    panel = np.empty((8, max(dim, 64)), np.float32)
-    words = np.empty((len(eighths), 64), np.uint32)
+    panel = _aligned(8, max(dim, 64))
+    words = _aligned(len(eighths), 64).view(np.uint32)
     scales = np.empty(max(dim, 64), np.float32)
     minima = np.empty(max(dim, 64), np.float32)
     starts = np.empty((2, 64), np.int64)

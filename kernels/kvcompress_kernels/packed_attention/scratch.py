@@ -36,11 +36,16 @@ def workspace(
     """
     memory = torch.zeros((), device=device)
     if contract.runs_triton(memory):
-        return memory.new_zeros(PROGRAMS + PROGRAM_LINES * (head_dim + 2))
+        return memory.new_zeros(triton_numbers(head_dim))
     counters = 2 * rows * kv_heads
     return memory.new_zeros(
         counters + rows * kv_heads * SPLITS * split_lines(query_heads // kv_heads) * (head_dim + 2)
     )
+
+
+def triton_numbers(head_dim: int) -> int:
+    """Return the float32 numbers of the Triton kernel's scratch memory."""
+    return PROGRAMS + PROGRAM_LINES * (head_dim + 2)
 
 
 def split_lines(group: int) -> int:

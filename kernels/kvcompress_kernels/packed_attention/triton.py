@@ -2,7 +2,8 @@
 
 A program handles a share of the tokens of one row, for one KV head and a tile of query tokens. All
 query heads of the KV head and all query tokens of the tile are the lines of its matrix products.
-It reads chunks of 64 tokens: first packed groups, then ordinary tokens.
+It reads chunks of up to 64 tokens: first packed groups, then ordinary tokens. Tokens and channels
+are on the M side of the products, because a decode step has few lines.
 
 Both products run on tensor cores, and no key or value is dequantised. Codes less 7.5 (keys) and 3.5
 (values) are exact in 16 bits, and the rest is added in float32. Codes around 0 enlarge the rounding
@@ -11,7 +12,7 @@ errors of the other operand least.
 * Keys: the query times the key scales is rounded to 16 bits. A byte holds channels j and j + D/2,
   so there is one product for each half of the channels.
 * Values: the probabilities times the value scales are rounded to 16 bits. A byte of the low bits
-  holds channels j, j + D/4, j + D/2 and j + 3D/4, so there is one product for each quarter.
+  holds channels j, j + D/4, j + D/2 and j + 3D/4. Four threads read it, and each takes its bits.
 
 With few rows, several programs share the tokens of a row. Each writes its partial result to the
 workspace and increments a counter. The last one joins the partial results in order, so that equal
@@ -36,17 +37,15 @@ from kvcompress_kernels.builds import (
 )
 from kvcompress_kernels.contract import require
 from kvcompress_kernels.float8_triton import widened
+from kvcompress_kernels.k4v3 import GROUP
 from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.packed_attention.scratch import PROGRAM_LINES, PROGRAMS, workspace
 
-CHUNK = tl.constexpr(64)
 LOWEST = tl.constexpr(-1e30)
 SPLITS = 64
 """Maximum programs that share the tokens of a row."""
 MIN_CHUNKS = tl.constexpr(4)
 """Least chunks of a program that shares a row."""
-JOINED = tl.constexpr(8)
-"""Partial results that are read at once."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,7 +54,7 @@ def _in_row(at, s_row, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
     return at // ROW * s_row + at % ROW
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _product(a, b):  # type: ignore[no-untyped-def]
     """Return ``a @ b``, in float32 if the dtypes differ."""
     if a.dtype != b.dtype:
@@ -63,23 +62,28 @@ def _product(a, b):  # type: ignore[no-untyped-def]
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _weights(s, live, top, total):  # type: ignore[no-untyped-def]
-    """Return a chunk's weights, 0 where not `live`, and the line's new top, total and factor."""
+    """Return a chunk's weights, 0 where not `live`, and each line's new top, total and factor."""
     s = tl.where(live, s, LOWEST)
-    new = tl.maximum(top, tl.max(s, 1))
+    new = tl.maximum(top, tl.max(s, 0))
     rise = tl.exp2(top - new)
-    p = tl.where(live, tl.exp2(s - new[:, None]), 0.0)
-    return p, new, total * rise + tl.sum(p, 1), rise
+    p = tl.where(live, tl.exp2(s - new[None, :]), 0.0)
+    return p, new, total * rise + tl.sum(p, 0), rise
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _half_scores(  # type: ignore[no-untyped-def]
-    q, content, halves, s_row, PART: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr
+def _key_codes(  # type: ignore[no-untyped-def]
+    q, content, halves, token, s_row, PART: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr
 ):
-    """Return a packed group's scores of half the channels; PART is 0 for the low one."""
+    """Return the scores ``[tokens, lines]`` of half the channels of packed keys.
+
+    Args:
+        q: ``[lines, PAD]``: the low half of the channels if PART is 0, else the high half.
+        content, halves: the group, as bytes and as float16.
+    """
     PAD: tl.constexpr = q.shape[1]
-    dim, token = tl.arange(0, PAD), tl.arange(0, CHUNK)
+    dim = tl.arange(0, PAD)
     real = dim < DIM // 2
     at = 28 * DIM + PART * (DIM // 2) + dim  # in halves
     scale = tl.load(halves + _in_row(at, s_row // 2, ROW // 2), mask=real, other=0.0)
@@ -91,65 +95,72 @@ def _half_scores(  # type: ignore[no-untyped-def]
     scaled = (q.to(tl.float32) * scale[None, :]).to(q.dtype)
     middle = minimum.to(tl.float32) + 7.5 * scale
     base = tl.sum(q.to(tl.float32) * middle[None, :], 1)
-    return tl.dot(scaled, tl.trans(code), input_precision="ieee") + base[:, None]
+    return tl.dot(code, tl.trans(scaled), input_precision="ieee") + base[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quarter_values(w, low, high, PART: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the weighted sum of the value codes less 3.5 of a quarter of the channels.
+def _value_codes(  # type: ignore[no-untyped-def]
+    content, token, s_row, DIM: tl.constexpr, ROW: tl.constexpr, PAD: tl.constexpr
+):
+    """Return the codes of packed values less 3.5, ``[tokens, 4 * PAD]`` float32.
 
     Args:
-        w: ``[lines, 64]`` weights times value scales.
-        low, high: ``[64, PAD]`` bytes of both bit planes.
+        PAD: a quarter of the channels, padded.
     """
-    dim = tl.arange(0, low.shape[1])
-    shift = 2 * PART + (dim >= DIM // 8).to(tl.int32)
-    top = (high.to(tl.int32) >> shift[None, :]) & 1
-    code = (low.to(tl.int32) >> 2 * PART & 3) | top << 2
-    return tl.dot(w, (code.to(tl.float32) - 3.5).to(w.dtype), input_precision="ieee")
+    column = tl.arange(0, 4 * PAD)
+    part, dim = column // PAD, column % PAD
+    real = (dim < DIM // 4)[None, :]
+    at = _in_row(32 * DIM + token * (DIM // 4), s_row, ROW)[:, None] + dim[None, :]
+    low = tl.load(content + at, mask=real, other=0).to(tl.int32)
+    at = _in_row(48 * DIM + token * (DIM // 8), s_row, ROW)[:, None] + (dim % (DIM // 8))[None, :]
+    high = tl.load(content + at, mask=real, other=0).to(tl.int32)
+    # The second half of a quarter has the next bit of the same byte.
+    bit = 2 * part + (dim >= DIM // 8).to(tl.int32)
+    low = (low >> (2 * part)[None, :]) & 3
+    high = (high >> bit[None, :]) & 1
+    return (low | high << 2).to(tl.float32) - 3.5
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quarter_rows(  # type: ignore[no-untyped-def]
-    w, rows, live, quarter: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr
-):
-    """Return the weighted sum of a quarter of the channels of ordinary values."""
-    dim = tl.arange(0, PAD)
-    real = live[:, None] & (dim < DIM // 4)[None, :]
-    v = tl.load(rows[:, None] + (DIM + quarter * (DIM // 4) + dim)[None, :], mask=real, other=0.0)
-    v = widened(v, w.dtype, live[:, None])
-    if w.dtype != v.dtype:
-        return tl.dot(w.to(tl.float32), v.to(tl.float32), input_precision="ieee")
-    return tl.dot(w, v, input_precision="ieee")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _half_rows(q, rows, live, PART: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scores of half the channels of ordinary keys."""
+def _key_rows(q, rows, live, PART: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scores ``[tokens, lines]`` of half the channels of ordinary keys."""
     dim = tl.arange(0, q.shape[1])
     real = live[:, None] & (dim < DIM // 2)[None, :]
     k = tl.load(rows[:, None] + (PART * (DIM // 2) + dim)[None, :], mask=real, other=0.0)
-    k = widened(k, q.dtype, live[:, None])
-    return _product(q, tl.trans(k))
+    return _product(widened(k, q.dtype, live[:, None]), tl.trans(q))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _channels(DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the channel of each column of quarters that are padded to PAD, and which exist."""
+    column = tl.arange(0, 4 * PAD)
+    if DIM == 4 * PAD:
+        return column, column < DIM
+    return column // PAD * (DIM // 4) + column % PAD, column % PAD < DIM // 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _joined(  # type: ignore[no-untyped-def]
-    partials, line, quarter: tl.constexpr, size, used, tops, real, DIM: tl.constexpr,
-    PAD: tl.constexpr,
+    shares, size, used, lines, real, tops, DIM: tl.constexpr, PAD: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Return the joined sums of a quarter of the channels, relative to the lines' tops."""
-    dim = tl.arange(0, PAD)
-    result = tl.zeros([tops.shape[0], PAD], tl.float32)
+    """Return the sums ``[4 * PAD, lines]`` of all shares, relative to the lines' tops.
+
+    Args:
+        lines: the place of each line in a share.
+        real: which lines exist.
+    """
+    channel, known = _channels(DIM, PAD)
+    result = tl.zeros([4 * PAD, tops.shape[0]], tl.float32)
     for start in range(0, used, JOINED):
-        split = start + tl.arange(0, JOINED)
-        at = split[:, None] * size + line[None, :] * (DIM + 2)
-        live = (split < used)[:, None] & real[None, :]
-        top = tl.load(partials + at, mask=live, other=LOWEST, cache_modifier=".cg")
-        at = at[:, :, None] + (2 + quarter * (DIM // 4) + dim)[None, None, :]
-        live = live[:, :, None] & (dim < DIM // 4)[None, None, :]
-        part = tl.load(partials + at, mask=live, other=0.0, cache_modifier=".cg")
-        result += tl.sum(part * tl.exp2(top - tops[None, :])[:, :, None], 0)
+        share = start + tl.arange(0, JOINED)
+        at = share[:, None] * size + lines[None, :]
+        live = (share < used)[:, None] & real[None, :]
+        top = tl.load(shares + at, mask=live, other=LOWEST, cache_modifier=".cg")
+        at = at[:, None, :] + (2 + channel)[None, :, None]
+        live = live[:, None, :] & known[None, :, None]
+        part = tl.load(shares + at, mask=live, other=0.0, cache_modifier=".cg")
+        result += tl.sum(part * tl.exp2(top - tops[None, :])[:, None, :], 0)
     return result
 
 
@@ -190,10 +201,13 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
+    GROUP_TOKENS: tl.constexpr,  # 64
+    CHUNK: tl.constexpr,  # tokens that are read at once, a part of a group
     BLOCK: tl.constexpr,
     ITEMSIZE: tl.constexpr,
     HALF: tl.constexpr,  # DIM / 2, padded
     QUARTER: tl.constexpr,  # DIM / 4, padded
+    JOINED: tl.constexpr,  # partial results that are read at once
 ):
     """Write the output of one tile of lines, or a share of its tokens to `partials`."""
     row = tl.program_id(2).to(tl.int64)
@@ -214,10 +228,10 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     if tile * TILE >= queries:
         return
     length = tl.load(lengths + row)
-    groups = tl.cdiv(count, CHUNK)
+    packed_chunks = tl.cdiv(count, GROUP_TOKENS) * (GROUP_TOKENS // CHUNK)  # in chunks
     # Ordinary tokens that the tile's last query attends to.
     seen = length - queries + tl.minimum(tile * TILE + TILE, queries)
-    chunks = groups + tl.cdiv(seen, CHUNK)
+    chunks = packed_chunks + tl.cdiv(seen, CHUNK)
     used = tl.minimum(splits, tl.cdiv(chunks, MIN_CHUNKS))
     if split >= used:
         return
@@ -236,79 +250,68 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
 
     top = tl.full([LINES], LOWEST, tl.float32)
     total = tl.zeros([LINES], tl.float32)
-    sums_0 = tl.zeros([LINES, QUARTER], tl.float32)
-    sums_1 = tl.zeros([LINES, QUARTER], tl.float32)
-    sums_2 = tl.zeros([LINES, QUARTER], tl.float32)
-    sums_3 = tl.zeros([LINES, QUARTER], tl.float32)
-    each, quarter = tl.arange(0, CHUNK), tl.arange(0, QUARTER)
+    sums = tl.zeros([4 * QUARTER, LINES], tl.float32)
+    each = tl.arange(0, CHUNK)
+    channel, known = _channels(DIM, QUARTER)
     s_bytes = s_row * ITEMSIZE
-    for group in range(tl.minimum(first, groups), tl.minimum(stop, groups)):
+    for chunk in range(tl.minimum(first, packed_chunks), tl.minimum(stop, packed_chunks)):
+        group = chunk // (GROUP_TOKENS // CHUNK)
+        number = chunk % (GROUP_TOKENS // CHUNK) * CHUNK + each
         page = tl.load(packed + slot * s_packed + group // PAGE_GROUPS).to(tl.int64)
         at = page * s_page + head.to(tl.int64) * s_head + group % PAGE_GROUPS * GROUP_ROWS * s_row
         at = at * ITEMSIZE
         half = halves + at // 2
-        byte = content + at
-        s = _half_scores(q_low, byte, half, s_bytes, 0, DIM, ROW)
-        s += _half_scores(q_high, byte, half, s_bytes, 1, DIM, ROW)
-        filled = each < count - group * CHUNK
-        p, top, total, rise = _weights(s * factor, filled[None, :], top, total)
+        s = _key_codes(q_low, content + at, half, number, s_bytes, 0, DIM, ROW)
+        s += _key_codes(q_high, content + at, half, number, s_bytes, 1, DIM, ROW)
+        filled = number < count - group * GROUP_TOKENS
+        p, top, total, rise = _weights(s * factor, filled[:, None], top, total)
         # Memory after the last token may hold NaN.
-        place = half + _in_row(30 * DIM + each, s_bytes // 2, ROW // 2)
+        place = half + _in_row(30 * DIM + number, s_bytes // 2, ROW // 2)
         scale = tl.load(place, mask=filled, other=0.0).to(tl.float32)
-        place = half + _in_row(30 * DIM + 64 + each, s_bytes // 2, ROW // 2)
+        place = half + _in_row(30 * DIM + 64 + number, s_bytes // 2, ROW // 2)
         minimum = tl.load(place, mask=filled, other=0.0).to(tl.float32)
-        base = tl.sum(p * (minimum + 3.5 * scale)[None, :], 1)[:, None]
-        w = (p * scale[None, :]).to(q_low.dtype)
-        known = (quarter < DIM // 4)[None, :]
-        place = _in_row(32 * DIM + each * (DIM // 4), s_bytes, ROW)
-        low = tl.load(byte + place[:, None] + quarter[None, :], mask=known, other=0)
-        place = _in_row(48 * DIM + each * (DIM // 8), s_bytes, ROW)
-        eighth = quarter % (DIM // 8)
-        high = tl.load(byte + place[:, None] + eighth[None, :], mask=known, other=0)
-        sums_0 = sums_0 * rise[:, None] + base + _quarter_values(w, low, high, 0, DIM)
-        sums_1 = sums_1 * rise[:, None] + base + _quarter_values(w, low, high, 1, DIM)
-        sums_2 = sums_2 * rise[:, None] + base + _quarter_values(w, low, high, 2, DIM)
-        sums_3 = sums_3 * rise[:, None] + base + _quarter_values(w, low, high, 3, DIM)
+        base = tl.sum(p * (minimum + 3.5 * scale)[:, None], 0)
+        w = (p * scale[:, None]).to(q_low.dtype)
+        code = _value_codes(content + at, number, s_bytes, DIM, ROW, QUARTER).to(w.dtype)
+        sums = sums * rise[None, :] + base[None, :]
+        sums = tl.dot(tl.trans(code), w, sums, input_precision="ieee")
 
-    for chunk in range(tl.maximum(first, groups), tl.maximum(stop, groups)):
-        place = (chunk - groups) * CHUNK + each
+    for chunk in range(tl.maximum(first, packed_chunks), tl.maximum(stop, packed_chunks)):
+        place = (chunk - packed_chunks) * CHUNK + each
         listed = place < seen
         page = tl.load(tables + row * s_tables + place // BLOCK, mask=listed, other=0)
         at = page.to(tl.int64) * s_page + head.to(tl.int64) * s_head
         rows = elements + at + (place % BLOCK).to(tl.int64) * s_row
-        s = _half_rows(q_low, rows, listed, 0, DIM) + _half_rows(q_high, rows, listed, 1, DIM)
-        visible = place[None, :] <= (length - queries + i)[:, None]
+        s = _key_rows(q_low, rows, listed, 0, DIM) + _key_rows(q_high, rows, listed, 1, DIM)
+        visible = place[:, None] <= (length - queries + i)[None, :]
         p, top, total, rise = _weights(s * key_factor, visible, top, total)
         w = (p * value_scale).to(q_low.dtype)
-        sums_0 = sums_0 * rise[:, None] + _quarter_rows(w, rows, listed, 0, QUARTER, DIM)
-        sums_1 = sums_1 * rise[:, None] + _quarter_rows(w, rows, listed, 1, QUARTER, DIM)
-        sums_2 = sums_2 * rise[:, None] + _quarter_rows(w, rows, listed, 2, QUARTER, DIM)
-        sums_3 = sums_3 * rise[:, None] + _quarter_rows(w, rows, listed, 3, QUARTER, DIM)
+        there = listed[:, None] & known[None, :]
+        v = tl.load(rows[:, None] + (DIM + channel)[None, :], mask=there, other=0.0)
+        v = widened(v, w.dtype, listed[:, None])
+        sums = sums * rise[None, :] + _product(tl.trans(v), w)
 
     last = used == 1
     if counters is not None and used > 1:
-        known = real[:, None] & (quarter < DIM // 4)[None, :]
-        number = row * tl.num_programs(1) + tl.program_id(1)
+        tile_index = row * tl.num_programs(1) + tl.program_id(1)
         size = LINES * (DIM + 2)
-        shares = partials + number * splits * size
-        own = shares + split * size + line * (DIM + 2)
+        shares = partials + tile_index * splits * size
+        lines = line * (DIM + 2)
+        own = shares + split * size + lines
         tl.store(own, top, mask=real)
         tl.store(own + 1, total, mask=real)
-        place = own[:, None] + (2 + quarter)[None, :]
-        tl.store(place, sums_0, mask=known)
-        tl.store(place + DIM // 4, sums_1, mask=known)
-        tl.store(place + DIM // 2, sums_2, mask=known)
-        tl.store(place + DIM // 4 * 3, sums_3, mask=known)
+        place = own[None, :] + (2 + channel)[:, None]
+        tl.store(place, sums, mask=real[None, :] & known[:, None])
         tl.debug_barrier()  # the atomic operation of one thread publishes the stores of all
-        arrived = tl.atomic_add(counters + number, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(counters + tile_index, 1, sem="acq_rel", scope="gpu")
         last = arrived == used - 1
         if last:
-            tl.store(counters + number, 0)
+            tl.store(counters + tile_index, 0)
             top = tl.full([LINES], LOWEST, tl.float32)
             total = tl.zeros([LINES], tl.float32)
-            for begin in range(0, used, JOINED):
-                share = begin + tl.arange(0, JOINED)
-                at = share[:, None] * size + line[None, :] * (DIM + 2)
+            for begin in range(0, used, 8):
+                share = begin + tl.arange(0, 8)
+                at = share[:, None] * size + lines[None, :]
                 there = (share < used)[:, None] & real[None, :]
                 tops = tl.load(shares + at, mask=there, other=LOWEST, cache_modifier=".cg")
                 totals = tl.load(shares + at + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -316,25 +319,18 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
                 total = total * tl.exp2(top - new)
                 total += tl.sum(totals * tl.exp2(tops - new[None, :]), 0)
                 top = new
-            sums_0 = _joined(shares, line, 0, size, used, top, real, DIM, QUARTER)
-            sums_1 = _joined(shares, line, 1, size, used, top, real, DIM, QUARTER)
-            sums_2 = _joined(shares, line, 2, size, used, top, real, DIM, QUARTER)
-            sums_3 = _joined(shares, line, 3, size, used, top, real, DIM, QUARTER)
+            sums = _joined(shares, size, used, lines, real, top, DIM, QUARTER, JOINED)
 
     if last:
-        share_of_values = 1.0 / tl.where(real, total, 1.0)
+        inverse = 1.0 / tl.where(real, total, 1.0)
         if sinks is not None:
             sink = tl.load(sinks + q_head, mask=real, other=0.0)
             new = tl.maximum(top, sink)
             rise = tl.exp2(top - new)
-            share_of_values = rise / (tl.where(real, total, 1.0) * rise + tl.exp2(sink - new))
-        known = real[:, None] & (quarter < DIM // 4)[None, :]
-        to_output = output + token * s_output_token + q_head * s_output_head
-        place = to_output[:, None] + quarter[None, :]
-        tl.store(place, sums_0 * share_of_values[:, None], mask=known)
-        tl.store(place + DIM // 4, sums_1 * share_of_values[:, None], mask=known)
-        tl.store(place + DIM // 2, sums_2 * share_of_values[:, None], mask=known)
-        tl.store(place + DIM // 4 * 3, sums_3 * share_of_values[:, None], mask=known)
+            inverse = rise / (tl.where(real, total, 1.0) * rise + tl.exp2(sink - new))
+        place = output + token * s_output_token + q_head * s_output_head
+        place = place[None, :] + channel[:, None]
+        tl.store(place, sums * inverse[None, :], mask=real[None, :] & known[:, None])
 
 
 def run(
@@ -418,16 +414,20 @@ def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[
         max_query_tokens: upper bound of a row's query tokens.
         itemsize: bytes of a number of the query. Float32 is multiplied without tensor cores.
     """
-    most = 16 if itemsize == 4 else 64 if dim <= 128 else 32
-    lines = min(most, triton.next_power_of_2(group * max_query_tokens))
+    lines = min(16 if itemsize == 4 else 32, triton.next_power_of_2(group * max_query_tokens))
+    lines = max(16, lines, triton.next_power_of_2(group))
+    quarter = triton.next_power_of_2(dim // 4)
     return {
         "DIM": dim,
         "GROUP": group,
-        "LINES": max(16, lines, triton.next_power_of_2(group)),
+        "LINES": lines,
         "HALF": triton.next_power_of_2(dim // 2),
-        "QUARTER": triton.next_power_of_2(dim // 4),
-        "num_warps": 4,
-        "num_stages": 2,
+        "QUARTER": quarter,
+        "GROUP_TOKENS": GROUP,
+        "CHUNK": 32 if dim > 128 or itemsize == 4 else 64,
+        "JOINED": max(1, 1024 // (quarter * lines)),
+        "num_warps": 4 if lines == 16 and dim in (64, 128) else 8,
+        "num_stages": 3,
     }
 
 

@@ -22,8 +22,8 @@ def quantise_kept(
 
     A row is one layer of one request. Its tokens form groups of 64 in the order of `kept`, and the
     groups fill the destination pages in order. The last group may have fewer tokens; the codes,
-    scales and minima of its missing tokens are 0. Later groups of the last page are not written,
-    and the unused end of a written group may hold anything.
+    scales and minima of its missing tokens are 0. The op does not write later groups of the last
+    page. The unused end of a written group may hold anything.
 
     A NaN gets code 0 and does not change how other numbers are quantised. Infinities and numbers
     past the largest float16 saturate (`k4v3.quantise`).
@@ -38,12 +38,13 @@ def quantise_kept(
         tokens: ``[N]`` int32: kept tokens of each row, at most `n` and at most what `max_pages`
             pages hold (unchecked, because a check would sync).
         destinations: ``[N, max_pages]`` int: row r writes as many of them as its tokens need. All
-            pages are distinct, and no row may read one: rows run in no particular order.
+            pages are distinct, and no row may read a page that any row writes, because groups run
+            in no particular order (unchecked).
         into: ``[P, Hkv, rows, 2 * D * itemsize]`` uint8: the pages that `destinations` index,
             as bytes of a cache with numbers of `itemsize` bytes. The last axis is contiguous, and
             the other strides are even. It may share memory with the source pages.
-        key_scale, value_scale: factor on the stored numbers of a float8 cache: one float, or
-            ``[N]`` float32 with one factor per row.
+        key_scale, value_scale: factor on the stored numbers of a float8 cache: one float, which is
+            rounded to float32, or ``[N]`` float32 with one factor per row.
 
     Raises:
         ValueError: Shapes, dtypes or strides disagree, or the pages cannot hold groups.

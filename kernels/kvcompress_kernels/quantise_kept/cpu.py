@@ -136,7 +136,7 @@ def _replace_by_codes(
     step = scale.float()
     # Where the scale is 0, no number exceeds the minimum by half a step of 1.
     inverse = step.where(step > 0, 1.0).reciprocal_()
-    x.sub_(minimum).mul_(inverse).add_(0.5).clamp_(0.0, levels - 0.5)
+    x.sub_(minimum).mul_(inverse).add_(0.5).clamp_(0.0, levels - 1)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

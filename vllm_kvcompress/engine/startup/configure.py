@@ -27,6 +27,7 @@ from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
+from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, scoring_query_counts
 from vllm_kvcompress.settings.packed_dtype import AUTO
@@ -34,8 +35,8 @@ from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
-# vLLM's default on a CPU, and ours where packed pages hold groups. Kernels need multiples of 32.
-_CPU_BLOCK, _CPU_BLOCK_WITH_GROUPS = 128, 32
+# vLLM's default on a CPU.
+_CPU_BLOCK = 128
 _INSTALLED = "_kvcompress_configure"
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.cpu.CompressingCPUWorker",
@@ -103,11 +104,11 @@ def _choose_smaller_blocks(config: VllmConfig) -> None:
     cache = config.cache_config
     if cache.user_specified_block_size or cache.block_size != _CPU_BLOCK:
         return
-    cache.block_size = _CPU_BLOCK_WITH_GROUPS
+    cache.block_size = CPU_BLOCK_WITH_GROUPS
     logger.info(
         "KV blocks have %d tokens instead of %d, because a packed page in k4v3 holds several"
         " blocks' tokens; --block-size overrides this",
-        _CPU_BLOCK_WITH_GROUPS,
+        CPU_BLOCK_WITH_GROUPS,
         _CPU_BLOCK,
     )
 

@@ -356,6 +356,7 @@ def _drafts(config: VllmConfig, settings: CompressionConfig) -> str | None:
     is_set = {
         "--kv-decode-budget": settings.decode_budget is not None,
         "--kv-max-whole": settings.max_whole is not None,
+        "--kv-decode-interval": any(variant.packs_outputs for variant in settings.variants),
     }
     flags = [flag for flag, given in is_set.items() if given]
     if config.speculative_config is None or not flags:

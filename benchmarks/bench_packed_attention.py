@@ -1,0 +1,232 @@
+"""Measure attention of a decode step over packed pages (k4v3) on a CPU, per layer.
+
+    python benchmarks/bench_packed_attention.py
+
+Four implementations attend to as many tokens in turns, and figures are medians over the turns:
+
+* vLLM: vLLM's own kernel on a cache of 16 bits
+* op: `packed_attention`, with all tokens packed except the last `--tail`
+* torch: PyTorch code that dequantises the packed tokens and calls its attention
+* compiled: the same through torch.compile, with ``--compiled``; needs a C++ compiler
+
+A matrix product of PyTorch precedes every call, as a model's layers do, so that threads which wait
+in another pool would show.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from origin import commit, machine
+from torch.nn.functional import scaled_dot_product_attention
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvcompress_kernels import k4v3
+from kvcompress_kernels.packed_attention import Offsets, packed_attention, workspace
+
+SHAPES = ((9, 3, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128))
+"""Query heads, KV heads and head dim of SmolLM2-135M, Qwen2.5 0.5B and 1.5B, and an 8B Llama."""
+DTYPE, BLOCK = torch.bfloat16, 128
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="requests of a batch")
+    parser.add_argument("--tail", type=int, default=64, help="tokens of a request in 16 bits")
+    parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--compiled", action="store_true", help="measure torch.compile, too")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+class Step:
+    """A decode step of one layer: random queries, and requests of equal lengths.
+
+    Args:
+        shape: query heads, KV heads and head dim.
+        rows: requests.
+        tokens: tokens of each request.
+        tail: tokens of each request that are not packed.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], rows: int, tokens: int, tail: int) -> None:
+        torch.manual_seed(0)
+        self.heads, self.kv_heads, self.dim = shape
+        self.rows, self.tokens, self.tail = rows, tokens, tail
+        self.query = torch.randn(rows, self.heads, self.dim).to(DTYPE)
+        self.output = torch.empty_like(self.query)
+        self.starts = torch.arange(rows + 1, dtype=torch.int32)
+        self.scale = self.dim**-0.5
+        self.isa = _get_attn_isa(DTYPE, BLOCK, self.dim, "auto")
+
+    def _pages(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pages of random keys and values, and the tables of rows with `tokens` tokens."""
+        width = -(-tokens // BLOCK)
+        pages = torch.zeros(self.rows * width, self.kv_heads, BLOCK, 2 * self.dim, dtype=DTYPE)
+        parts = pages.view(len(pages), self.kv_heads, 2 * BLOCK, self.dim).chunk(2, dim=2)
+        for page in range(len(pages)):
+            keys, values = torch.randn(2, BLOCK, self.kv_heads, self.dim).to(DTYPE)
+            slots = torch.arange(page * BLOCK, (page + 1) * BLOCK)
+            ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, self.isa)
+        return pages, torch.randperm(len(pages)).int().view(self.rows, width)
+
+    def vllm(self) -> Callable[[], object]:
+        """Return vLLM's attention."""
+        pages, tables = self._pages(self.tokens)
+        parts = pages.view(len(pages), self.kv_heads, 2 * BLOCK, self.dim).chunk(2, dim=2)
+        lengths = torch.full((self.rows,), self.tokens, dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=self.rows,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            seq_lens=lengths,
+            dtype=DTYPE,
+            query_start_loc=self.starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=True,
+            dynamic_causal=None,
+            kv_cache_dtype="auto",
+        )
+        return lambda: ops.cpu_attention_with_kv_cache(
+            query=self.query,
+            key_cache=parts[0],
+            value_cache=parts[1],
+            output=self.output,
+            query_start_loc=self.starts,
+            seq_lens=lengths,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=tables,
+            softcap=0,
+            scheduler_metadata=plan,
+            s_aux=None,
+            dynamic_causal=None,
+        )
+
+    def _packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return packed pages and each row's, ``[rows, C]``."""
+        per_page = k4v3.page_tokens(BLOCK, DTYPE.itemsize)
+        width = -(-(self.tokens - self.tail) // per_page)
+        pages = torch.zeros(self.rows * width, self.kv_heads, BLOCK, 2 * self.dim, dtype=DTYPE)
+        groups = pages.view(torch.uint8).unflatten(2, (per_page // k4v3.GROUP, -1)).flatten(3)
+        for page in groups:
+            keys, values = torch.randn(2, *groups.shape[1:3], k4v3.GROUP, self.dim)
+            page.copy_(k4v3.to_bytes(k4v3.quantise(keys, values, k4v3.GROUP)))
+        return pages, torch.randperm(len(pages)).int().view(self.rows, width)
+
+    def op(self) -> Callable[[], object]:
+        """Return `packed_attention`."""
+        packed_pages, packed = self._packed()
+        tail, tables = self._pages(self.tail)
+        token, dim = torch.arange(BLOCK), torch.arange(self.dim)
+        first_value = BLOCK * self.dim
+        if self.isa == "amx":  # tiles, see vllm_kvcompress/engine/pages/layouts.py
+            offsets = (
+                token // 16 * 16 * self.dim + token % 16 * 2,
+                dim // 2 * 32 + dim % 2,
+                first_value + token // 2 * 32 + token % 2,
+                dim // 16 * 16 * BLOCK + dim % 16 * 2,
+            )
+        else:
+            offsets = token, dim * BLOCK, first_value + token * self.dim, dim
+        count = torch.full((self.rows,), self.tokens - self.tail, dtype=torch.int32)
+        length = torch.full((self.rows,), self.tail, dtype=torch.int32)
+        arguments = (
+            self.query,
+            self.output,
+            torch.cat([packed_pages, tail]),
+            Offsets(*(x.int() for x in offsets)),
+            packed,
+            count,
+            tables + len(packed_pages),
+            length,
+            self.starts,
+            torch.arange(self.rows, dtype=torch.int32),
+            torch.tensor(self.rows, dtype=torch.int32),
+        )
+        memory = workspace(self.heads, self.kv_heads, self.dim, rows=self.rows, device="cpu")
+        return lambda: packed_attention(
+            *arguments, scale=self.scale, max_query_tokens=1, workspace=memory
+        )
+
+    def torch(self, *, compiled: bool = False) -> Callable[[], object]:
+        """Return code that dequantises. Its tail is contiguous already, to its advantage."""
+        pages, packed = self._packed()
+        content, tables = pages.view(torch.uint8), packed.long()
+        tail = torch.randn(2, self.rows, self.kv_heads, self.tail, self.dim).to(DTYPE)
+        count, itemsize = self.tokens - self.tail, DTYPE.itemsize
+
+        def attend(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            groups = k4v3.read_pages(content, table, itemsize)  # [rows, pages, Hkv, groups, ...]
+            keys, values = (
+                torch.cat([x.transpose(1, 2).flatten(2, 4)[:, :, :count], end], 2)
+                for x, end in zip(k4v3.dequantise(groups, DTYPE), tail, strict=True)
+            )
+            query = query[:, :, None]
+            return scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+        run: Callable[..., torch.Tensor] = torch.compile(attend) if compiled else attend
+        return lambda: run(self.query, tables)
+
+
+def medians(calls: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Return each call's median time in microseconds."""
+    a, b = torch.randn(64, 1024), torch.randn(1024, 1024)
+    for call in calls.values():
+        call()
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            a @ b
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(x) * 1e6 for name, x in times.items()}
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    current_platform.import_kernels()
+    results: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        for rows in args.rows:
+            for tokens in args.tokens:
+                step = Step(shape, rows, tokens, args.tail)
+                calls = {"vLLM": step.vllm(), "op": step.op(), "torch": step.torch()}
+                if args.compiled:
+                    calls["compiled"] = step.torch(compiled=True)
+                figures = medians(calls, args.turns)
+                text = ", ".join(f"{name} {x:.0f} us" for name, x in figures.items())
+                ratio = figures["op"] / figures["vLLM"]
+                heads, kv_heads, dim = shape
+                print(
+                    f"{heads} heads, {kv_heads} KV heads of {dim}, {rows} x {tokens} tokens:"
+                    f" {text}; op / vLLM {ratio:.2f}",
+                    flush=True,
+                )
+                case = {"shape": shape, "rows": rows, "tokens": tokens}
+                results.append({**case, "microseconds": figures})
+    if args.output:
+        settings = {"threads": args.threads, "tail": args.tail, "turns": args.turns}
+        content = {"machine": machine(), "commit": commit(), **settings, "results": results}
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
