@@ -24,31 +24,33 @@ def bytes_tables(found: Sequence[Cell]) -> list[str]:
     for task in dict.fromkeys(cell.task for cell in found):
         if task == ALL or task in INSTRUCTIONS:
             continue
-        of_task = [cell for cell in found if cell.task == task]
+        of_task = [cell for cell in found if cell.task == task and cell.bytes is not None]
+        if not of_task:
+            continue
         prompts = max(cell.same.prompts for cell in of_task)
         parts += [f"{task}, {prompts} prompts, by bytes:\n", _table(of_task)]
     return parts
 
 
 def _table(found: Sequence[Cell]) -> str:
-    rows = [["method", "budget", "bytes", "score", "KL", "equal tokens"]]
-    rows.append(["---", *["---:"] * (len(rows[0]) - 1)])
+    rows = []
     with_bytes = [(cell.bytes, cell) for cell in found if cell.bytes is not None]
     for share, cell in sorted(with_bytes, key=lambda pair: -pair[0]):
         stats = cell.along.get(AFTER_LOOKAHEAD)
         rows.append(
-            [
-                f"`{cell.method}`",
-                f"{cell.budget:g}",
-                f"{share:.3f}",
-                _percent(cell.score),
-                _nats(cell.kl if stats is None else stats.kl),
-                _percent(None if stats is None else stats.top1),
-            ]
+            {
+                "method": f"`{cell.method}`",
+                "budget": f"{cell.budget:g}",
+                "bytes": f"{share:.3f}",
+                "score": _percent(cell.score),
+                "KL": _nats(cell.kl if stats is None else stats.kl),
+                "equal tokens": _percent(None if stats is None else stats.top1),
+            }
         )
-    if not any(cell.score for _, cell in with_bytes):
-        rows = [[*row[:3], *row[4:]] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    header = [title for title in rows[0] if any(row[title] for row in rows)]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines += [[row[title] for title in header] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _percent(estimate: Estimate | None) -> str:
