@@ -291,15 +291,18 @@ def test_state_space_layers_on_two_ranks_match_one_rank(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("log")
-def test_lookaheads_are_compressed_before_a_request_is_preempted(tmp_path_factory):
+@pytest.mark.parametrize(("kind_name", "seeds"), [("sync", (6, 8)), ("packed", (6,))])
+def test_lookaheads_are_compressed_before_a_request_is_preempted(
+    kind_name, seeds, tmp_path_factory
+):
     """This includes a request admitted while a look-ahead's step is in flight, as in seed 6."""
-    kind, seeds = early_compression.KINDS["sync"], (6, 8)
+    kind = early_compression.KINDS[kind_name]
     model = make(kind.model, tmp_path_factory.mktemp("early_compression"))
     options = dict(pipeline_parallel_size=2, max_num_seqs=16, max_num_batched_tokens=256)
     with pytest.MonkeyPatch.context() as patch:
         allow_async_scheduling(patch)
         with engine(
-            model, additional_config=early_compression.pressure_config(),
+            model, additional_config=early_compression.pressure_config(**kind.more),
             blocks=1 + kind.pool, max_model_len=512,
             distributed_executor_backend="mp", **options,
         ) as llm:  # fmt: skip

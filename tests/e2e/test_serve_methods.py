@@ -1,11 +1,12 @@
-"""A server with a custom method and D2O, whose statistics cover all prompt tokens."""
+"""A server with a custom method, with D2O, whose statistics cover all prompt tokens, and k4v3."""
 
 import json
 
 import pytest
 from openai import OpenAI
 
-from checkpoints import text_checkpoint
+from endpoint_requests import compression_report
+from first_layers import LAYERS, first_layers
 from forks import serve_forking
 from vllm_kvcompress.serving.text import long_prompt
 
@@ -30,15 +31,18 @@ FLAGS = [
     "--kv-compress",
     "custom",
     "--kv-allow-override",
-    "d2o",
+    "off,d2o,snapkv",
     "--kv-compress-config",
     json.dumps({**MIXED, "log_requests": True}),
+    "--kv-alias",
+    "demo@packed=snapkv:1.0:k4v3",
+    "--kv-usage",
 ]
 
 
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
-    model = text_checkpoint(tmp_path_factory.mktemp("model"), demo_model)
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
     with serve_forking(model, FLAGS, tmp_path_factory.mktemp("server")) as running:
         yield running
 
@@ -68,3 +72,45 @@ def test_a_method_compresses_requests_of_a_server(extra_args, server, demo_model
     for prompt in compressed:
         assert prompt.kept_tokens == pytest.approx(0.3 * prompt.prompt_tokens, abs=128)
         assert len(set(prompt.layer_tokens)) > 1
+
+
+def test_packing_every_token_returns_three_quarters_of_the_blocks_or_more(server, demo_model):
+    """By alias and by request. The full cache's output differs in few tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    ids, block = tokenizer.encode(long_prompt(tokenizer, 1500)), 32
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
+
+    def net_freed_blocks():
+        freed, packed = (
+            server.metric(f"vllm:kv_compress_{name}_blocks_total") for name in ("freed", "packed")
+        )
+        return freed - packed
+
+    def complete(model, **extra_args):
+        before = net_freed_blocks()
+        response = client.completions.create(
+            model=model,
+            prompt=ids,
+            max_tokens=48,
+            temperature=0,
+            extra_body={"ignore_eos": True, "vllm_xargs": extra_args, "return_token_ids": True},
+        )
+        freed = net_freed_blocks() - before
+        return response.choices[0].token_ids, freed, compression_report(response.model_dump())
+
+    full, freed, usage = complete("demo", kv_compress="off")
+    assert (freed, usage) == (0, None)
+    blocks = len(ids) // block
+    packed = complete("demo@packed")
+    assert packed == complete("demo", kv_compress="snapkv", kv_budget=1.0, kv_packed_dtype="k4v3")
+    output, freed, usage = packed
+    # in a float32 cache, a page holds 8 blocks' tokens
+    assert freed == blocks - -(-blocks // 8)
+    assert usage["packed_dtype"] == "k4v3"
+    assert usage["kept_tokens"] == len(ids)
+    # keys and values of 3 heads of 64 numbers in float32; one more block holds the prompt's end
+    block_bytes = block * 2 * 3 * 64 * 4 * LAYERS
+    assert usage["kept_bytes"] == (-(-blocks // 8) + 1) * block_bytes
+    assert sum(a == b for a, b in zip(full, output, strict=True)) >= 0.8 * len(full)

@@ -22,6 +22,7 @@ FILES = [
         "features",
         "methods",
         "reference",
+        "packed_groups",
         "lost_plans",
         "decode_budgets",
         "added_attention",

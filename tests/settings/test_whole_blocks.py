@@ -2,6 +2,8 @@
 
 import pytest
 
+from vllm_kvcompress.planning.obstacles import repacking_refusal
+from vllm_kvcompress.planning.schedules import OutputGroupSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -47,3 +49,14 @@ def test_rounding_depends_on_which_fields_were_set():
 def test_unused_lengths_are_not_rounded():
     parsed = CompressionConfig.parse({"compress": "cake"})
     assert in_whole_blocks(parsed, 528) is parsed
+
+
+@pytest.mark.parametrize("interval", [1, 100, 128])
+def test_interval_of_packed_outputs_may_be_any_number(interval):
+    """It is rounded up to whole packed pages, whose size depends on the cache's dtype."""
+    raw = {"compress": "cake", "packed_dtype": "k4v3", "decode_interval": interval}
+    parsed = CompressionConfig.parse(raw)
+    assert in_whole_blocks(parsed, 48) is parsed
+    assert repacking_refusal(parsed, 48) is None
+    schedule = OutputGroupSchedule(settings=parsed, max_tokens=9999, page_tokens=192)
+    assert schedule.interval == 192

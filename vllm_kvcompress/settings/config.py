@@ -205,7 +205,7 @@ class CompressionConfig(
             self.resolved_decode_window,
             smallest_window,
             self._chunk,
-            packs_groups=self.resolved_packed_dtype == "k4v3",
+            packs_groups=self.packs_k4v3,
         )
         self.check_pieces(window, self.min_prompt)
         self.check_packed_dtype(self.resolved_packed_dtype, self.decode_budget, self.max_whole)

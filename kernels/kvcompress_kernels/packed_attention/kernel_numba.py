@@ -178,12 +178,6 @@ def _exp2(x):
     return np.float32(power * factor.view(np.float32))
 
 
-@_compiled
-def _half_at(content, at):
-    low = np.uint32(content[np.uintp(at)])
-    return _from_half(np.uint32(low | (np.uint32(content[np.uintp(at + 1)]) << np.uint32(8))))
-
-
 # -- products -------------------------------------------------------------------------------------
 
 
@@ -269,6 +263,26 @@ def _multiply_add(builder, total, number, vector):
     splat = builder.shuffle_vector(one, one, _each(0, vector.type.count))
     product = builder.fmul(splat, vector, flags=("contract",))
     builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+
+
+@intrinsic
+def _read_halves(typing_context, content, at, row, eighths):
+    """Write 8 float16 for each element of `eighths`, from byte `at` on, to `row` as float32."""
+
+    def code(context, builder, signature, args):
+        content, row = (_elements(context, builder, signature, args, i) for i in (0, 2))
+        halves = ir.VectorType(ir.HalfType(), 8)
+        for first in range(0, 8 * len(eighths), 8):
+            place = builder.gep(
+                content, [builder.add(args[1], ir.Constant(args[1].type, 2 * first))]
+            )
+            numbers = builder.load(builder.bitcast(place, halves.as_pointer()), align=1)
+            numbers = builder.fpext(numbers, ir.VectorType(ir.FloatType(), 8))
+            at = ir.Constant(ir.IntType(64), first)
+            builder.store(numbers, _vector_at(builder, row, at, ir.FloatType(), 8), align=4)
+        return context.get_dummy_value()
+
+    return types.void(content, types.intp, row, eighths), code
 
 
 @intrinsic
@@ -388,14 +402,8 @@ def _add_packed_values(
             ]
             places = [
                 [
-                    _vector_at(
-                        builder,
-                        sums,
-                        builder.add(line, number(i * quarter + first)),
-                        float32,
-                        lanes,
-                    )
-                    for i in range(4)
+                    _vector_at(builder, sums, builder.add(line, number(at)), float32, lanes)
+                    for at in range(first, dim, quarter)
                 ]
                 for line in sum_lines
             ]
@@ -417,9 +425,8 @@ def _add_packed_values(
                     for line in weight_lines
                 ]
                 for i in range(4):
-                    bits = builder.and_(
-                        builder.lshr(low_bits, _each(2 * i, lanes)), _each(3, lanes)
-                    )
+                    bits = builder.lshr(low_bits, _each(2 * i, lanes))
+                    bits = builder.and_(bits, _each(3, lanes))
                     top = builder.lshr(high_bits, _each(2 * i, lanes))
                     bits = builder.or_(bits, builder.and_(top, _each(4, lanes)))
                     codes = builder.sitofp(bits, vector)
@@ -441,9 +448,8 @@ def _add_packed_values(
 def _group_scores(content, at, query, scaled, scales, minima, scores, words, panel, lines, eighths):
     """Write the scores of the packed group at byte `at`."""
     dim = 8 * len(eighths)
-    for d in range(dim):
-        scales[d] = _half_at(content, at + 56 * dim + 2 * d)
-        minima[d] = _half_at(content, at + 58 * dim + 2 * d)
+    _read_halves(content, at + 56 * dim, scales, eighths)
+    _read_halves(content, at + 58 * dim, minima, eighths)
     for m in range(lines):
         base = np.float32(0)
         for d in range(dim):
@@ -461,15 +467,16 @@ def _group_scores(content, at, query, scaled, scales, minima, scores, words, pan
                 | (np.uint32(content[np.uintp(byte + 3)]) << np.uint32(24))
             )
     if lines <= _FEW_LINES:
-        # Lines in blocks of 4, 2 and 1: their scores stay in registers.
+        # The scores of up to 4 lines stay in registers.
         m = 0
         while m + 4 <= lines:
             _add_packed_scores(words, scaled, scores, m, eighths, (0, 0, 0, 0))
             m += 4
-        if m + 2 <= lines:
+        if m + 3 == lines:
+            _add_packed_scores(words, scaled, scores, m, eighths, (0, 0, 0))
+        elif m + 2 == lines:
             _add_packed_scores(words, scaled, scores, m, eighths, (0, 0))
-            m += 2
-        if m < lines:
+        elif m + 1 == lines:
             _add_packed_scores(words, scaled, scores, m, eighths, (0,))
         return
     for w in range(len(eighths)):
@@ -535,10 +542,11 @@ def _decode_values(typing_context, content, low, high, row, eighths):
 def _group_values(content, at, weights, sums, scales, minima, panel, tokens, lines, eighths):
     """Add the values of the packed group at byte `at`."""
     dim = 8 * len(eighths)
-    for t in range(64):
-        # Bytes after the last token hold nothing, perhaps NaN.
-        scales[t] = _half_at(content, at + 60 * dim + 2 * t) if t < tokens else np.float32(0)
-        minima[t] = _half_at(content, at + 60 * dim + 128 + 2 * t) if t < tokens else np.float32(0)
+    _read_halves(content, at + 60 * dim, scales, (0, 0, 0, 0, 0, 0, 0, 0))
+    _read_halves(content, at + 60 * dim + 128, minima, (0, 0, 0, 0, 0, 0, 0, 0))
+    for t in range(tokens, 64):  # bytes after the last token may hold NaN
+        scales[t] = np.float32(0)
+        minima[t] = np.float32(0)
     for m in range(lines):
         base = np.float32(0)
         for t in range(64):
@@ -552,10 +560,11 @@ def _group_values(content, at, weights, sums, scales, minima, panel, tokens, lin
         while m + 4 <= lines:
             _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0, 0, 0, 0))
             m += 4
-        if m + 2 <= lines:
+        if m + 3 == lines:
+            _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0, 0, 0))
+        elif m + 2 == lines:
             _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0, 0))
-            m += 2
-        if m < lines:
+        elif m + 1 == lines:
             _add_packed_values(content, low, high, weights, sums, m, tokens, eighths, (0,))
         return
     for first in range(0, tokens, 8):
@@ -692,8 +701,8 @@ def _attend(
     totals = np.empty(max_lines, np.float32)
     panel = _aligned(8, max(dim, 64))
     words = _aligned(len(eighths), 64).view(np.uint32)
-    scales = np.empty(max(dim, 64), np.float32)
-    minima = np.empty(max(dim, 64), np.float32)
+    scales = _aligned(1, max(dim, 64))[0]
+    minima = _aligned(1, max(dim, 64))[0]
     starts = np.empty((2, 64), np.int64)
     copied = np.empty(64 * dim, np.uint8)
     wanted = _fetch_add(counter, 0, 1)

@@ -180,7 +180,7 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     query_start,  # [>= R + 1]
     slots,  # [>= R]
     live,  # []
-    sinks,  # [Hq] divided by ln 2, or None
+    sinks,  # [Hq] or None
     counters,  # [PROGRAMS] int32, zero between launches; None if no row is shared
     partials,  # [programs, LINES, D + 2]: top, total and sums of each line
     factor,  # scale / ln 2
@@ -324,7 +324,8 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     if last:
         inverse = 1.0 / tl.where(real, total, 1.0)
         if sinks is not None:
-            sink = tl.load(sinks + q_head, mask=real, other=0.0)
+            # Scores are exponents of 2.
+            sink = tl.load(sinks + q_head, mask=real, other=0.0) * 1.4426950408889634
             new = tl.maximum(top, sink)
             rise = tl.exp2(top - new)
             inverse = rise / (tl.where(real, total, 1.0) * rise + tl.exp2(sink - new))
@@ -385,7 +386,7 @@ def run(
         query_start,
         slots,
         live,
-        None if sinks is None else sinks / math.log(2),
+        sinks,
         counters,
         partials,
         factor,

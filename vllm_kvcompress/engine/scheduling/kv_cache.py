@@ -425,6 +425,7 @@ class CompressedManager(FullAttentionManager):
         Shared blocks that the packings release are not counted.
         """
         free_blocks = self.block_pool.get_num_free_blocks() + self.deferred_free.deferred_blocks()
+        free_blocks += len(self._unfreed)
         for request_id, (pack, footprint, _) in self._pending.items():
             read_blocks = self.unpacked_blocks(request_id, footprint, pack.tokens)
             free_blocks += sum(block.ref_cnt == 1 for block in read_blocks)

@@ -100,8 +100,8 @@ FLAGS = {
         "decode_interval",
         "TOKENS",
         "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block."
-        " Without that budget, but in the format k4v3: output tokens between two packings, which"
-        " drop none.",
+        " With --kv-packed-dtype k4v3 and no budget: output tokens between two packings, which drop"
+        " no token, rounded up to whole packed pages.",
     ),
     "--kv-max-whole": (
         "max_whole",
