@@ -171,13 +171,13 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     return str(path)
 
 
-def text_checkpoint(folder: Path, tokenizer_source: str) -> str:
-    """Write a random 4-layer checkpoint with the tokenizer of `tokenizer_source`; return its path.
+def text_checkpoint(folder: Path, tokenizer_source: str, shape: str = "llama-gqa") -> str:
+    """Write a random checkpoint with the tokenizer of `tokenizer_source`; return its path.
 
     For servers whose outputs need not make sense: a prompt costs almost no compute.
     """
     vocab = json.loads(Path(tokenizer_source, "config.json").read_text())["vocab_size"]
-    path = make("llama-gqa", folder / "talking", vocab)
+    path = make(shape, folder / "talking", vocab)
     for file in Path(tokenizer_source).iterdir():
         if "token" in file.name or "template" in file.name:
             shutil.copy(file, path)

@@ -2,8 +2,9 @@
 
 Without them, the interpreter multiplies the bit patterns of bfloat16 operands in `tl.dot`, converts
 NaN and infinity of float8 to finite numbers, flushes subnormal float8_e5m2 to zero when it converts
-to float16, truncates float32 to bfloat16 instead of rounding it, and turns the result of a scalar
-comparison into an integer if it masks a block.
+to float16, truncates float32 to bfloat16 instead of rounding it, loses the carry when it rounds
+float32 up to a power of two in float8_e4m3, and turns the result of a scalar comparison into an
+integer if it masks a block.
 """
 
 import functools
@@ -29,6 +30,10 @@ def install_fixes() -> None:
         if (source, target) == (tl.float32, tl.bfloat16):
             numbers = torch.from_numpy(np.array(data, np.float32))
             return numbers.bfloat16().view(torch.uint16).numpy()
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            # Compiled kernels saturate.
+            numbers = torch.from_numpy(np.array(data, np.float32)).clamp(-448.0, 448.0)
+            return numbers.to(FLOAT8[target]).view(torch.uint8).numpy()
         if source not in FLOAT8:
             return convert(data, source, target, rounding)
         table = torch.arange(256, dtype=torch.uint8).view(FLOAT8[source]).to(WIDER[target])

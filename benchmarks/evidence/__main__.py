@@ -12,6 +12,13 @@ A method with a look-ahead, such as `ahead={"compress": "cake-chunk", "lookahead
 the prompt after the full cache's first 32 output tokens. If the output ends earlier, the prompt
 stays uncompressed and the line has `"packed": false`. Add `protect` to protect parts of each chat:
 `kept={"compress": "cake-chunk", "protect": "system,tools"}`.
+
+Other number formats: `"packed_dtype": "k4v3"` packs the kept tokens into 4-bit keys and 3-bit
+values, also at a budget of 1.0. `"cache": "fp8"` gives the engine's KV cache a format of vLLM,
+for prompt and output: `fp8={"compress": "cake-chunk", "cache": "fp8", "budget": [0.4, 0.2]}`. The
+name of such a format alone, for example `fp8`, measures it without eviction. Each line has
+`bytes`: the bytes of the compressed prompt, scales included, relative to the prompt in 16 bits.
+A look-ahead's output tokens are part of the prompt here, and later output tokens do not count.
 """
 
 import argparse
@@ -25,8 +32,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.cells import FULL, lines
-from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
+from benchmarks.evidence.compressed_cache import (
+    CompressedCache,
+    PromptCompressor,
+    cache_format_of,
+    method_settings,
+    settings_at,
+)
 from benchmarks.evidence.outputs import (
     CompressedOutput,
     FullOutput,
@@ -90,8 +104,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=list(PRESETS),
         metavar="NAME[=JSON]",
-        help="presets; parts (all variants of the recommended preset); or NAME=JSON with settings"
-        " as in --kv-compress-config, measured only at their own budget if they have one",
+        help="presets; parts (all variants of the recommended preset); names of vLLM's low-bit"
+        " caches; or NAME=JSON with settings as in --kv-compress-config, measured only at their own"
+        " budget, or list of budgets, if they have one",
     )
     parser.add_argument(
         "--max-tokens", type=int, help="maximum output tokens; default: as the task defines"
@@ -130,21 +145,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_methods(names: Sequence[str]) -> dict[str, str]:
-    """Return method names with their settings: the name of a preset, or a JSON object."""
+    """Return method names with their settings: the name of a preset, or a JSON object.
+
+    The name of a cache format stands for an engine that evicts nothing.
+    """
+    alone = {"compress": "off", "budget": 1.0}
+    named = {name: json.dumps({**alone, "cache": name}) for name in CACHE_FORMATS} | dict(VARIANTS)
     methods: dict[str, str] = {}
     for argument in names:
         name, _, raw = argument.partition("=")
         if name == "parts":
             methods |= VARIANTS
         else:
-            methods[name] = raw or VARIANTS.get(name, name)
+            methods[name] = raw or named.get(name, name)
     return methods
 
 
 def budgets_for(raw: str, budgets: Sequence[float]) -> Sequence[float]:
-    """Return the budget in the settings `raw`, or all `budgets` if they have none."""
-    budget: float | None = json.loads(raw).get("budget") if raw.startswith("{") else None
-    return budgets if budget is None else [budget]
+    """Return the budgets in the settings `raw`, or all `budgets` if they have none."""
+    budget: float | list[float] | None = method_settings(raw).get("budget")
+    if budget is None:
+        return budgets
+    return budget if isinstance(budget, list) else [budget]
 
 
 def measure_task(
@@ -170,8 +192,9 @@ def measure_task(
     wanted = [
         (name, budget) for name, raw in methods.items() for budget in budgets_for(raw, args.budgets)
     ]
+    settings = [settings_at(raw, 0.5) for raw in methods.values()]
     with_column_sums = any(
-        Reads.COLUMN_SUMS in method_of(settings_at(raw, 0.5)).reads for raw in methods.values()
+        Reads.COLUMN_SUMS in method_of(each).reads for each in settings if each.enabled
     )
     num_answered = 0
     start = time.perf_counter()
@@ -322,14 +345,22 @@ def measure(
     full_score = item.score(full.text)
     length = len(prompt.ids)
     results: list[dict[str, Any]] = [
-        {"method": FULL, "budget": 1.0, "score": full_score, "prompt_tokens": length, "kept": 1.0}
+        {
+            "method": FULL,
+            "budget": 1.0,
+            "score": full_score,
+            "prompt_tokens": length,
+            "kept": 1.0,
+            "bytes": 1.0,
+        }
     ]
     if item.known and not full_score:
         return results
     decode_fully = decode_fully or item.known
     protects = any(settings_at(raw, 0.5).protect for raw in methods.values())
     protected = protected_parts(model.tokenizer, item, prompt.ids) if protects else {}
-    for lookahead, pairs in by_lookahead(pending, methods).items():
+    stored: dict[str, PrefilledPrompt] = {}
+    for (lookahead, cache_name), pairs in by_prefill(pending, methods).items():
         extended = full.prompt_with_output(lookahead)
         if extended is None:
             # Even these complete outputs get no similarity if the longer ones get none: a mean
@@ -342,6 +373,10 @@ def measure(
                     )
                 )
             continue
+        if cache_name is not None:
+            extended = stored[cache_name] = model.stored_as(
+                extended, CACHE_FORMATS[cache_name], prefix=stored.get(cache_name)
+            )
         compressor = PromptCompressor(extended, output_tokens=lookahead, protected=protected)
         for start in range(0, len(pairs), BATCH_SIZE):
             batch = pairs[start : start + BATCH_SIZE]
@@ -358,22 +393,28 @@ def measure(
                     item, full, output, name, budget, packed=True, complete=decode_fully
                 )
                 kept_prompt_tokens = cache.tokens / len(compressor.layers) - lookahead
-                results.append(line | {"kept": round(kept_prompt_tokens / length, 5)})
+                line["kept"] = round(kept_prompt_tokens / length, 5)
+                line["bytes"] = round(cache.share_of_bytes, 5)
+                results.append(line)
     return results
 
 
-def by_lookahead(
+def by_prefill(
     pending: Sequence[tuple[str, float]], methods: dict[str, str]
-) -> dict[int, list[tuple[str, float]]]:
-    """Group method names and budgets by look-ahead in tokens, smallest budgets first.
+) -> dict[tuple[int, str | None], list[tuple[str, float]]]:
+    """Group method names and budgets by look-ahead in tokens and name of the cache's format.
 
-    Methods with the same look-ahead compress the same tokens, so they decode as one batch.
+    Short look-aheads come first, and smallest budgets first in each group. Methods of a group
+    compress the same numbers, so they decode as one batch.
     """
-    groups: dict[int, list[tuple[str, float]]] = {}
+    groups: dict[tuple[int, str | None], list[tuple[str, float]]] = {}
     for name, budget in sorted(pending, key=lambda pair: pair[1]):
-        lookahead = settings_at(methods[name], budget).resolved_lookahead
-        groups.setdefault(lookahead, []).append((name, budget))
-    return groups
+        settings = settings_at(methods[name], budget)
+        lookahead = settings.resolved_lookahead if settings.enabled else 0
+        cache_format = cache_format_of(methods[name])
+        key = (lookahead, None if cache_format is None else cache_format.name)
+        groups.setdefault(key, []).append((name, budget))
+    return dict(sorted(groups.items(), key=lambda group: group[0][0]))
 
 
 def uncompressed_output(full: FullOutput) -> CompressedOutput:
@@ -409,6 +450,7 @@ def result_line(
         "kl": output.mean_kl,
         "top1": output.top1,
         "kept": 1.0,
+        "bytes": 1.0,
         "packed": packed,
     }
     if item.rules:

@@ -15,7 +15,12 @@ FULL = "full"
 ALL = "all tasks"
 ORDINARY = "ordinary requests"
 """Name of the cell over all tasks without expected answers."""
-POSITION_RANGES: Mapping[str, slice] = {**measures.POSITION_RANGES, "from 33": slice(32, None)}
+AFTER_LOOKAHEAD = "from 33"
+"""Name of the range that starts after a look-ahead of 32 tokens."""
+POSITION_RANGES: Mapping[str, slice] = {
+    **measures.POSITION_RANGES,
+    AFTER_LOOKAHEAD: slice(32, None),
+}
 """Ranges of token positions in the full cache's output, by name."""
 
 
@@ -44,6 +49,8 @@ class Cell:
         same: share of greedy outputs that equal the full cache's output.
         kl: nats per token along the full cache's output, averaged over prompts.
         kept: kept share of the prompt tokens, over the compressed prompts.
+        bytes: bytes of the compressed prompts, relative to the same prompts in 16 bits. None for
+            results without bytes.
         packed: share of prompts that were compressed. A prompt stays uncompressed if its output
             ends within the look-ahead.
         along: statistics by name of the position range. Empty for tasks with expected answers.
@@ -64,6 +71,7 @@ class Cell:
     same: Estimate
     kl: Estimate | None
     kept: float
+    bytes: float | None
     packed: float
     along: Mapping[str, PositionStats]
     similarity: Estimate | None
@@ -134,6 +142,7 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
     complete = [line for line in found if "similarity" in line]
     complete_groups = _sampling_groups(complete)
     packed = [line for line in found if line.get("packed", True)]
+    with_bytes = [line["bytes"] for line in packed or found if "bytes" in line]
     return Cell(
         model=model,
         question=question,
@@ -145,6 +154,7 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
         same=estimate([float(line["same"]) for line in found], groups),
         kl=kl,
         kept=fmean(line["kept"] for line in packed or found),
+        bytes=fmean(with_bytes) if with_bytes else None,
         packed=len(packed) / len(found),
         along=_position_stats(found),
         similarity=estimate([line["similarity"] for line in complete], complete_groups)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS, CacheFormat
 from benchmarks.evidence.reference_model import LONGEST_WINDOW, CacheBatch, PrefilledPrompt
+from kvcompress_kernels import k4v3
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods.attention import split_window_scores
@@ -22,12 +24,15 @@ from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, merge_spans
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.planning.schedules import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import lookahead_window, method_of
 
 BLOCK = 16
 """Tokens per page: vLLM's default block size on a GPU."""
+ITEMSIZE = 2
+"""Bytes of a cached number: caches have 16 bits, although this benchmark computes in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +42,15 @@ class CompressedCache:
     Args:
         keys, values: per layer ``[Hkv, n_l, D]``; n_l differs between layers.
         tokens: kept tokens per KV head, summed over the full-attention layers.
+        share_of_bytes: bytes of these layers' kept tokens, scales included, relative to all tokens
+            of the prompt in 16 bits. A page in the format k4v3 counts in full, even if it is partly
+            filled.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     tokens: int
+    share_of_bytes: float = 1.0
 
 
 class PromptCompressor:
@@ -171,6 +180,7 @@ class PromptCompressor:
             spans=merge_spans(
                 span for part in settings.protect for span in self.protected.get(part, ())
             ),
+            page_tokens=packed_page_tokens(settings, self.block_size, ITEMSIZE),
         )
         assert lookahead.due == tokens
         assert lookahead_window(settings) <= LONGEST_WINDOW, (
@@ -180,15 +190,30 @@ class PromptCompressor:
         return lookahead.plan(footprint, tokens)
 
     def compress(self, settings: CompressionConfig) -> CompressedCache | None:
-        """Return the cache that the engine would keep, or None if it would keep all tokens."""
+        """Return the cache that the engine would keep, or None if it would keep all tokens.
+
+        With compression off, it is the prompt's cache.
+        """
+        if not settings.enabled:
+            return CompressedCache(
+                keys=self.prompt.keys,
+                values=self.prompt.values,
+                tokens=len(self.prompt.ids) * len(self.layers),
+                share_of_bytes=self._share_of_bytes([len(self.prompt.ids)] * len(self.layers)),
+            )
         plan = self.plan(settings)
         if plan is None:
             return None
+        is_packed = plan.packed_page_tokens is not None
+        if is_packed:
+            assert self.prompt.cache_format is None, "k4v3 packs the pages of a 16-bit cache"
+            reason = k4v3.refusal(self.prompt.keys[0].shape[-1], self.block_size, ITEMSIZE)
+            assert not reason, reason
         method = method_of(settings, scored_by_output=plan.scored_by_output)
         observations = self.observations(method, plan)
         pages = method.layer_pages(plan, observations)
         kept_positions = method.select(observations, plan, pages)
-        counts = (pages * self.block_size + plan.tail).tolist()
+        counts = [plan.layer_tokens(layer_pages) for layer_pages in pages.tolist()]
         # Sliding-window layers keep the tokens inside their window.
         keys = [k if n is None else k[:, -n:] for k, n in self._with_windows(self.prompt.keys)]
         values = [v if n is None else v[:, -n:] for v, n in self._with_windows(self.prompt.values)]
@@ -200,7 +225,31 @@ class PromptCompressor:
                 gathered = kept[..., None].expand(-1, -1, keys[layer].shape[-1])
                 keys[layer] = keys[layer].gather(1, gathered)
                 values[layer] = values[layer].gather(1, gathered)
-        return CompressedCache(keys=keys, values=values, tokens=sum(counts))
+            if is_packed:
+                keys[layer], values[layer] = _packed(keys[layer], values[layer], plan.tail)
+        stored_tokens = counts
+        if is_packed:
+            stored_tokens = [n * self.block_size + plan.tail for n in pages.tolist()]
+        return CompressedCache(
+            keys=keys,
+            values=values,
+            tokens=sum(counts),
+            share_of_bytes=self._share_of_bytes(stored_tokens),
+        )
+
+    def _share_of_bytes(self, tokens: Sequence[int]) -> float:
+        """Return the bytes of a cache relative to the prompt in 16 bits.
+
+        Args:
+            tokens: for each full-attention layer, the tokens of its ordinary pages.
+        """
+        cache_format, num_layers = self.prompt.cache_format, len(self.prompt.keys)
+        shares = [1.0] * len(self.layers)
+        if cache_format is not None:
+            dim = self.prompt.keys[0].shape[-1]
+            shares = [cache_format.share_of_bytes(i, num_layers, dim) for i in self.layers]
+        stored = sum(count * share for count, share in zip(tokens, shares, strict=True))
+        return stored / (len(self.prompt.ids) * len(self.layers))
 
     def _with_windows(
         self, caches: list[torch.Tensor]
@@ -229,6 +278,32 @@ class PromptCompressor:
             values_only=method.values_only,
         )
         return merged.keys[0], merged.values[0]
+
+
+def _packed(
+    keys: torch.Tensor, values: torch.Tensor, tail: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[Hkv, n, D]`` as packed pages in the format k4v3 hold them.
+
+    Args:
+        tail: tokens at the end that stay in an ordinary page.
+    """
+    in_pages = keys.shape[1] - tail
+    num_groups = -(-in_pages // k4v3.GROUP)
+    padding = (0, 0, 0, num_groups * k4v3.GROUP - in_pages)
+    key_groups, value_groups = (
+        torch.nn.functional.pad(part[:, :in_pages], padding).view(
+            len(part), num_groups, k4v3.GROUP, part.shape[2]
+        )
+        for part in (keys, values)
+    )
+    sizes = (in_pages - torch.arange(num_groups) * k4v3.GROUP).clamp(max=k4v3.GROUP)
+    stored = k4v3.dequantise(k4v3.quantise(key_groups, value_groups, sizes))
+    packed_keys, packed_values = (
+        torch.cat([part.flatten(1, 2)[:, :in_pages], exact[:, in_pages:]], 1)
+        for part, exact in zip(stored, (keys, values), strict=True)
+    )
+    return packed_keys, packed_values
 
 
 def _paged(cache: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -271,16 +346,40 @@ def stack_caches(
         starts=starts,
         position=len(prompt.ids),
         sliding_windows=prompt.sliding_windows,
+        cache_format=prompt.cache_format,
     )
+
+
+def method_settings(raw: str) -> Mapping[str, Any]:
+    """Return the settings of a method as this benchmark takes them.
+
+    Args:
+        raw: the name of a preset, or settings as ``--kv-compress-config`` takes them, with the
+            benchmark's own key "cache" (`cache_format_of`), and optionally a list as "budget".
+    """
+    settings: Mapping[str, Any] = json.loads(raw) if raw.startswith("{") else {"compress": raw}
+    return settings
 
 
 @cache
 def settings_at(raw: str, budget: float) -> CompressionConfig:
-    """Return the settings of a preset or a JSON object at a budget, for prompts of any length.
+    """Return the settings of a method at a budget, for prompts of any length.
 
     Args:
-        raw: the name of a preset, or settings as ``--kv-compress-config`` takes them.
+        raw: as in `method_settings`.
         budget: share of the prompt's tokens to keep; replaces a budget in `raw`.
     """
-    settings: Mapping[str, Any] = json.loads(raw) if raw.startswith("{") else {"compress": raw}
+    settings = {key: value for key, value in method_settings(raw).items() if key != "cache"}
     return CompressionConfig.parse({**settings, "budget": budget, "min_prompt": 0})
+
+
+def cache_format_of(raw: str) -> CacheFormat | None:
+    """Return the number format of the engine's KV cache; None for an exact cache.
+
+    Raises:
+        SystemExit: there is no format of this name.
+    """
+    name = method_settings(raw).get("cache")
+    if name is not None and name not in CACHE_FORMATS:
+        raise SystemExit(f'"cache" must be one of {", ".join(CACHE_FORMATS)}; got {name!r}')
+    return None if name is None else CACHE_FORMATS[name]

@@ -115,14 +115,19 @@ def full_cache_output(
     full_cache = CompressedCache(keys=prompt.keys, values=prompt.values, tokens=0)
     batch = stack_caches(prompt, [full_cache], item.max_tokens)
     batch.queries = [[q[:0]] for q in prompt.queries]
-    tokens = [forced_prefix[0] if forced_prefix else int(prompt.logits.argmax())]
+    tokens = list(forced_prefix) or [int(prompt.logits.argmax())]
     logits = [prompt.logits[None][:0]]
-    while len(tokens) < len(forced_prefix) or not is_finished(model, item, tokens):
-        output_index = torch.tensor([[len(tokens) - 1]])
-        hidden = model.decode(batch, torch.tensor([tokens[-1:]]), output_index)
+
+    def feed(fed: Sequence[int], first_index: int) -> None:
+        output_indices = torch.arange(first_index, first_index + len(fed))[None]
+        hidden = model.decode(batch, torch.tensor([fed]), output_indices)
         logits.append(model.logits(hidden[0]))
-        forced = forced_prefix[len(tokens)] if len(tokens) < len(forced_prefix) else None
-        tokens.append(int(logits[-1].argmax()) if forced is None else forced)
+
+    if given := tokens[:-1]:
+        feed(given, 0)
+    while not is_finished(model, item, tokens):
+        feed(tokens[-1:], len(tokens) - 1)
+        tokens.append(int(logits[-1].argmax()))
     stop = len(prompt.ids) + len(tokens) - 1
     cache = replace(
         prompt,

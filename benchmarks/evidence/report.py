@@ -6,9 +6,13 @@ In benchmarks/results, with the repository's root in PYTHONPATH, these commands 
         --out evidence
     python -m benchmarks.evidence.report ordinary_qwen2.jsonl.xz late_smollm2.jsonl.xz \\
         late_qwen2.jsonl.xz texts_gemma3.jsonl.xz --out ordinary
+    python -m benchmarks.evidence.report formats_smollm2.jsonl.xz formats_qwen2.jsonl.xz \\
+        --out formats
+    python -m benchmarks.evidence.report formats_tasks_smollm2.jsonl.xz \\
+        formats_tasks_qwen2.jsonl.xz --out formats_tasks
 
-Git keeps the .md files of both and evidence.png. It ignores the other files, which follow from the
-raw files.
+Git keeps the .md files, evidence.png and formats.png. It ignores the other files, which follow from
+the raw files.
 """
 
 import argparse
@@ -17,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.bytes_table import LEGEND as OF_BYTES
+from benchmarks.evidence.bytes_table import bytes_tables
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered_counts, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
 from benchmarks.evidence.position_tables import LEGEND, position_tables
@@ -67,6 +73,9 @@ def markdown(
         ordinary = [cell for cell in of_prompts if cell.along]
         if ordinary:
             parts += [LEGEND, *position_tables(ordinary)]
+        if any(cell.bytes is not None for cell in of_prompts):
+            parts.append(OF_BYTES)
+            parts += bytes_tables(of_prompts)
         of_prompts = [cell for cell in of_prompts if cell.task != ORDINARY]
         tasks = list(dict.fromkeys(cell.task for cell in of_prompts if cell.task != ALL))
         known = [task for task in tasks if task in SCORED]

@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
-from benchmarks.evidence.outputs import compare_outputs, full_cache_output
+from benchmarks.evidence.outputs import compare_outputs, divergence, full_cache_output
 from benchmarks.evidence.reference_model import ReferenceModel, encode
 from benchmarks.evidence.rules_table import rules_table
 from checkpoints import make, tokens
 from engines import BLOCK, engine
+from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.methods.presets import PRESETS
@@ -261,6 +263,116 @@ def test_caches_with_a_look_ahead_give_the_engines_outputs(model, folder, prompt
     (output,) = compare_outputs(model, LONG_OUTPUT, full.prompt_with_output(10), [cache], full)
     assert output.tokens == expected
     assert output.tokens != full.tokens  # otherwise the comparison shows nothing
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    """Return a model of 3 layers with the smallest head dimension that k4v3 packs."""
+    model = ReferenceModel(make("qwen3", tmp_path_factory.mktemp("wide")))
+    assert (model.num_layers, model.dim) == (3, 64)
+    model.stop_tokens, model.tokenizer = set(), NumberTokenizer()
+    return model
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_a_packed_cache_has_the_numbers_and_bytes_of_packed_pages(wide_model, budget):
+    """Of 333 tokens, the last 13 lie after the last full block and stay at 16 bits."""
+    prompt = wide_model.prefill(IDS, with_column_sums=False)
+    compressor = PromptCompressor(prompt)
+    raw = '{"compress": "snapkv", "packed_dtype": "k4v3"}'
+    cache = compressor.compress(settings_at(raw, budget))
+    plan = compressor.plan(settings_at(raw, budget))
+    pages = plan.pages // 3
+    assert (plan.page_tokens, pages) == (64, {1.0: 5, 0.5: 3}[budget])
+    assert cache.tokens == 3 * (64 * pages + 13)
+    assert cache.share_of_bytes == pytest.approx((16 * pages + 13) / 333)
+    exact_keys, exact_values = prompt.keys, prompt.values
+    if budget < 1.0:
+        exact = PromptCompressor(prompt, 64)  # pages of 64 tokens that are not packed
+        (kept,) = {len(k[0]) for k in cache.keys}
+        same_tokens = exact.compress(settings_at('{"compress": "snapkv"}', (kept + 0.5) / 333))
+        exact_keys, exact_values = same_tokens.keys, same_tokens.values
+        assert exact_keys[0].shape == cache.keys[0].shape
+    for layer in range(3):
+        for start in range(0, 64 * pages, 64):
+            group = slice(start, start + 64)
+            packed = k4v3.quantise(exact_keys[layer][:, group], exact_values[layer][:, group], 64)
+            keys, values = k4v3.dequantise(k4v3.from_bytes(k4v3.to_bytes(packed)))
+            assert torch.equal(cache.keys[layer][:, group], keys)
+            assert torch.equal(cache.values[layer][:, group], values)
+        assert torch.equal(cache.keys[layer][:, -13:], prompt.keys[layer][:, -13:])
+        assert torch.equal(cache.values[layer][:, -13:], prompt.values[layer][:, -13:])
+
+
+def test_the_last_group_of_a_packed_cache_may_be_partly_filled(wide_model):
+    prompt = wide_model.prefill(IDS[:300], with_column_sums=False)
+    raw = '{"compress": "snapkv", "packed_dtype": "k4v3"}'
+    cache = PromptCompressor(prompt).compress(settings_at(raw, 1.0))
+    assert cache.share_of_bytes == pytest.approx((5 * 16 + 12) / 300)
+    last = k4v3.quantise(
+        *(torch.nn.functional.pad(part[1][:, 256:288], (0, 0, 0, 32))
+          for part in (prompt.keys, prompt.values)),
+        32,
+    )  # fmt: skip
+    keys, values = k4v3.dequantise(last)
+    assert torch.equal(cache.keys[1][:, 256:288], keys[:, :32])
+    assert torch.equal(cache.values[1][:, 256:288], values[:, :32])
+
+
+def test_a_model_that_k4v3_cannot_pack_is_an_error(prompt):
+    settings = settings_at('{"compress": "cake", "packed_dtype": "k4v3"}', 0.5)
+    with pytest.raises(AssertionError, match="at least 64"):
+        PromptCompressor(prompt).compress(settings)
+
+
+OFF = '{"compress": "off"}'
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4_per_token_head"])
+def test_a_low_bit_cache_decodes_as_a_prefill_in_its_format(model, prompt, name):
+    low_bit = CACHE_FORMATS[name]
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
+    stored = model.stored_as(prompt, low_bit)
+    cache = PromptCompressor(stored).compress(settings_at(OFF, 1.0))
+    assert cache.share_of_bytes == low_bit.token_bytes(32) / 128
+    (output,) = compare_outputs(model, LONG_OUTPUT, stored, [cache], full)
+    for count in (1, 11, 23):
+        again = model.prefill(
+            IDS + full.tokens[:count], with_column_sums=False, cache_format=low_bit
+        )
+        expected = divergence(full.logits[count - 1].log_softmax(-1), again.logits)
+        assert output.kl[count - 1] == pytest.approx(float(expected), rel=1e-2, abs=1e-5)
+    assert max(output.kl) > 1e-4
+    extended = full.prompt_with_output(10)
+    continued = model.stored_as(extended, low_bit, prefix=stored)
+    for actual, expected in zip(
+        continued.keys, model.stored_as(extended, low_bit).keys, strict=True
+    ):
+        # Rounding may turn a difference in the last bit into one step of the format.
+        assert ((actual - expected).abs() > 1e-3).float().mean() < 0.01
+
+
+def test_turboquant_rounds_after_an_exact_prefill(wide_model):
+    prompt = wide_model.prefill(IDS, with_column_sums=False)
+    low_bit = CACHE_FORMATS["turboquant_4bit_nc"]
+    stored = wide_model.stored_as(prompt, low_bit)
+    assert torch.equal(stored.logits, prompt.logits)
+    keys, values = low_bit.stored(1, 3, prompt.keys[1], prompt.values[1])
+    assert torch.equal(stored.keys[1], keys)
+    assert torch.equal(stored.values[1], values)
+    assert not torch.equal(keys, prompt.keys[1])
+    for layer in (0, 2):
+        assert torch.equal(stored.keys[layer], prompt.keys[layer])
+    cache = PromptCompressor(stored).compress(settings_at(OFF, 1.0))
+    assert cache.share_of_bytes == pytest.approx((2 + 70 / 256) / 3)
+
+
+def test_eviction_from_an_fp8_cache_keeps_fp8_numbers(model, prompt):
+    stored = model.stored_as(prompt, CACHE_FORMATS["fp8"])
+    cache = PromptCompressor(stored).compress(settings_at('{"compress": "snapkv"}', 0.3))
+    for kept in (*cache.keys, *cache.values):
+        assert torch.equal(kept.to(torch.float8_e4m3fn).float(), kept)
+    assert cache.share_of_bytes == pytest.approx(cache.tokens / len(prompt.keys) / len(IDS) / 2)
 
 
 def test_a_hybrid_model_matches_transformers_and_keeps_its_sliding_windows(tmp_path):

@@ -125,6 +125,48 @@ def test_ordinary_requests_diverge_only_after_the_look_ahead(model, tmp_path):
     assert "| `ahead` | 0.3 |" in text
 
 
+def test_formats_are_compared_by_bytes(demo_model, tmp_path):
+    model = text_checkpoint(tmp_path, demo_model, "llama-mqa")
+    out = tmp_path / "results.jsonl"
+    argv = ["--model", model, "--tasks", "summary", "--tokens", "300", "--budgets", "0.5"]
+    argv += ["--max-tokens", "44", "--count", "1", "--forced", "--threads", "1"]
+    packed = '{"compress": "cake-chunk", "packed_dtype": "k4v3", "budget": [1.0, 0.5]}'
+    evicting = '{"compress": "cake-chunk", "cache": "fp8", "budget": 0.5}'
+    methods = ["cake", f"packed={packed}", f"evicting={evicting}", "fp8", "turboquant_k8v4"]
+    evidence.main([*argv, "--out", str(out), "--methods", *methods])
+    lines = {(line["method"], line["budget"]): line for line in read([out]) if "kl" in line}
+    assert list(lines) == [
+        ("cake", 0.5), ("fp8", 1.0), ("turboquant_k8v4", 1.0), ("packed", 0.5), ("packed", 1.0),
+        ("evicting", 0.5),
+    ]  # fmt: skip
+    assert lines["fp8", 1.0]["bytes"] == 0.5
+    # A third of the layers, the middle one, has 8-bit keys and 4-bit values with a scale.
+    assert lines["turboquant_k8v4", 1.0]["bytes"] == pytest.approx((2 + 100 / 256) / 3, abs=1e-5)
+    assert lines["cake", 0.5]["bytes"] == pytest.approx(lines["cake", 0.5]["kept"], abs=1e-5)
+    assert 0.25 < lines["packed", 1.0]["bytes"] < 0.32
+    assert lines["packed", 1.0]["kept"] == 1.0
+    assert lines["packed", 0.5]["bytes"] < 0.2
+    assert 0.25 < lines["evicting", 0.5]["bytes"] < 0.35
+    assert all(len(line["kl_at"]) == 43 for line in lines.values())
+    for name in ("packed", "evicting"):
+        assert lines[name, 0.5]["kl_at"][:32] == [0.0] * 32
+    assert max(lines["fp8", 1.0]["kl_at"]) > 0
+    report.main([str(out), "--out", str(tmp_path / "formats")])
+    text = (tmp_path / "formats.md").read_text()
+    table = text.split("ordinary requests, 1 prompts, by bytes:\n\n")[1]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+    assert rows[0] == ["method", "budget", "bytes", "KL", "equal tokens"]
+    shares = [float(row[2]) for row in rows[2:8]]
+    assert shares == sorted((round(line["bytes"], 3) for line in lines.values()), reverse=True)
+    assert [row[0] for row in rows[2:4]] == ["`turboquant_k8v4`", "`fp8`"]
+    assert (tmp_path / "formats.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_cache_format_is_an_error(model, tmp_path):
+    with pytest.raises(SystemExit, match=r"must be one of fp8, .*; got 'fp7'"):
+        run(model, tmp_path / "results.jsonl", 'low={"compress": "cake", "cache": "fp7"}')
+
+
 def test_texts_have_the_requested_length_and_depend_on_the_seed():
     def count(text):
         return len(text.split())
