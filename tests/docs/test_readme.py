@@ -13,6 +13,7 @@ from checkpoints import text_checkpoint
 from forks import serve_forking
 from vllm_kvcompress.cli import app
 from vllm_kvcompress.engine.startup.cli_args import add_flags
+from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 URL = "http://127.0.0.1:8000"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+SETTINGS = ("Safe", "Balanced", "Small", "16 bits")
 (REQUEST,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
@@ -56,9 +58,12 @@ def test_the_readme_is_short():
 
 
 def test_the_serve_commands_use_existing_flags():
-    served_settings = [settings(arguments) for arguments in commands(README, "vllm")]
-    assert [config.budget for config in served_settings] == [0.2, 0.5, 0.2, 0.1]
-    assert {config.compress for config in served_settings} == {"cake-chunk"}
+    (first, common) = commands(README, "vllm")
+    assert settings(first).budget == 0.2
+    offered = [settings([*common, *shlex.split(cells(name)[0].strip("`"))]) for name in SETTINGS]
+    budgets = [(config.budget, config.resolved_packed_dtype) for config in offered]
+    assert budgets == [*((b, "k4v3") for b in RECOMMENDED_BUDGETS.values()), (0.2, "auto")]
+    assert {config.compress for config in offered} == {"cake-chunk"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
@@ -94,18 +99,28 @@ def test_concurrency_matches_the_linked_run():
     assert cells("**Concurrency:**")[:2] == means
 
 
-@pytest.mark.parametrize(
-    ("setting", "budget"), [("Safest", 0.5), ("Recommended", 0.2), ("Smallest", 0.1)]
-)
-def test_quality_is_the_lower_value_of_both_question_positions(setting, budget):
+def test_quality_is_the_lower_value_of_both_question_positions():
     text = (RESULTS / "ordinary.md").read_text()
-    lines = re.findall(rf"^\| `cake-chunk` \| {budget} \|.*$", text, re.MULTILINE)
+    lines = re.findall(r"^\| `cake-chunk` \| 0.2 \|.*$", text, re.MULTILINE)
     shares = [int(re.search(r"; (\d+)%", line.split("|")[-2])[1]) for line in lines[:2]]
-    _, memory, quality = cells(setting)
-    assert memory == f"{budget * 100:.0f} %"
-    assert quality == f"{min(shares)} %"
-    if setting == "Recommended":
-        assert cells("**Quality, a loss:**")[1] == quality
+    assert cells("**Quality, a loss:**")[1] == f"{min(shares)} %"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_settings_match_the_table_of_cache_formats(name):
+    """That table is tested against the raw results (test_measurements.py)."""
+    flags, memory, quality = cells(name)
+    (budget,) = re.findall(r"--kv-budget ([\d.]+)", flags)
+    cache = "**k4v3**" if "k4v3" in flags else "16 bits"
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    (line,) = re.findall(
+        rf"^\| {re.escape(cache)} \| {float(budget):.0%} \|.*$".replace("%", " %"),
+        page,
+        re.MULTILINE,
+    )
+    _, _, _, share, *positions, _ = [cell.strip() for cell in line.split("|")]
+    assert memory == f"{float(share) * 100:.0f} %"
+    assert quality == min((cell.split(",")[0] for cell in positions), key=lambda x: float(x[:-2]))
 
 
 def test_the_h200_figures_match_the_linked_run():
