@@ -378,3 +378,21 @@ def test_an_executor_that_bypasses_the_workers_returns_no_output(on_ray):
     with pytest.raises(VllmHookError, match=r"\['long-.*'\], came back with no plan acknowledged"):
         step_to_the_end(on_ray, outputs)
     assert not outputs
+
+
+def test_packed_groups_on_two_ranks_match_one_rank(tmp_path):
+    """Each rank quantises its own heads.
+
+    Outputs are short: sums differ in their last bits between numbers of ranks, and a code that
+    rounds differently changes later tokens.
+    """
+    model = make("qwen3", tmp_path)
+    options = dict(
+        additional_config=settings("snapkv", 0.5, packed_dtype="k4v3"), max_model_len=2048
+    )
+    with engine(model, **options) as llm:
+        expected = llm.generate(PROMPTS, 12)
+        assert llm.compressor.compressed
+    ranks = dict(tensor_parallel_size=2, distributed_executor_backend="mp", blocks=129)
+    with engine(model, **options, **ranks) as llm:
+        assert llm.generate(PROMPTS, 12) == expected
