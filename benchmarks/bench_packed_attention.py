@@ -13,19 +13,19 @@ parentheses, the least one. On a machine that runs other programs, only the leas
 A matrix product of PyTorch precedes every call, as a model's layers do, so that threads which wait
 in another pool would show.
 
-On an AMD EPYC (Zen 5, AVX-512, without AMX) that also ran other programs, with one thread, the op
-took this multiple of vLLM's time (least of 25 turns):
+On two cores of an AMD EPYC (Zen 5, AVX-512, without AMX), quiet, with two threads at commit 644bd60,
+the op took this multiple of vLLM's time (median of 25 turns):
 
 | heads, KV, dim | 1 x 1,024 | 1 x 4,096 | 1 x 16,384 | 8 x 1,024 | 8 x 4,096 | 8 x 16,384 |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-| 9, 3, 64 | 1.68 | 0.86 | 0.73 | 0.85 | 0.62 | 0.41 |
-| 14, 2, 64 | 1.73 | 1.04 | 0.75 | 1.11 | 0.81 | 0.64 |
-| 12, 2, 128 | 2.18 | 1.13 | 0.55 | 0.88 | 0.33 | 0.46 |
-| 32, 8, 128 | 1.18 | 0.59 | 0.35 | 0.37 | 0.45 | 0.42 |
+| 9, 3, 64 | 3.37 | 2.24 | 1.18 | 2.14 | 0.70 | 0.50 |
+| 14, 2, 64 | 3.22 | 2.29 | 1.77 | 2.21 | 1.10 | 0.63 |
+| 12, 2, 128 | 2.73 | 1.83 | 0.71 | 1.35 | 0.66 | 0.52 |
+| 32, 8, 128 | 1.90 | 0.66 | 0.50 | 0.73 | 0.51 | 0.43 |
 
-At 1 x 1,024 tokens the op is slower by 38 to 66 microseconds. In a run of the first shape with
-4,096 tokens, PyTorch code took 5,522 microseconds and torch.compile 8,752; the op took 448 and
-vLLM 386.
+So it loses while 16-bit pages fit in the processor's cache: by 40 microseconds at 1 x 1,024 tokens.
+Beyond that, reading a quarter of the bytes wins. In a run of the first shape with 4,096 tokens on a
+busy machine, PyTorch code took 5,522 microseconds and torch.compile 8,752; the op took 448.
 """
 
 import argparse
