@@ -13,7 +13,7 @@ parentheses, the least one. On a machine that runs other programs, only the leas
 A matrix product of PyTorch precedes every call, as a model's layers do, so that threads which wait
 in another pool would show.
 
-On two cores of an AMD EPYC (Zen 5, AVX-512, without AMX), quiet, with two threads at commit 644bd60,
+On two cores of an AMD EPYC (Zen 5, AVX-512, without AMX), quiet, with two threads at 644bd60,
 the op took this multiple of vLLM's time (median of 25 turns):
 
 | heads, KV, dim | 1 x 1,024 | 1 x 4,096 | 1 x 16,384 | 8 x 1,024 | 8 x 4,096 | 8 x 16,384 |
