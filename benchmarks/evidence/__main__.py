@@ -25,7 +25,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,15 @@ from benchmarks.evidence.outputs import (
 )
 from benchmarks.evidence.parts import protected_parts
 from benchmarks.evidence.reference_model import PrefilledPrompt, ReferenceModel
+from benchmarks.evidence.systems import systems
 from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
+from benchmarks.field import FIELD_TASKS, field_items
+from benchmarks.field.data import FieldData
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import loops, similarity
 from vllm_kvcompress.compare.tasks import SCORED, TASKS, Item, build_items
+from vllm_kvcompress.compare.tasks.short_answers import exact_match, final_answer, token_f1
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.method_of import method_of
@@ -71,6 +75,12 @@ PREAMBLE = (
     " your question, exactly as it stands in the text, is as follows. "
 )
 """Start of the output with ``--question late``: longer than a look-ahead, without the answer."""
+GROUPS_OF_METHODS: Mapping[str, Mapping[str, str]] = {
+    "parts": VARIANTS,
+    "systems": systems(lookahead=True),
+    "prefill-systems": systems(lookahead=False),
+}
+"""Names for several methods at once."""
 BATCH_SIZE = 32
 """Caches that decode together. A batch has similar budgets, since caches pad to the longest."""
 UNKNOWN = ("unknown", 0.0)
@@ -82,7 +92,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct", help="model folder")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=[*TASKS, TASK])
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), choices=[*TASKS, TASK, *FIELD_TASKS]
+    )
     parser.add_argument(
         "--count",
         type=int,
@@ -104,9 +116,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=list(PRESETS),
         metavar="NAME[=JSON]",
-        help="presets; parts (all variants of the recommended preset); names of vLLM's low-bit"
+        help="presets; parts (all variants of the recommended preset); systems (all systems at"
+        " equal bytes); prefill-systems (the same without a look-ahead); names of vLLM's low-bit"
         " caches; or NAME=JSON with settings as in --kv-compress-config, measured only at their own"
         " budget, or list of budgets, if they have one",
+    )
+    parser.add_argument(
+        "--attempts",
+        type=int,
+        default=PROMPTS_PER_RESULT,
+        help="prompts to try for each one that counts, since the full cache answers only some",
     )
     parser.add_argument(
         "--max-tokens", type=int, help="maximum output tokens; default: as the task defines"
@@ -154,16 +173,17 @@ def parse_methods(names: Sequence[str]) -> dict[str, str]:
     methods: dict[str, str] = {}
     for argument in names:
         name, _, raw = argument.partition("=")
-        if name == "parts":
-            methods |= VARIANTS
+        if argument in GROUPS_OF_METHODS:
+            methods |= GROUPS_OF_METHODS[argument]
         else:
             methods[name] = raw or named.get(name, name)
     return methods
 
 
 def budgets_for(raw: str, budgets: Sequence[float]) -> Sequence[float]:
-    """Return the budgets in the settings `raw`, or all `budgets` if they have none."""
-    budget: float | list[float] | None = method_settings(raw).get("budget")
+    """Return the bytes or budgets in the settings `raw`, or all `budgets` if they have none."""
+    settings = method_settings(raw)
+    budget: float | list[float] | None = settings.get("bytes", settings.get("budget"))
     if budget is None:
         return budgets
     return budget if isinstance(budget, list) else [budget]
@@ -177,15 +197,16 @@ def measure_task(
     origin: dict[str, Any],
 ) -> None:
     """Append the missing results of a task to the output file."""
+    items = task_items(model, args, task)
+    needs_answer = {item.name for item in items if needs_full_answer(item)}
     keys = ("model", "tokens", "question", "seed", "max_tokens")
     same_run = {key: origin[key] for key in keys} | {"task": task}
     measured: dict[str, set[tuple[str, float]]] = {}
     for line in lines(args.out):
         if all(line.get(key) == value for key, value in same_run.items()):
             measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-            if line["method"] == FULL and not line["score"] and task in SCORED:
+            if line["method"] == FULL and not line["score"] and line["item"] in needs_answer:
                 measured[line["item"]].add(UNKNOWN)
-    items = task_items(model, args, task)
     forced_prefixes: dict[str, list[int]] = {}
     if args.question == LATE:
         items, forced_prefixes = with_late_answers(model, items)
@@ -229,7 +250,7 @@ def measure_task(
             for result in results:
                 line = {**origin, "task": task, "item": item.name, "group": item.group, **result}
                 out.write(json.dumps(line) + "\n")
-        num_answered += full_score > 0 or not item.known
+        num_answered += full_score > 0 or not needs_full_answer(item)
         seconds = time.perf_counter() - start
         print(f"{item.name}: {num_answered} of {args.count} answered, {seconds:.0f} s", flush=True)
 
@@ -241,9 +262,19 @@ def task_items(model: ReferenceModel, args: argparse.Namespace, task: str) -> li
             count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=model.count_tokens
         )
         return [with_max_tokens(item, args.max_tokens) for item in items]
+    if task in FIELD_TASKS:
+        items = field_items(
+            FieldData(),
+            [task],
+            count=args.count * args.attempts,
+            tokens=args.tokens,
+            seed=args.seed,
+            count_tokens=model.count_tokens,
+        )
+        return [with_max_tokens(item, args.max_tokens) for item in items]
     items = build_items(
         [task],
-        count=args.count * (PROMPTS_PER_RESULT if task in SCORED else 1),
+        count=args.count * (args.attempts if task in SCORED else 1),
         tokens=args.tokens,
         seed=args.seed,
         question="last" if args.question in (OPEN, LATE) else args.question,
@@ -252,6 +283,14 @@ def task_items(model: ReferenceModel, args: argparse.Namespace, task: str) -> li
     )
     items = [without_assistant_prefix(item) for item in items] if args.question == OPEN else items
     return [with_max_tokens(item, args.max_tokens) for item in items]
+
+
+def needs_full_answer(item: Item) -> bool:
+    """Return whether a prompt counts only if the full cache gives an expected answer.
+
+    An answer with reasons is also compared with the full cache's own answer, so it always counts.
+    """
+    return item.known and item.match != "f1"
 
 
 def with_max_tokens(item: Item, max_tokens: int | None) -> Item:
@@ -354,7 +393,7 @@ def measure(
             "bytes": 1.0,
         }
     ]
-    if item.known and not full_score:
+    if needs_full_answer(item) and not full_score:
         return results
     decode_fully = decode_fully or item.known
     protects = any(settings_at(raw, 0.5).protect for raw in methods.values())
@@ -382,7 +421,10 @@ def measure(
             batch = pairs[start : start + BATCH_SIZE]
             caches: list[CompressedCache] = []
             for name, budget in batch:
-                cache = compressor.compress(settings_at(methods[name], budget))
+                settings = settings_at(methods[name], budget)
+                if "bytes" in method_settings(methods[name]):
+                    settings = compressor.settings_within(methods[name], budget)
+                cache = compressor.compress(settings)
                 assert cache is not None, f"{name} at {budget} keeps all {length} tokens"
                 caches.append(cache)
             outputs = compare_outputs(
@@ -459,8 +501,14 @@ def result_line(
         # Rules that the full cache breaks show nothing about compression, so they do not count.
         both = sum(by_output[rule] and by_full[rule] for rule in by_output) / len(rules)
         return line | {"score": both, "rules": rules}
-    if item.known:
+    if needs_full_answer(item):
         return line
+    if item.match == "f1":
+        answer, full_answer = final_answer(output.text), final_answer(full.text)
+        line |= {
+            "answer_f1": token_f1(answer, full_answer),
+            "answer_same": exact_match(answer, full_answer),
+        }
     line |= {
         "kl_at": [round(kl, 5) for kl in output.kl],
         "agreed_at": "".join("01"[same] for same in output.agreed),

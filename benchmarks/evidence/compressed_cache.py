@@ -33,6 +33,9 @@ BLOCK = 16
 """Tokens per page: vLLM's default block size on a GPU."""
 ITEMSIZE = 2
 """Bytes of a cached number: caches have 16 bits, although this benchmark computes in float32."""
+_BUDGET_STEP = 0.001
+_OWN_KEYS = frozenset({"cache", "bytes"})
+"""Keys of `method_settings` that are this benchmark's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,28 @@ class PromptCompressor:
         footprint = KVFootprint(num_layers=len(self.layers), block_size=self.block_size)
         return lookahead.plan(footprint, tokens)
 
+    def settings_within(self, raw: str, share_of_bytes: float) -> CompressionConfig:
+        """Return the settings `raw` with the largest budget whose cache fits in the bytes.
+
+        Args:
+            share_of_bytes: bytes of the compressed prompt, relative to the prompt in 16 bits.
+
+        Raises:
+            ValueError: even the smallest budget of the method takes more.
+        """
+        itself = self._share_of_bytes([len(self.prompt.ids)] * len(self.layers))
+        packed = k4v3.GROUP // self.block_size if method_settings(raw).get("packed_dtype") else 1
+        steps = int(min(1.0, share_of_bytes / itself * packed) / _BUDGET_STEP)
+        for step in range(steps, 0, -1):
+            settings = settings_at(raw, round(step * _BUDGET_STEP, 6))
+            plan = self.plan(settings)
+            if plan is None:
+                continue
+            stored = plan.pages * self.block_size / len(self.layers) + plan.tail
+            if self._share_of_bytes([stored] * len(self.layers)) <= share_of_bytes:
+                return settings
+        raise ValueError(f"{raw} takes more than {share_of_bytes} of the bytes at any budget")
+
     def compress(self, settings: CompressionConfig) -> CompressedCache | None:
         """Return the cache that the engine would keep, or None if it would keep all tokens.
 
@@ -237,7 +262,7 @@ class PromptCompressor:
             share_of_bytes=self._share_of_bytes(stored_tokens),
         )
 
-    def _share_of_bytes(self, tokens: Sequence[int]) -> float:
+    def _share_of_bytes(self, tokens: Sequence[float]) -> float:
         """Return the bytes of a cache relative to the prompt in 16 bits.
 
         Args:
@@ -355,7 +380,8 @@ def method_settings(raw: str) -> Mapping[str, Any]:
 
     Args:
         raw: the name of a preset, or settings as ``--kv-compress-config`` takes them, with the
-            benchmark's own key "cache" (`cache_format_of`), and optionally a list as "budget".
+            benchmark's own keys "cache" (`cache_format_of`) and "bytes" (a list of shares of the
+            bytes to fit into, instead of a budget), and optionally a list as "budget".
     """
     settings: Mapping[str, Any] = json.loads(raw) if raw.startswith("{") else {"compress": raw}
     return settings
@@ -369,7 +395,7 @@ def settings_at(raw: str, budget: float) -> CompressionConfig:
         raw: as in `method_settings`.
         budget: share of the prompt's tokens to keep; replaces a budget in `raw`.
     """
-    settings = {key: value for key, value in method_settings(raw).items() if key != "cache"}
+    settings = {k: value for k, value in method_settings(raw).items() if k not in _OWN_KEYS}
     return CompressionConfig.parse({**settings, "budget": budget, "min_prompt": 0})
 
 

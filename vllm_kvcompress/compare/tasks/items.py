@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
+from vllm_kvcompress.compare.tasks.short_answers import best_f1
+
 QuestionAt = Literal["last", "first"]
 """Where the question stands: after the text, inside the observation window, or before the text."""
+Match = Literal["words", "all", "any", "f1"]
+"""How an output is compared with the expected answers.
+
+* words: share of the answers that the output names as whole words, ignoring case.
+* all: share of the answers that the output contains as substrings (RULER's string_match_all).
+* any: 1 if the output contains one of them (RULER's string_match_part).
+* f1: SQuAD's token F1 of the final answer with the best of them (`short_answers`).
+"""
 Message = Mapping[str, Any]
 """A chat message in the format of the OpenAI API."""
 
@@ -40,6 +50,7 @@ class Item:
         tools: function schemas in the format of the OpenAI API.
         turns: for each earlier turn of the chat, how many of the first messages it sends. The
             answers of these turns are discarded.
+        match: how an output is compared with `answers`.
     """
 
     name: str
@@ -51,6 +62,7 @@ class Item:
     rules: tuple[Rule, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     turns: tuple[int, ...] = ()
+    match: Match = "words"
 
     @property
     def known(self) -> bool:
@@ -62,9 +74,13 @@ class Item:
         return {rule.name: rule.obeyed(answer) for rule in self.rules}
 
     def score(self, answer: str) -> float:
-        """Return the share of rules obeyed and words named, or 0 if the prompt has neither."""
+        """Return the mean over rules and expected answers, or 0 if the prompt has neither.
+
+        With `match` "any" or "f1", all expected answers together count as one.
+        """
         checks = [float(obeyed) for obeyed in self.obeyed(answer).values()]
-        checks += [float(names(expected, answer)) for expected in self.answers]
+        if self.answers:
+            checks += _matches(self.answers, answer, self.match)
         return fmean(checks) if checks else 0.0
 
 
@@ -118,6 +134,15 @@ class CountTokens(Protocol):
     """Count the tokens of a text for one model."""
 
     def __call__(self, text: str, /) -> int: ...
+
+
+def _matches(answers: Sequence[str], text: str, match: Match) -> list[float]:
+    if match == "words":
+        return [float(names(expected, text)) for expected in answers]
+    if match == "f1":
+        return [best_f1(answers, text)]
+    contained = [float(expected.lower() in text.lower()) for expected in answers]
+    return contained if match == "all" else [max(contained)]
 
 
 def score(answers: Sequence[str], text: str) -> float:

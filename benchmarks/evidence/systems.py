@@ -1,0 +1,55 @@
+"""The systems that operators choose between, at equal bytes.
+
+* Eviction by the recommended preset, from a cache in 16 bits, in fp8, and with k4v3.
+* k4v3 without eviction.
+* vLLM's low-bit caches alone, without this plugin.
+* Random eviction in 16 bits, the baseline that shows what choosing tokens is worth.
+
+The bytes of a prompt are relative to its 16-bit cache, scales and partly filled pages included. An
+evicting system keeps as many tokens as fit in the bytes.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
+from vllm_kvcompress.methods.presets import RECOMMENDED
+
+BYTES = (0.5, 0.25, 0.2, 0.125, 0.1)
+"""Bytes that evicting systems may take. A format without eviction takes its own bytes."""
+SIXTEEN_BITS, FP8_EVICTING, K4V3, K4V3_ALL = (
+    "16 bits, evicting",
+    "fp8, evicting",
+    "k4v3, evicting",
+    "k4v3, all tokens",
+)
+RANDOM = "16 bits, random"
+LOW_BIT_CACHES = tuple(name for name in CACHE_FORMATS if name != "fp8_per_token_head")
+"""vLLM's caches to compare with: fp8 per token and head rounds about as int8 does."""
+
+
+def systems(*, lookahead: bool) -> dict[str, str]:
+    """Return settings by name, as `compressed_cache.method_settings` reads them.
+
+    Args:
+        lookahead: whether evicting systems use the preset's look-ahead. Without it they compress
+            when the prefill ends, as k4v3 does that drops nothing.
+    """
+    preset: Mapping[str, Any] = {"compress": RECOMMENDED, **({} if lookahead else {"lookahead": 0})}
+    alone = {"compress": "off", "budget": 1.0}
+    found: dict[str, Mapping[str, Any]] = {
+        SIXTEEN_BITS: {**preset, "bytes": BYTES},
+        # fp8 alone takes half of the bytes, and k4v3 of all tokens takes a little over a quarter.
+        FP8_EVICTING: {**preset, "cache": "fp8", "bytes": BYTES[1:]},
+        K4V3: {**preset, "packed_dtype": "k4v3", "bytes": BYTES[1:]},
+        K4V3_ALL: {
+            "compress": RECOMMENDED,
+            "lookahead": 0,
+            "packed_dtype": "k4v3",
+            "budget": 1.0,
+        },
+        RANDOM: {"compress": "random", "bytes": (0.2, 0.1)},
+        **{name: {**alone, "cache": name} for name in LOW_BIT_CACHES},
+    }
+    return {name: json.dumps(settings) for name, settings in found.items()}
