@@ -81,8 +81,8 @@ GROUPS_OF_METHODS: Mapping[str, Mapping[str, str]] = {
     "prefill-systems": systems(lookahead=False),
 }
 """Names for several methods at once."""
-BATCH_SIZE = 32
-"""Caches that decode together. A batch has similar budgets, since caches pad to the longest."""
+BATCH_SIZE = 16
+"""Caches that decode together. A batch has similar lengths, since caches pad to the longest."""
 UNKNOWN = ("unknown", 0.0)
 """Marks a prompt that an earlier run skipped because the full cache does not answer it."""
 
@@ -399,42 +399,50 @@ def measure(
     protects = any(settings_at(raw, 0.5).protect for raw in methods.values())
     protected = protected_parts(model.tokenizer, item, prompt.ids) if protects else {}
     stored: dict[str, PrefilledPrompt] = {}
-    for (lookahead, cache_name), pairs in by_prefill(pending, methods).items():
+    for lookahead, by_format in by_prefill(pending, methods).items():
         extended = full.prompt_with_output(lookahead)
         if extended is None:
             # Even these complete outputs get no similarity if the longer ones get none: a mean
             # over short outputs alone would mislead.
             unchanged = uncompressed_output(full)
-            for name, budget in pairs:
+            for name, budget in (pair for pairs in by_format.values() for pair in pairs):
                 results.append(
                     result_line(
                         item, full, unchanged, name, budget, packed=False, complete=decode_fully
                     )
                 )
             continue
-        if cache_name is not None:
-            extended = stored[cache_name] = model.stored_as(
-                extended, CACHE_FORMATS[cache_name], prefix=stored.get(cache_name)
-            )
-        compressor = PromptCompressor(extended, output_tokens=lookahead, protected=protected)
-        for start in range(0, len(pairs), BATCH_SIZE):
-            batch = pairs[start : start + BATCH_SIZE]
-            caches: list[CompressedCache] = []
-            for name, budget in batch:
+        compressed: list[tuple[str, float, CompressedCache]] = []
+        for cache_name, pairs in by_format.items():
+            prefilled = extended
+            if cache_name is not None:
+                prefilled = stored[cache_name] = model.stored_as(
+                    extended, CACHE_FORMATS[cache_name], prefix=stored.get(cache_name)
+                )
+            compressor = PromptCompressor(prefilled, output_tokens=lookahead, protected=protected)
+            for name, budget in pairs:
                 settings = settings_at(methods[name], budget)
                 if "bytes" in method_settings(methods[name]):
                     settings = compressor.settings_within(methods[name], budget)
                 cache = compressor.compress(settings)
                 assert cache is not None, f"{name} at {budget} keeps all {length} tokens"
-                caches.append(cache)
+                compressed.append((name, budget, cache))
+        compressed.sort(key=lambda each: each[2].tokens)
+        for start in range(0, len(compressed), BATCH_SIZE):
+            batch = compressed[start : start + BATCH_SIZE]
             outputs = compare_outputs(
-                model, item, extended, caches, full, decode_fully=decode_fully
+                model,
+                item,
+                extended,
+                [cache for _, _, cache in batch],
+                full,
+                decode_fully=decode_fully,
             )
-            for (name, budget), output, cache in zip(batch, outputs, caches, strict=True):
+            for (name, budget, cache), output in zip(batch, outputs, strict=True):
                 line = result_line(
                     item, full, output, name, budget, packed=True, complete=decode_fully
                 )
-                kept_prompt_tokens = cache.tokens / len(compressor.layers) - lookahead
+                kept_prompt_tokens = cache.tokens / len(extended.full_layers) - lookahead
                 line["kept"] = round(kept_prompt_tokens / length, 5)
                 line["bytes"] = round(cache.share_of_bytes, 5)
                 results.append(line)
@@ -443,20 +451,19 @@ def measure(
 
 def by_prefill(
     pending: Sequence[tuple[str, float]], methods: dict[str, str]
-) -> dict[tuple[int, str | None], list[tuple[str, float]]]:
-    """Group method names and budgets by look-ahead in tokens and name of the cache's format.
+) -> dict[int, dict[str | None, list[tuple[str, float]]]]:
+    """Group method names and budgets by look-ahead in tokens, then by name of the cache's format.
 
-    Short look-aheads come first, and smallest budgets first in each group. Methods of a group
-    compress the same numbers, so they decode as one batch.
+    Short look-aheads come first: longer ones continue their prefills.
     """
-    groups: dict[tuple[int, str | None], list[tuple[str, float]]] = {}
-    for name, budget in sorted(pending, key=lambda pair: pair[1]):
+    groups: dict[int, dict[str | None, list[tuple[str, float]]]] = {}
+    for name, budget in pending:
         settings = settings_at(methods[name], budget)
         lookahead = settings.resolved_lookahead if settings.enabled else 0
         cache_format = cache_format_of(methods[name])
-        key = (lookahead, None if cache_format is None else cache_format.name)
-        groups.setdefault(key, []).append((name, budget))
-    return dict(sorted(groups.items(), key=lambda group: group[0][0]))
+        cache_name = None if cache_format is None else cache_format.name
+        groups.setdefault(lookahead, {}).setdefault(cache_name, []).append((name, budget))
+    return dict(sorted(groups.items()))
 
 
 def uncompressed_output(full: FullOutput) -> CompressedOutput:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.field import reading, ruler
 from vllm_kvcompress.compare import measures, tasks
 from vllm_kvcompress.compare.statistics import Estimate, estimate
 
@@ -15,6 +16,12 @@ FULL = "full"
 ALL = "all tasks"
 ORDINARY = "ordinary requests"
 """Name of the cell over all tasks without expected answers."""
+RULER, REASONS, SECOND_TURNS = "RULER", "answers with reasons", "second turns"
+FAMILIES: Mapping[str, str] = {
+    **dict.fromkeys(ruler.TASKS, RULER),
+    **{name: REASONS if name.endswith("_reasons") else SECOND_TURNS for name in reading.TASKS},
+}
+"""Name of the cell over all tasks of a family, by the name of a field task."""
 AFTER_LOOKAHEAD = "from 33"
 """Name of the range that starts after a look-ahead of 32 tokens."""
 POSITION_RANGES: Mapping[str, slice] = {
@@ -59,6 +66,8 @@ class Cell:
         loops, full_loops: share of compressed and full-cache outputs that end in a loop. These
             two, `similarity` and `length` are None for tasks with expected answers, and if outputs
             were not decoded to their end.
+        answer_f1, answer_same: token F1 and exact match of the final answer with the full cache's
+            own answer. None for tasks without short answers.
     """
 
     model: str
@@ -78,6 +87,8 @@ class Cell:
     length: Estimate | None
     loops: float | None
     full_loops: float | None
+    answer_f1: Estimate | None = None
+    answer_same: Estimate | None = None
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -121,6 +132,8 @@ def cells(results: Sequence[Mapping[str, Any]]) -> list[Cell]:
 
 def _combined_task(line: Mapping[str, Any]) -> str | None:
     """Return the name of the combined cell that a line also counts in, or None."""
+    if line["task"] in FAMILIES:
+        return FAMILIES[line["task"]]
     if line["full"]:
         return ALL
     # The plain texts of the task `texts` are not requests.
@@ -169,7 +182,17 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
         else None,
         loops=fmean(line["loops"] for line in complete) if complete else None,
         full_loops=fmean(line["full_loops"] for line in complete) if complete else None,
+        answer_f1=_mean_of("answer_f1", found),
+        answer_same=_mean_of("answer_same", found),
     )
+
+
+def _mean_of(key: str, found: Sequence[Mapping[str, Any]]) -> Estimate | None:
+    """Return the mean of a field over the lines that have it."""
+    with_key = [line for line in found if key in line]
+    if not with_key:
+        return None
+    return estimate([float(line[key]) for line in with_key], _sampling_groups(with_key))
 
 
 def _sampling_groups(found: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -48,12 +48,14 @@ class CompressedCache:
         share_of_bytes: bytes of these layers' kept tokens, scales included, relative to all tokens
             of the prompt in 16 bits. A page in the format k4v3 counts in full, even if it is partly
             filled.
+        cache_format: number format of the engine's cache, also for output tokens; None if exact.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     tokens: int
     share_of_bytes: float = 1.0
+    cache_format: CacheFormat | None = None
 
 
 class PromptCompressor:
@@ -225,6 +227,7 @@ class PromptCompressor:
                 values=self.prompt.values,
                 tokens=len(self.prompt.ids) * len(self.layers),
                 share_of_bytes=self._share_of_bytes([len(self.prompt.ids)] * len(self.layers)),
+                cache_format=self.prompt.cache_format,
             )
         plan = self.plan(settings)
         if plan is None:
@@ -260,6 +263,7 @@ class PromptCompressor:
             values=values,
             tokens=sum(counts),
             share_of_bytes=self._share_of_bytes(stored_tokens),
+            cache_format=self.prompt.cache_format,
         )
 
     def _share_of_bytes(self, tokens: Sequence[float]) -> float:
@@ -371,7 +375,7 @@ def stack_caches(
         starts=starts,
         position=len(prompt.ids),
         sliding_windows=prompt.sliding_windows,
-        cache_format=prompt.cache_format,
+        cache_formats=[cache.cache_format for cache in caches],
     )
 
 

@@ -81,6 +81,30 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
+def save_bytes_picture(found: Sequence[Cell], path: Path) -> None:
+    """Save a PNG of KL over bytes with a panel per model, in one row.
+
+    Args:
+        found: cells of one task, with the same prompts for all methods of a model.
+    """
+    models = list(dict.fromkeys(cell.model for cell in found))
+    styles = _styles(found)
+    figure = Figure(
+        figsize=(5.2 * max(1, len(models)), 5.0), dpi=150, facecolor="white", layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    for number, model in enumerate(models, 1):
+        axes = figure.add_subplot(1, len(models), number)
+        of_model = [c for c in found if c.model == model and AFTER_LOOKAHEAD in c.along]
+        _bytes_panel(axes, of_model, styles)
+        _decorate(axes, model)
+        if number == 1:
+            axes.set_ylabel(f"KL in nats, tokens {AFTER_LOOKAHEAD}", color=_INK)
+    handles = [Line2D([], [], label=method, **style) for method, style in styles.items()]
+    figure.legend(handles=handles, fontsize=7.5, frameon=False, loc="outside lower center", ncols=4)
+    figure.savefig(path, format="png")
+
+
 def _score(cell: Cell) -> Estimate:
     assert cell.score is not None, "the cell over all tasks has only tasks with expected answers"
     return cell.score

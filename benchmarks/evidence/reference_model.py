@@ -63,7 +63,8 @@ class CacheBatch:
         lengths: per layer ``[B]`` int64, the kept tokens of each cache.
         starts: per layer the column of the first output token.
         position: position of the first output token in the uncompressed sequence: S.
-        sliding_windows, cache_format: as in `PrefilledPrompt`.
+        sliding_windows: as in `PrefilledPrompt`.
+        cache_formats: the number format of each cache; None for an exact cache.
         queries: if not None, `ReferenceModel.decode` appends each layer's queries ``[T, Hq, D]`` of
             the T tokens that it gets. Only for a batch of one cache.
     """
@@ -74,7 +75,7 @@ class CacheBatch:
     starts: list[int]
     position: int
     sliding_windows: list[int | None]
-    cache_format: CacheFormat | None = None
+    cache_formats: Sequence[CacheFormat | None]
     queries: list[list[torch.Tensor]] | None = None
 
     def select(self, batch_indices: torch.Tensor) -> "CacheBatch":
@@ -86,7 +87,7 @@ class CacheBatch:
             starts=self.starts,
             position=self.position,
             sliding_windows=self.sliding_windows,
-            cache_format=self.cache_format,
+            cache_formats=[self.cache_formats[index] for index in batch_indices.tolist()],
         )
 
 
@@ -159,8 +160,11 @@ class _Decode:
         """Return the attention output ``[B, Hq, T, D]`` of q, k and v ``[B, H, T, D]``."""
         keys, values = self.batch.keys[layer], self.batch.values[layer]
         start, lengths = self.batch.starts[layer], self.batch.lengths[layer]
-        if self.batch.cache_format is not None:
-            k, v = self.batch.cache_format.stored(layer, len(self.batch.keys), k, v)
+        for index, cache_format in enumerate(self.batch.cache_formats):
+            if cache_format is not None:
+                k[index], v[index] = cache_format.stored(
+                    layer, len(self.batch.keys), k[index], v[index]
+                )
         batch_index = torch.arange(len(k))[:, None]
         columns = self.output_indices + start
         keys[batch_index, :, columns] = k.transpose(1, 2)
