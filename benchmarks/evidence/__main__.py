@@ -138,6 +138,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         " times faster",
     )
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of weights and activations; bfloat16 is faster where the processor supports it",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
@@ -148,13 +154,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     torch.set_num_threads(args.threads)
     methods = parse_methods(args.methods)
-    model = ReferenceModel(args.model)
+    model = ReferenceModel(args.model, getattr(torch, args.dtype))
     origin = {
         "model": Path(args.model).name,
         "tokens": args.tokens,
         "question": args.question,
         "seed": args.seed,
         "max_tokens": args.max_tokens,
+        "dtype": args.dtype,
         "commit": commit(),
         "machine": machine(),
     }
@@ -199,11 +206,13 @@ def measure_task(
     """Append the missing results of a task to the output file."""
     items = task_items(model, args, task)
     needs_answer = {item.name for item in items if needs_full_answer(item)}
-    keys = ("model", "tokens", "question", "seed", "max_tokens")
+    keys = ("model", "tokens", "question", "seed", "max_tokens", "dtype")
     same_run = {key: origin[key] for key in keys} | {"task": task}
+    default_dtype = {"dtype": "float32"}  # of results from before there was a choice
     measured: dict[str, set[tuple[str, float]]] = {}
     for line in lines(args.out):
-        if all(line.get(key) == value for key, value in same_run.items()):
+        of_line = {**default_dtype, **line}
+        if all(of_line.get(key) == value for key, value in same_run.items()):
             measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
             if line["method"] == FULL and not line["score"] and line["item"] in needs_answer:
                 measured[line["item"]].add(UNKNOWN)

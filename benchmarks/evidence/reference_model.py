@@ -203,7 +203,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     assert mask is None
     assert abs(scaling - query.shape[-1] ** -0.5) < 1e-6
-    return _active[-1].attend(module.layer_idx, query, key, value).transpose(1, 2), None
+    out = _active[-1].attend(module.layer_idx, query.float(), key.float(), value.float())
+    return out.transpose(1, 2).to(query.dtype), None
 
 
 AttentionInterface.register("accessible_cache", _attention)
@@ -261,16 +262,18 @@ def _with_parsed_arguments(message: Message) -> dict[str, Any]:
 
 
 class ReferenceModel:
-    """A transformers model in float32 with an accessible KV cache, and its tokenizer.
+    """A transformers model with an accessible KV cache, and its tokenizer.
 
     Args:
         folder: a model folder as ``save_pretrained`` writes it.
+        dtype: dtype of weights and activations. Attention, its cache and all comparisons of logits
+            have float32; with bfloat16, the cache holds bfloat16 numbers, as vLLM's does.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         self._folder = folder
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="accessible_cache"
+            folder, dtype=dtype, attn_implementation="accessible_cache"
         ).eval()
         config = self.model.config
         self.num_layers: int = config.num_hidden_layers
@@ -391,7 +394,7 @@ class ReferenceModel:
         Call it for one cache at a time: logits of a batch would take much memory.
         """
         logits: torch.Tensor = self.model.lm_head(hidden)
-        return logits
+        return logits.float()
 
     def _forward(
         self, attention: _Prefill | _Decode, ids: torch.Tensor, positions: torch.Tensor

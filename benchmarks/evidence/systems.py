@@ -4,6 +4,7 @@
 * k4v3 without eviction.
 * vLLM's low-bit caches alone, without this plugin.
 * Random eviction in 16 bits, the baseline that shows what choosing tokens is worth.
+* The 16-bit cache again: its KL is the rounding of decoding in a batch.
 
 The bytes of a prompt are relative to its 16-bit cache, scales and partly filled pages included. An
 evicting system keeps as many tokens as fit in the bytes.
@@ -24,7 +25,7 @@ SIXTEEN_BITS, FP8_EVICTING, K4V3, K4V3_ALL = (
     "k4v3, evicting",
     "k4v3, all tokens",
 )
-RANDOM = "16 bits, random"
+RANDOM, SIXTEEN_BITS_ALL = "16 bits, random", "16 bits, all tokens"
 LOW_BIT_CACHES = tuple(name for name in CACHE_FORMATS if name != "fp8_per_token_head")
 """vLLM's caches to compare with: fp8 per token and head rounds about as int8 does."""
 
@@ -51,5 +52,6 @@ def systems(*, lookahead: bool) -> dict[str, str]:
         },
         RANDOM: {"compress": "random", "bytes": (0.2, 0.1)},
         **{name: {**alone, "cache": name} for name in LOW_BIT_CACHES},
+        SIXTEEN_BITS_ALL: alone,
     }
     return {name: json.dumps(settings) for name, settings in found.items()}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.field.data import FieldData
-from benchmarks.field.ruler import numbered_documents
+from benchmarks.field.ruler import first_fitting, numbered_documents
 from vllm_kvcompress.compare.tasks import CountTokens, Item, Message
 from vllm_kvcompress.errors import ConfigError
 
@@ -46,19 +46,24 @@ class Reading:
 
 def hotpotqa(data: FieldData, rng: random.Random) -> Reading:
     """Return two questions of HotpotQA; each needs its two supporting paragraphs."""
-    found, others = [], []
+    found: list[Asked] = []
+    others: list[str] = []
     for asked in rng.sample(data.hotpotqa, 2):
         titles = {title for title, _ in asked["supporting_facts"]}
         paragraphs = {
             title: f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]
         }
-        needed = [text for title, text in paragraphs.items() if title in titles]
+        supporting = [text for title, text in paragraphs.items() if title in titles]
         others += [text for title, text in paragraphs.items() if title not in titles]
-        found.append(Asked(question=asked["question"], answers=[asked["answer"]], documents=needed))
+        found.append(
+            Asked(question=asked["question"], answers=[asked["answer"]], documents=supporting)
+        )
     rng.shuffle(others)
     first, second = found
-    return Reading(first=first, second=second, others=[d for d in others if d not in
-                   (*first.documents, *second.documents)])  # fmt: skip
+    needed = [*first.documents, *second.documents]
+    return Reading(
+        first=first, second=second, others=[text for text in others if text not in needed]
+    )
 
 
 def squad(data: FieldData, rng: random.Random) -> Reading:
@@ -74,7 +79,7 @@ def squad(data: FieldData, rng: random.Random) -> Reading:
         found.append(
             Asked(question=asked["question"], answers=answers, documents=[paragraph["context"]])
         )
-    needed = [document for asked in found for document in asked.documents]
+    needed = [document for each in found for document in each.documents]
     others = [p["context"] for p in article["paragraphs"] if p["context"] not in needed]
     rng.shuffle(others)
     return Reading(first=found[0], second=found[1], others=others)
@@ -94,14 +99,13 @@ def with_reasons(
     The score is SQuAD's token F1 of what follows the last "Answer:".
     """
     source = SOURCES[name.partition("_")[0]]
-    built = []
-    for number in range(count):
-        rng = random.Random(f"{seed}:{name}:{number}")
+
+    def draw(rng: random.Random) -> Item:
         reading = source(data, rng)
         asked = reading.first
 
-        def content(documents: str, question: str = asked.question) -> str:
-            return f"{_INTRO}\n\n{documents}\n\n{_WITH_REASONS}\n\nQuestion: {question}"
+        def content(documents: str) -> str:
+            return f"{_INTRO}\n\n{documents}\n\n{_WITH_REASONS}\n\nQuestion: {asked.question}"
 
         documents = _documents(
             name,
@@ -109,22 +113,21 @@ def with_reasons(
             [*reading.second.documents, *reading.others],
             rng.random(),
             tokens - _REASONS_TOKENS,
-            lambda text, content=content: count_tokens(content(text)),  # type: ignore[misc]
+            lambda text: count_tokens(f"{content(text)}\n{_QUOTE}"),
         )
-        built.append(
-            Item(
-                name="",
-                task=name,
-                messages=(
-                    {"role": "user", "content": content(documents)},
-                    {"role": "assistant", "content": _QUOTE},
-                ),
-                answers=tuple(asked.answers),
-                max_tokens=_REASONS_TOKENS,
-                match="f1",
-            )
+        return Item(
+            name="",
+            task=name,
+            messages=(
+                {"role": "user", "content": content(documents)},
+                {"role": "assistant", "content": _QUOTE},
+            ),
+            answers=tuple(asked.answers),
+            max_tokens=_REASONS_TOKENS,
+            match="f1",
         )
-    return built
+
+    return [first_fitting(f"{seed}:{name}:{number}", draw) for number in range(count)]
 
 
 def second_turn(
@@ -136,12 +139,11 @@ def second_turn(
     prompt has the documents, both questions and the first answer.
     """
     source = SOURCES[name.partition("_")[0]]
-    built = []
-    for number in range(count):
-        rng = random.Random(f"{seed}:{name}:{number}")
+
+    def draw(rng: random.Random) -> Item:
         reading = source(data, rng)
 
-        def chat(documents: str, reading: Reading = reading) -> tuple[Message, ...]:
+        def chat(documents: str) -> tuple[Message, ...]:
             first = f"{_INTRO}\n\n{documents}\n\n{_SHORTLY}\n\nQuestion: {reading.first.question}"
             return (
                 {"role": "user", "content": first},
@@ -155,22 +157,19 @@ def second_turn(
             reading.others,
             rng.random(),
             tokens - _SECOND_TURN_TOKENS,
-            lambda text, chat=chat: count_tokens(  # type: ignore[misc]
-                "\n".join(message["content"] for message in chat(text))
-            ),
+            lambda text: count_tokens("\n".join(message["content"] for message in chat(text))),
         )
-        built.append(
-            Item(
-                name="",
-                task=name,
-                messages=chat(documents),
-                answers=tuple(reading.second.answers),
-                max_tokens=_SECOND_TURN_TOKENS,
-                turns=(1,),
-                match="f1",
-            )
+        return Item(
+            name="",
+            task=name,
+            messages=chat(documents),
+            answers=tuple(reading.second.answers),
+            max_tokens=_SECOND_TURN_TOKENS,
+            turns=(1,),
+            match="f1",
         )
-    return built
+
+    return [first_fitting(f"{seed}:{name}:{number}", draw) for number in range(count)]
 
 
 def _documents(

@@ -15,8 +15,9 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.field.data import FieldData
 from vllm_kvcompress.compare.tasks import CountTokens, Item
@@ -27,6 +28,7 @@ _FILLER = (
 )
 _DEPTHS = [round(100 * number / 39) for number in range(40)]
 """RULER's 40 depths of a needle in a haystack, in percent."""
+_DRAWS = 20
 _SHORT = 4096
 """Below this length, RULER's lists of words have fewer repetitions."""
 
@@ -48,6 +50,7 @@ class Sample:
     is_single: bool = False
 
 
+Drawn = TypeVar("Drawn")
 Fill = Callable[[int], Sample]
 """Takes a number of haystack units and returns the prompt. Equal numbers give equal prompts."""
 Family = Callable[[FieldData, random.Random, Mapping[str, Any], int], Fill]
@@ -62,10 +65,13 @@ def items(
     family, template = task["task"], data.ruler_templates[task["task"]]
     max_tokens: int = template["tokens_to_generate"]
     built = []
-    for number in range(count):
-        rng = random.Random(f"{seed}:{name}:{number}")
+
+    def draw(rng: random.Random) -> Sample:
         fill = FAMILIES[family](data, rng, task["args"], tokens)
-        sample = _longest(name, fill, template, tokens - max_tokens, count_tokens)
+        return _longest(name, fill, template, tokens - max_tokens, count_tokens)
+
+    for number in range(count):
+        sample = first_fitting(f"{seed}:{name}:{number}", draw)
         question, prefix = _texts(template, sample)
         built.append(
             Item(
@@ -81,6 +87,18 @@ def items(
             )
         )
     return built
+
+
+def first_fitting(seed: str, draw: Callable[[random.Random], Drawn]) -> Drawn:
+    """Return the first of a few draws that fits: some questions have long documents.
+
+    Raises:
+        ConfigError: none of them fits.
+    """
+    for attempt in range(_DRAWS - 1):
+        with suppress(ConfigError):
+            return draw(random.Random(f"{seed}:{attempt}" if attempt else seed))
+    return draw(random.Random(f"{seed}:{_DRAWS}"))
 
 
 def _texts(template: Mapping[str, Any], sample: Sample) -> tuple[str, str]:

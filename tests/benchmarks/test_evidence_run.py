@@ -132,13 +132,17 @@ def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     argv += ["--max-tokens", "44", "--count", "1", "--forced", "--threads", "1"]
     packed = '{"compress": "cake-chunk", "packed_dtype": "k4v3", "budget": [1.0, 0.5]}'
     evicting = '{"compress": "cake-chunk", "cache": "fp8", "budget": 0.5}'
+    within = '{"compress": "cake", "bytes": [0.6, 0.3]}'
     methods = ["cake", f"packed={packed}", f"evicting={evicting}", "fp8", "turboquant_k8v4"]
+    methods += [f"within={within}"]
     evidence.main([*argv, "--out", str(out), "--methods", *methods])
     lines = {(line["method"], line["budget"]): line for line in read([out]) if "kl" in line}
-    assert list(lines) == [
+    assert set(lines) == {
         ("cake", 0.5), ("fp8", 1.0), ("turboquant_k8v4", 1.0), ("packed", 0.5), ("packed", 1.0),
-        ("evicting", 0.5),
-    ]  # fmt: skip
+        ("evicting", 0.5), ("within", 0.6), ("within", 0.3),
+    }  # fmt: skip
+    for share in (0.6, 0.3):  # as many blocks of 16 tokens as fit, of about 300 tokens
+        assert share - 0.06 < lines["within", share]["bytes"] <= share
     assert lines["fp8", 1.0]["bytes"] == 0.5
     # A third of the layers, the middle one, has 8-bit keys and 4-bit values with a scale.
     assert lines["turboquant_k8v4", 1.0]["bytes"] == pytest.approx((2 + 100 / 256) / 3, abs=1e-5)
@@ -156,9 +160,9 @@ def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     table = text.split("ordinary requests, 1 prompts, by bytes:\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
     assert rows[0] == ["method", "budget", "bytes", "KL", "equal tokens"]
-    shares = [float(row[2]) for row in rows[2:8]]
+    shares = [float(row[2]) for row in rows[2:10]]
     assert shares == sorted((round(line["bytes"], 3) for line in lines.values()), reverse=True)
-    assert [row[0] for row in rows[2:4]] == ["`turboquant_k8v4`", "`fp8`"]
+    assert [row[0] for row in rows[2:5]] == ["`turboquant_k8v4`", "`within`", "`fp8`"]
     assert (tmp_path / "formats.png").read_bytes().startswith(b"\x89PNG")
 
 
