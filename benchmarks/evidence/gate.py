@@ -1,25 +1,29 @@
-"""Check the quality of the recommended preset against recorded floors: `make gate`.
+"""Check the quality of the recommended settings against recorded floors: `make gate`.
 
-    python -m benchmarks.evidence.gate               # twenty minutes
+    python -m benchmarks.evidence.gate               # under ten minutes on two quiet cores
     python -m benchmarks.evidence.gate --short       # the size that the tests run
     python -m benchmarks.evidence.gate --write       # measure and write new floors
 
-The prompts never change, so only code changes the results. Two groups of prompts are measured:
+The settings are the recommended preset's: 100, 60 and 40 % of the tokens in k4v3, and 20 % in 16
+bits. The prompts never change, so only code changes the results. Four groups of prompts are
+measured:
 
-* Needles: hidden facts. The preset runs without its look-ahead, because most outputs name the fact
-  within a look-ahead, before the prompt is compressed.
-* Ordinary requests: the preset as it is, from the first token that may read a compressed prompt.
+* RULER: tasks that the demo's model can do, compressed when the prefill ends, because most outputs
+  name the answer within a look-ahead.
+* Answers with reasons about documents of HotpotQA and SQuAD, with the look-ahead, from the first
+  token that may read a compressed prompt.
+* Second turns about such documents, compressed when the prefill ends.
+* Ordinary requests, as answers with reasons.
 
 A floor is the lower end of the 95 % interval that was measured when it was written. A KL ceiling is
-the upper end. In each group a worse baseline must fail: `random` for needles, and the preset
-without its look-ahead for ordinary requests. Floors that such a baseline passes would catch
-nothing.
+the upper end. In each group a worse baseline must fail all floors: random eviction, or the preset
+at half of the bytes without its look-ahead. Floors that such a baseline passes would catch nothing.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,70 +31,100 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.__main__ import measure, parse_methods, prefill_items
-from benchmarks.evidence.cells import ALL, ORDINARY, Cell, cells
+from benchmarks.evidence.__main__ import budgets_for, measure, prefill_items
+from benchmarks.evidence.cells import ORDINARY, REASONS, RULER, SECOND_TURNS, Cell, cells
 from benchmarks.evidence.reference_model import ReferenceModel
-from benchmarks.evidence.variants import WITHOUT_LOOKAHEAD
+from benchmarks.field import field_items, reading
+from benchmarks.field.data import FieldData
 from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
 from vllm_kvcompress.compare.tasks import Item, QuestionAt, build_items
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
 
 FLOORS = Path(__file__).with_name("floors.json")
 POSITIONS = "from 33"
 """Range of output tokens to check: it starts after the preset's look-ahead."""
 SLACK = 1.25
-"""Factor on the losses that ordinary requests may show.
+"""Factor on the losses that outputs along many tokens may show.
 
 Processors round differently. Where two tokens are nearly equally likely, a long output can continue
 in other words.
 """
-NEEDLES, REQUESTS = "needles", "requests"
+SIXTEEN_BITS = "16 bits"
+SIXTEEN_BITS_BUDGET = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The prompts and budgets of one gate size.
+    """The prompts of one gate size.
 
     Args:
-        tasks: tasks with expected answers, from TASKS.
-        tokens: maximum prompt length in tokens.
-        texts: number of texts per task.
-        per_text: number of questions per text.
-        budgets: budgets to check. Short prompts keep very few tokens at a small budget.
+        ruler: RULER's tasks to ask.
+        ruler_tokens: their maximum tokens of prompt and output together.
+        ruler_count: prompts per such task.
+        sources: sources of the documents, from `reading.SOURCES`.
+        reading_tokens: maximum tokens of prompts about documents and of ordinary requests.
+        reading_count: answers with reasons, and second turns, per source.
         instructions: tasks of ordinary requests.
         requests: requests per such task; half of them have the question before the text.
     """
 
-    tasks: tuple[str, ...]
-    tokens: int
-    texts: int
-    per_text: int
-    budgets: tuple[float, ...]
+    ruler: tuple[str, ...]
+    ruler_tokens: int
+    ruler_count: int
+    sources: tuple[str, ...]
+    reading_tokens: int
+    reading_count: int
     instructions: tuple[str, ...]
     requests: int
 
 
 SIZES = {
     "full": Size(
-        tasks=("niah-multikey-1", "niah-multiquery"),
-        tokens=2200,
-        texts=12,
-        per_text=3,
-        budgets=(0.2, 0.1),
+        ruler=("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multiquery", "qa_1"),
+        ruler_tokens=2048,
+        ruler_count=4,
+        sources=tuple(reading.SOURCES),
+        reading_tokens=1536,
+        reading_count=5,
         instructions=tuple(INSTRUCTIONS),
-        requests=4,
+        requests=2,
     ),
     "short": Size(
-        tasks=("niah-multikey-1",),
-        tokens=1100,
-        texts=3,
-        per_text=4,
-        budgets=(0.3, 0.2),
+        ruler=("niah_single_1",),
+        ruler_tokens=1100,
+        ruler_count=4,
+        sources=("squad",),
+        reading_tokens=1000,
+        reading_count=3,
         instructions=("explain",),
         requests=2,
     ),
 }
+
+
+def recommended_settings(*, lookahead: bool) -> dict[str, str]:
+    """Return the recommended settings by name, as JSON.
+
+    Args:
+        lookahead: whether settings that evict use the preset's look-ahead. A budget of 1.0 has none
+            in the engine.
+    """
+    found: dict[str, Mapping[str, Any]] = {
+        name: {"packed_dtype": "k4v3", "budget": budget}
+        for name, budget in RECOMMENDED_BUDGETS.items()
+    }
+    found[SIXTEEN_BITS] = {"budget": SIXTEEN_BITS_BUDGET}
+    return {
+        name: json.dumps(
+            {
+                "compress": RECOMMENDED,
+                **settings,
+                **({} if lookahead and settings["budget"] < 1 else {"lookahead": 0}),
+            }
+        )
+        for name, settings in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,30 +132,43 @@ class PromptGroup:
     """Prompts that are checked together.
 
     Args:
-        method: the method that must pass.
-        baseline: a worse method that must fail.
-        baseline_fails: the floor that the baseline must miss.
         task: name of the cell over all prompts of the group.
+        lookahead: whether the settings use the preset's look-ahead.
+        baseline: settings of a worse method that must fail.
+        baseline_fails: the floor that the baseline must miss.
     """
 
-    method: str
-    baseline: str
-    baseline_fails: Literal["share", "kl"]
     task: str
+    lookahead: bool
+    baseline: Mapping[str, Any]
+    baseline_fails: Literal["share", "kl"]
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """Return the recommended settings and the baseline, by name."""
+        return {
+            **recommended_settings(lookahead=self.lookahead),
+            BASELINE: json.dumps(self.baseline),
+        }
 
 
-GROUPS: Mapping[str, PromptGroup] = {
-    NEEDLES: PromptGroup(
-        method=WITHOUT_LOOKAHEAD, baseline="random", baseline_fails="share", task=ALL
-    ),
-    REQUESTS: PromptGroup(
-        method=RECOMMENDED, baseline=WITHOUT_LOOKAHEAD, baseline_fails="kl", task=ORDINARY
-    ),
+BASELINE = "baseline"
+_RANDOM: Mapping[str, Any] = {"compress": "random", "budget": SIXTEEN_BITS_BUDGET}
+_LESS: Mapping[str, Any] = {
+    "compress": RECOMMENDED,
+    "budget": SIXTEEN_BITS_BUDGET / 2,
+    "lookahead": 0,
 }
-MeasuredCells = Mapping[str, Mapping[tuple[str, float], Cell]]
-"""Cells by group name, then by method and budget."""
+GROUPS: Mapping[str, PromptGroup] = {
+    "ruler": PromptGroup(task=RULER, lookahead=False, baseline=_RANDOM, baseline_fails="share"),
+    "reasons": PromptGroup(task=REASONS, lookahead=True, baseline=_LESS, baseline_fails="kl"),
+    "turns": PromptGroup(task=SECOND_TURNS, lookahead=False, baseline=_RANDOM, baseline_fails="kl"),
+    "requests": PromptGroup(task=ORDINARY, lookahead=True, baseline=_LESS, baseline_fails="kl"),
+}
+MeasuredCells = Mapping[str, Mapping[str, Cell]]
+"""Cells by group name, then by name of the settings."""
 Floors = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""By group name and budget: the minimum "share" and the maximum "kl"."""
+"""By group name and name of the settings: the minimum "share" and the maximum "kl"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,11 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.write:
         floors[size] = {
             name: {
-                str(budget): floor_of(cell)
-                for (method, budget), cell in found[name].items()
-                if method == group.method
+                settings: floor_of(name, cell)
+                for settings, cell in found[name].items()
+                if settings != BASELINE
             }
-            for name, group in GROUPS.items()
+            for name in GROUPS
         }
         FLOORS.write_text(json.dumps(floors, indent=2) + "\n")
     faults = check(found, floors[size])
@@ -153,74 +200,84 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_cells(model: ReferenceModel, model_name: str, size: Size) -> MeasuredCells:
-    """Return the cells of each group's method and baseline."""
-    return {name: _measure_group(model, model_name, size, name) for name in GROUPS}
+    """Return the cells of each group's settings and baseline."""
+    data = FieldData()
+    return {name: _measure_group(model, model_name, size, data, name) for name in GROUPS}
 
 
 def _measure_group(
-    model: ReferenceModel, model_name: str, size: Size, name: str
-) -> Mapping[tuple[str, float], Cell]:
-    group = GROUPS[name]
-    methods = parse_methods([group.method, group.baseline])
-    pending = [(method, budget) for method in methods for budget in size.budgets]
+    model: ReferenceModel, model_name: str, size: Size, data: FieldData, name: str
+) -> Mapping[str, Cell]:
+    methods = GROUPS[name].methods
+    pending = [
+        (method, budget) for method, raw in methods.items() for budget in budgets_for(raw, ())
+    ]
     results: list[dict[str, Any]] = []
     # One value of "question" for both positions, so that they share a cell.
-    prompts = {"model": model_name, "question": "", "tokens": size.tokens}
-    for seed, items in enumerate(_items(model, size, name), 1):
+    prompts = {"model": model_name, "question": "", "tokens": 0}
+    for seed, items in enumerate(_items(model, size, data, name), 1):
         for item, prompt in prefill_items(model, items, lambda _: True, with_column_sums=False):
             for line in measure(model, item, prompt, pending, methods, decode_fully=False):
-                results.append(
-                    {**prompts, "seed": seed, "task": item.task, "group": item.group, **line}
-                )
-    return {(c.method, c.budget): c for c in cells(results) if c.task == group.task}
+                origin = {"seed": seed, "task": item.task, "item": item.name, "group": item.group}
+                results.append({**prompts, **origin, **line})
+    return {c.method: c for c in cells(results) if c.task == GROUPS[name].task}
 
 
-def _items(model: ReferenceModel, size: Size, name: str) -> Iterator[list[Item]]:
-    """Yield the prompts of a group, one list per question position."""
-    if name == NEEDLES:
-        yield build_items(
-            size.tasks,
-            count=size.texts * size.per_text,
-            tokens=size.tokens,
+def _items(
+    model: ReferenceModel, size: Size, data: FieldData, name: str
+) -> Sequence[Sequence[Item]]:
+    """Return the prompts of a group, one list per seed."""
+    if name == "requests":
+        positions: Sequence[QuestionAt] = ("first", "last")
+        return [
+            build_items(
+                size.instructions,
+                count=size.requests // 2,
+                tokens=size.reading_tokens,
+                seed=seed,
+                question=position,
+                count_tokens=model.count_tokens,
+                questions_per_text=1,
+            )
+            for seed, position in enumerate(positions, 1)
+        ]
+    suffix = {"reasons": "_reasons", "turns": "_second_turn"}
+    is_ruler = name == "ruler"
+    return [
+        field_items(
+            data,
+            size.ruler if is_ruler else [source + suffix[name] for source in size.sources],
+            count=size.ruler_count if is_ruler else size.reading_count,
+            tokens=size.ruler_tokens if is_ruler else size.reading_tokens,
             seed=1,
-            question="last",
             count_tokens=model.count_tokens,
-            questions_per_text=size.per_text,
         )
-        return
-    positions: Sequence[QuestionAt] = ("first", "last")
-    for seed, position in enumerate(positions, 1):
-        yield build_items(
-            size.instructions,
-            count=size.requests // 2,
-            tokens=size.tokens,
-            seed=seed,
-            question=position,
-            count_tokens=model.count_tokens,
-            questions_per_text=1,
-        )
+    ]
 
 
 class GatedFigures(NamedTuple):
     """The two figures of a cell that have floors."""
 
     share: Estimate
-    """Needles: share of the full cache's score. Ordinary requests: share of equal tokens."""
+    """RULER: share of the full cache's score. Second turns: F1 with the full cache's answer. Other
+    groups: share of equal tokens."""
     kl: Estimate
-    """Nats per token; for ordinary requests, only within `POSITIONS`."""
+    """Nats per token; with a look-ahead, only within `POSITIONS`."""
 
 
-def gated_figures(cell: Cell) -> GatedFigures:
-    if cell.score is None:
+def gated_figures(name: str, cell: Cell) -> GatedFigures:
+    if GROUPS[name].lookahead:
         return GatedFigures(cell.along[POSITIONS].top1, cell.along[POSITIONS].kl)
+    share = cell.score if name == "ruler" else cell.answer_f1
+    assert share is not None
     assert cell.kl is not None
-    return GatedFigures(cell.score, cell.kl)
+    return GatedFigures(share, cell.kl)
 
 
-def floor_of(cell: Cell) -> dict[str, float]:
-    """Return the floor and ceiling of a cell: interval ends, with `SLACK` for ordinary requests."""
-    share, kl = gated_figures(cell)
-    slack = SLACK if cell.score is None else 1.0
+def floor_of(name: str, cell: Cell) -> dict[str, float]:
+    """Return the floor and ceiling of a cell: interval ends, with `SLACK` along many tokens."""
+    share, kl = gated_figures(name, cell)
+    slack = SLACK if GROUPS[name].lookahead else 1.0
     return {"share": round(1 - slack * (1 - share.low), 4), "kl": round(slack * kl.high, 4)}
 
 
@@ -228,18 +285,18 @@ def check(found: MeasuredCells, floors: Floors) -> list[str]:
     """Return one sentence per failed check."""
     faults = []
     for name, group in GROUPS.items():
-        for budget, floor in ((float(key), floor) for key, floor in floors[name].items()):
-            method = gated_figures(found[name][group.method, budget])
-            baseline = gated_figures(found[name][group.baseline, budget])
-            if method.share.mean < floor["share"]:
+        baseline = gated_figures(name, found[name][BASELINE])
+        for settings, floor in floors[name].items():
+            figures = gated_figures(name, found[name][settings])
+            if figures.share.mean < floor["share"]:
                 faults.append(
-                    f"{name}: {group.method} at {budget} must reach a share of at least"
-                    f" {floor['share']:.1%} of the full cache, got {method.share.mean:.1%}"
+                    f"{name}: {settings} must reach a share of at least {floor['share']:.1%} of the"
+                    f" full cache, got {figures.share.mean:.1%}"
                 )
-            if method.kl.mean > floor["kl"]:
+            if figures.kl.mean > floor["kl"]:
                 faults.append(
-                    f"{name}: {group.method} at {budget} must have a KL of at most {floor['kl']}"
-                    f" nats per token from the full cache, got {method.kl.mean:.4f}"
+                    f"{name}: {settings} must have a KL of at most {floor['kl']} nats per token"
+                    f" from the full cache, got {figures.kl.mean:.4f}"
                 )
             passes = {
                 "share": baseline.share.mean >= floor["share"],
@@ -247,9 +304,10 @@ def check(found: MeasuredCells, floors: Floors) -> list[str]:
             }
             if passes[group.baseline_fails]:
                 faults.append(
-                    f"{name}: the floors at {budget}, {floor['share']:.1%} and {floor['kl']} nats,"
-                    f" would let {group.baseline} pass with {baseline.share.mean:.1%} and"
-                    f" {baseline.kl.mean:.4f} nats: use more or harder prompts"
+                    f"{name}: the floors of {settings}, {floor['share']:.1%} and {floor['kl']}"
+                    f" nats, would let {json.dumps(group.baseline)} pass with"
+                    f" {baseline.share.mean:.1%} and {baseline.kl.mean:.4f} nats: use more or"
+                    " harder prompts"
                 )
     return faults
 
@@ -257,16 +315,16 @@ def check(found: MeasuredCells, floors: Floors) -> list[str]:
 def table(found: MeasuredCells, floors: Floors) -> Table:
     """Return a table of all cells with their floors."""
     report = Table(
-        "prompts", "method", "budget", "share", "low", "floor", "KL", "high", "ceiling", "number"
+        "prompts", "settings", "bytes", "share", "low", "floor", "KL", "high", "ceiling", "number"
     )
     for name, cells_of_group in found.items():
-        for (method, budget), cell in cells_of_group.items():
-            share, kl = gated_figures(cell)
-            floor = floors[name][str(budget)] if method == GROUPS[name].method else None
+        for settings, cell in cells_of_group.items():
+            share, kl = gated_figures(name, cell)
+            floor = floors[name].get(settings)
             report.add_row(
                 name,
-                method,
-                f"{budget:g}",
+                settings,
+                f"{cell.bytes:.0%}",
                 f"{share.mean:.1%}",
                 f"{share.low:.1%}",
                 f"{floor['share']:.1%}" if floor else "",

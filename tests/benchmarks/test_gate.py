@@ -1,4 +1,4 @@
-"""The quality gate passes the recommended preset on a real model and fails worse methods."""
+"""The quality gate passes the recommended settings on a real model and fails worse methods."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,10 @@ import pytest
 from benchmarks.evidence import gate
 from benchmarks.evidence.cells import POSITION_RANGES, cells
 from benchmarks.evidence.reference_model import ReferenceModel
+from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS
 from vllm_kvcompress.settings.config import CompressionConfig
+
+SETTINGS = [*RECOMMENDED_BUDGETS, gate.SIXTEEN_BITS]
 
 
 @pytest.fixture(scope="module")
@@ -16,50 +19,63 @@ def short(demo_model):
     return gate.measure_cells(ReferenceModel(demo_model), "demo", gate.SIZES["short"])
 
 
-BUDGETS = gate.SIZES["short"].budgets
-
-
 @pytest.fixture(scope="module")
 def floors():
     return json.loads(gate.FLOORS.read_text())
 
 
-def test_the_recommended_preset_stays_above_its_floors(short, floors):
+def test_the_recommended_settings_stay_above_their_floors(short, floors):
     assert gate.check(short, floors["short"]) == []
 
 
 @pytest.mark.parametrize("name", list(gate.GROUPS))
 def test_a_worse_method_fails_the_gate(short, floors, name):
     group = gate.GROUPS[name]
-    swapped = {(group.method, budget): short[name][group.baseline, budget] for budget in BUDGETS}
-    faults = gate.check({**short, name: {**short[name], **swapped}}, floors["short"])
-    assert all(fault.startswith(f"{name}: {group.method}") for fault in faults)
-    if name == gate.NEEDLES:
-        assert sum("must reach a share of at least" in fault for fault in faults) == len(BUDGETS)
-    assert sum("nats per token" in fault for fault in faults) == len(BUDGETS)
+    worse = dict.fromkeys([*SETTINGS, gate.BASELINE], short[name][gate.BASELINE])
+    faults = gate.check({**short, name: worse}, floors["short"])
+    assert all(fault.startswith(f"{name}: ") for fault in faults)
+    rule = {"share": "must reach a share of at least", "kl": "nats per token from"}
+    failed = [fault for fault in faults if rule[group.baseline_fails] in fault]
+    assert len(failed) == len(SETTINGS)
 
 
 def test_floors_that_a_worse_method_passes_fail_the_gate(short):
-    low = {str(budget): {"share": 0.0, "kl": 99.0} for budget in BUDGETS}
+    low = {name: {"share": 0.0, "kl": 99.0} for name in SETTINGS}
     faults = gate.check(short, dict.fromkeys(gate.GROUPS, low))
-    assert len(faults) == len(BUDGETS) * len(gate.GROUPS)
-    assert "would let random pass" in faults[0]
+    assert len(faults) == len(SETTINGS) * len(gate.GROUPS)
+    assert 'would let {"compress": "random", "budget": 0.2} pass' in faults[0]
 
 
-def test_ordinary_requests_are_checked_after_the_look_ahead():
-    lookahead = CompressionConfig.parse(
-        {"compress": gate.GROUPS[gate.REQUESTS].method}
-    ).resolved_lookahead
-    assert POSITION_RANGES[gate.POSITIONS].start == lookahead
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_the_gate_checks_the_settings_that_the_product_recommends(lookahead):
+    found = {
+        name: CompressionConfig.parse(json.loads(raw))
+        for name, raw in gate.recommended_settings(lookahead=lookahead).items()
+    }
+    budgets = {name: config.budget for name, config in found.items()}
+    assert budgets == {**RECOMMENDED_BUDGETS, gate.SIXTEEN_BITS: 0.2}
+    for name, config in found.items():
+        assert config.resolved_packed_dtype == ("auto" if name == gate.SIXTEEN_BITS else "k4v3")
+        evicts = config.budget < 1
+        expected = POSITION_RANGES[gate.POSITIONS].start if lookahead and evicts else 0
+        assert config.resolved_lookahead == expected
 
 
-def test_the_full_gate_has_floors_for_all_its_budgets(floors):
-    assert floors["full"].keys() == gate.GROUPS.keys()
-    for part in floors["full"].values():
-        assert set(part) == {str(budget) for budget in gate.SIZES["full"].budgets}
-        for floor in part.values():
+@pytest.mark.parametrize("size", list(gate.SIZES))
+def test_each_gate_has_floors_for_all_its_settings(floors, size):
+    assert floors[size].keys() == gate.GROUPS.keys()
+    for group in floors[size].values():
+        assert list(group) == SETTINGS
+        for floor in group.values():
             assert 0.2 < floor["share"] <= 1.0
             assert 0.0 < floor["kl"] < 3.0
+
+
+def test_the_gate_compares_the_mean_with_the_floor(short, floors):
+    cell, floor = short["ruler"]["safe"], floors["short"]["ruler"]["safe"]["share"]
+    below = replace(cell, score=replace(cell.score, mean=floor - 0.01))
+    swapped = {**short["ruler"], "safe": below}
+    assert len(gate.check({**short, "ruler": swapped}, floors["short"])) == 1
 
 
 def line(**changes):
@@ -100,15 +116,6 @@ def test_plain_texts_have_no_score_and_no_combined_cell():
     found = cells([line(task="texts", group=None, full=0.0, score=0.0)])
     assert [(cell.task, cell.score) for cell in found] == [("texts", None)]
     assert found[0].kl.mean == pytest.approx(0.2)
-
-
-def test_the_gate_compares_the_mean_with_the_floor(short, floors):
-    method, budget = gate.GROUPS[gate.NEEDLES].method, BUDGETS[0]
-    cell = short[gate.NEEDLES][method, budget]
-    floor = floors["short"][gate.NEEDLES][str(budget)]["share"]
-    below = replace(cell, score=replace(cell.score, mean=floor - 0.01))
-    swapped = {**short[gate.NEEDLES], (method, budget): below}
-    assert len(gate.check({**short, gate.NEEDLES: swapped}, floors["short"])) == 1
 
 
 def ordinary(**changes):
