@@ -5,7 +5,7 @@ from rich.table import Table
 
 from vllm_kvcompress.commands.forecast import Concurrency, Forecast, InPieces, WorstCase
 from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
-from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
 
 _WASTEFUL = 1.1
 """Kept tokens per token of the budget from which the block size wastes memory."""
@@ -72,14 +72,15 @@ def show_forecast(
 
 
 def recommended_note() -> str:
-    """Return a note about the recommended budgets, in bytes."""
+    """Return a note about the recommended budgets and the memory measured with them."""
     budgets = ", ".join(
-        f"{name} {budget:g} ({budget / 4:.0%} of the prompt's bytes)"
+        f"{name} {budget:g} ({RECOMMENDED_MEMORY[name]:.0%})"
         for name, budget in RECOMMENDED_BUDGETS.items()
     )
     return (
-        f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3: {budgets}. Measure them"
-        " on your prompts with kvcompress compare."
+        f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3, and the share of 16-bit"
+        f" memory that measured prompts took: {budgets}. Compare them on your prompts with"
+        " kvcompress compare."
     )
 
 
