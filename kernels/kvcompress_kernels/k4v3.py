@@ -1,5 +1,7 @@
 """The packed format k4v3: 64 tokens with 4-bit keys and 3-bit values in the bytes of 16 tokens.
 
+To pack tokens is to quantise them in this format, and a packed page holds such tokens.
+
 A group is up to 64 kept tokens of one layer and KV head. Keys get a scale and a minimum per channel
 over the group's tokens, values per token over the head's channels:
 
@@ -19,8 +21,9 @@ The bytes of a group with head dim D, where t is the token and i counts planes:
     [60 D, 60 D + 128)        scale of each token's values
     [60 D + 128, 60 D + 256)  minimum of each token's values
 
-They lie in rows of ``2 * D * itemsize`` bytes, the row of one token of an ordinary page. So every
-cache layout of vLLM can hold them, whatever lies between two rows. A page of `block_size` rows has
+A group takes the bytes of ``32 / itemsize`` tokens of an ordinary page, each with
+``2 * D * itemsize`` bytes. So every cache layout of vLLM can hold it, whatever lies between two
+tokens. A packed page, in the bytes of `block_size` ordinary tokens, has
 ``block_size * itemsize / 32`` groups, which follow each other. Bytes after a group's last token and
 after ``60 D + 256`` hold nothing.
 """
@@ -53,15 +56,19 @@ class Group(NamedTuple):
 
 
 def rows_per_group(itemsize: int) -> int:
-    """Return the rows of an ordinary page that hold a group, for a cache of `itemsize` bytes."""
+    """Return how many tokens of an ordinary page take as many bytes as a group.
+
+    Args:
+        itemsize: bytes of a cached number.
+    """
     return 32 // itemsize
 
 
 def page_tokens(block_size: int, itemsize: int) -> int:
-    """Return the tokens that a packed page holds.
+    """Return how many tokens a packed page holds.
 
     Args:
-        block_size: tokens of an ordinary page.
+        block_size: tokens of an ordinary page of the same size.
         itemsize: bytes of a cached number.
     """
     return block_size // rows_per_group(itemsize) * GROUP

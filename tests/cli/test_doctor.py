@@ -222,7 +222,9 @@ def test_prompt_longer_than_the_pool_passes(lookahead, run_doctor_in_process, ti
     assert all(sum(share) < len(share) / 2 for share in kept["share"])
 
 
-@pytest.mark.parametrize(("method", "budget"), [("cake", "1.0"), ("cake-chunk", "0.4")])
+@pytest.mark.parametrize(
+    ("method", "budget"), [("cake", "1.0"), ("cake-chunk", "0.4"), ("cake-chunk", "1.0")]
+)
 def test_kept_tokens_in_k4v3_are_checked(method, budget, run_doctor_in_process, wide):
     flags = ["--kv-compress", method, "--kv-budget", budget, "--kv-packed-dtype", "k4v3"]
     flags += ["--tokens", "1500", "--explain"]
@@ -232,12 +234,15 @@ def test_kept_tokens_in_k4v3_are_checked(method, budget, run_doctor_in_process, 
     assert all(check["ok"] for check in found.values()), done.err
     kept = KeptMap.from_json(json.loads(done.out)["kept"])
     assert kept.title == f"qwen3, {method}, budget {budget}, k4v3"
+    waits = (method, budget) == ("cake-chunk", "0.4")
+    assert ("look-ahead" in found["blocks"]["detail"]) == waits
     share = kept.mean / 1500
     assert share == 1 if budget == "1.0" else 0.3 < share < 0.6
 
 
-def test_prompts_in_pieces_in_k4v3_are_checked(run_doctor_in_process, wide):
-    flags = ["--kv-compress", "cake", "--kv-budget", "1.0", "--kv-packed-dtype", "k4v3"]
+@pytest.mark.parametrize("method", ["cake", "cake-chunk"])
+def test_prompts_in_pieces_in_k4v3_are_checked(method, run_doctor_in_process, wide):
+    flags = ["--kv-compress", method, "--kv-budget", "1.0", "--kv-packed-dtype", "k4v3"]
     pieces = ["--kv-max-whole", "256", "--kv-piece", "96"]
     done = run_doctor_in_process(
         "doctor", wide, "--json", *flags, "--tokens", "1500", *TINY, *pieces

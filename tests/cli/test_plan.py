@@ -165,6 +165,39 @@ def test_blocks_in_k4v3_after_a_look_ahead_equal_the_engines(wide):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("pieces", [{}, {"max_whole": 256, "piece": 96}])
+def test_blocks_of_a_prompt_that_drops_no_token_have_no_look_ahead(wide, pieces):
+    config = settings("cake-chunk", 1.0, packed_dtype="k4v3", lookahead=32, **pieces)
+    with engine(wide, additional_config=config, max_model_len=2048) as llm:
+        held = held_blocks(llm, tokens(700, seed=1), 70)
+    forecast = make_forecast(wide, 700, 70, config["kvcompress"], longest=2048)
+    assert (held[-70], held[-1]) == (forecast.on.decoding, forecast.on.end)
+    assert (forecast.lookahead, forecast.on.looking) == (0, forecast.on.decoding)
+    assert forecast.on.prefill <= forecast.off.prefill == 22
+    assert forecast.kept_tokens == 700
+
+
+def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, run_in_process):
+    """Its output may be shorter than the look-ahead that lower budgets have."""
+    config = {"compress": "cake-chunk", "packed_dtype": "k4v3", "min_prompt": 128}
+    every = make_forecast(wide, 700, 8, {**config, "budget": 1.0})
+    assert (every.left_whole, every.lookahead) == (None, 0)
+    assert every.on.prefill == every.off.prefill
+    some = make_forecast(wide, 700, 70, {**config, "budget": 0.6})
+    assert (some.lookahead, some.on.prefill) == (32, some.off.prefill + 1)
+    # Rounded up to whole pages, this budget keeps every token, but not in the cache's dtype.
+    rounded = make_forecast(wide, 700, 70, {**config, "budget": 0.95})
+    assert (rounded.kept_tokens, rounded.lookahead, rounded.auto.lookahead) == (700, 0, 32)
+
+    def text(budget):
+        flags = ("--kv-budget", budget, "--kv-packed-dtype", "k4v3")
+        return run_in_process("plan", wide, "--len", 2000, *flags, *CPU_FLAGS).out
+
+    assert "look-ahead" in text(0.6)
+    assert "look-ahead" not in text(1.0)
+
+
+@pytest.mark.engine
 def test_blocks_of_outputs_in_k4v3_equal_the_engines(wide):
     config = settings("cake", 0.6, packed_dtype="k4v3", decode_interval=256)
     with engine(wide, additional_config=config, max_model_len=2048) as llm:

@@ -194,6 +194,33 @@ def test_a_server_that_compresses_under_aliases_only_is_checked_with_one(meaning
     assert [(body["model"], body.get("vllm_xargs")) for body in bodies] == [("m@kv", None)]
 
 
+@pytest.mark.parametrize(
+    "labels",
+    ['method="off",allow_override="cake-chunk",lookahead=""', 'method="cake",lookahead="0"'],
+    ids=["opt-in", "another method"],
+)
+def test_a_chosen_method_has_its_own_look_ahead(labels, run_in_process):
+    """The prompt stays uncompressed for the first 2 of the 7 times that its blocks are counted."""
+
+    def page(*args, **figures) -> str:
+        return on(*args, **figures).replace('method="cake",min', f"{labels},min")
+
+    class WithLookahead(FakePages):
+        def _metrics(self) -> str:
+            metrics = super()._metrics()
+            if self.completion_requested and self.num_reads <= 2:
+                return page(3, 3, running=1, usage=0.07)
+            return metrics
+
+    pages = WithLookahead(
+        page(3, 3), page(4, 4, freed=60, running=1, usage=0.015), page(4, 4, freed=60)
+    )
+    with server(pages) as url:
+        result = run_in_process("doctor", "--url", url, "--kv-compress", "cake-chunk", "--json")
+    assert result.status == 0, result.out
+    assert "15 blocks in use" in checks_of(result)["usage"]["detail"]
+
+
 def test_a_server_without_k4v3_fails_the_check_of_a_request_for_it(run_in_process):
     with server(FakePages(on(3, 3), "", "")) as url:
         result = run_in_process("doctor", "--url", url, "--kv-packed-dtype", "k4v3", "--json")

@@ -13,7 +13,7 @@ from checkpoints import text_checkpoint
 from forks import serve_forking
 from vllm_kvcompress.cli import app
 from vllm_kvcompress.engine.startup.cli_args import add_flags
-from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,8 @@ def test_the_settings_match_the_table_of_cache_formats(name):
     )
     _, _, _, share, *positions, _ = [cell.strip() for cell in line.split("|")]
     assert memory == f"{float(share) * 100:.0f} %"
+    if name.lower() in RECOMMENDED_MEMORY:
+        assert float(share) == RECOMMENDED_MEMORY[name.lower()]
     if name == "Small":
         assert cells("**Quality, a loss:**")[1] == quality
     assert quality == min((cell.split(",")[0] for cell in positions), key=lambda x: float(x[:-2]))

@@ -342,6 +342,30 @@ def test_the_info_metric_has_the_format_and_the_tokens_of_its_pages(model, raw, 
     unregister_vllm_metrics()
 
 
+@pytest.mark.parametrize(
+    ("raw", "label"),
+    [
+        ({"compress": "off", "allow_override": "all"}, ""),
+        ({"compress": "off", "allow_override": "all", "lookahead": 0}, "0"),
+        ({"compress": "cake", "allow_override": "all"}, "0"),
+        ({"compress": "cake-chunk"}, "32"),
+    ],
+    ids=str,
+)
+def test_the_info_metric_has_no_look_ahead_if_each_method_has_its_own(model, raw, label):
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
+
+    unregister_vllm_metrics()
+    vllm_config = configure(model, block_size=BLOCK, dtype="float32")
+    CompressionStatLogger(vllm_config, [0], CompressionConfig.parse(raw))
+    (info,) = REGISTRY._names_to_collectors["vllm:kv_compress_info"].collect()
+    assert info.samples[0].labels["lookahead"] == label
+    unregister_vllm_metrics()
+
+
 def test_every_metric_is_documented():
     from conftest import ROOT
     from vllm_kvcompress.engine.frontend.metrics import COUNTERS

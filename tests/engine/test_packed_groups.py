@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
+from configuring import configure
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from group_replay import assert_never_written_again, assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
+from vllm_kvcompress.engine.startup import configure as configure_module
 
 MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
 LENGTHS = (900, 1500, 90, 1033)
@@ -50,6 +52,23 @@ def test_output_does_not_depend_on_other_requests(checkpoints_folder, name):
             (output,) = llm.drain().values()
             llm.assert_matches_solo_run(PROMPTS[0], count, output, cuts["cut"])
         assert llm.free_blocks == free
+
+
+@pytest.mark.parametrize(
+    ("budget", "extra", "waits"),
+    [(0.6, {}, True), (1.0, {}, False), (1.0, {"allow_override": "cake-chunk"}, True)],
+)
+def test_the_log_names_a_look_ahead_only_if_a_prompt_may_wait(
+    checkpoints_folder, monkeypatch, budget, extra, waits
+):
+    lines = []
+    monkeypatch.setattr(
+        configure_module.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    additional_config = settings("cake-chunk", budget, packed_dtype="k4v3", lookahead=32, **extra)
+    configure(make(MODEL, checkpoints_folder), additional_config=additional_config)
+    assert f"cake-chunk at a budget of {budget} packs kept tokens in k4v3" in lines
+    assert ("cake-chunk compresses a prompt after 32 output tokens" in lines) == waits
 
 
 @model_runner_v1_only

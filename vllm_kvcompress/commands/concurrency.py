@@ -31,6 +31,9 @@ from vllm_kvcompress.planning.schedules import (
     LookaheadSchedule,
     OutputGroupSchedule,
     OutputSchedule,
+    PrefillSchedule,
+    PromptSchedule,
+    lookahead_of,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
@@ -150,6 +153,7 @@ def forecast(
         packed_dtype=AUTO if page_tokens is None else K4V3,
         page_tokens=page_tokens or sizes.block_size,
         pages=0 if plan is None else plan.pages,
+        lookahead=0 if plan is None else plan.tokens - load.prompt,
         off=off,
         on=on,
         table_bytes=table_bytes(sizes, settings, num_blocks),
@@ -253,8 +257,14 @@ def _page_plan(
         sizes.layers, load.prompt, sizes.block_size, load.spans, _page_tokens(settings, sizes)
     )
     pieces = _piece_schedule(settings, sizes, load)
-    reason = _uncompressed_reason(settings, load, plan) if pieces is None else None
-    if reason is None and plan is not None and settings.resolved_lookahead:
+    prefill: PrefillSchedule | None = pieces
+    if prefill is None and plan is not None:
+        prefill = PromptSchedule(settings=settings, page_plan=plan)
+    lookahead_tokens = 0 if prefill is None else lookahead_of(prefill)
+    reason = None
+    if pieces is None:
+        reason = _uncompressed_reason(settings, load, plan, lookahead_tokens)
+    if reason is None and plan is not None and lookahead_tokens:
         lookahead = _lookahead(settings, sizes, load)
         plan = lookahead.plan_at(
             KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size), lookahead.due
@@ -311,15 +321,20 @@ def _largest_request(
 
 
 def _uncompressed_reason(
-    settings: CompressionConfig, load: Workload, plan: PagePlan | None
+    settings: CompressionConfig, load: Workload, plan: PagePlan | None, lookahead: int
 ) -> str | None:
-    """Return why the prompt is not compressed, or None if it is."""
+    """Return why the prompt is not compressed, or None if it is.
+
+    Args:
+        plan: page plan of the prompt without its look-ahead.
+        lookahead: output tokens that compressing it waits for.
+    """
     if load.prompt < settings.min_prompt:
         return f"it is shorter than --kv-min-prompt {settings.min_prompt}"
     if load.output < settings.min_output:
         return f"its output is shorter than --kv-min-output {settings.min_output}"
-    if load.output < settings.resolved_lookahead + 2:
-        return f"its output ends within the look-ahead of {settings.resolved_lookahead} tokens"
+    if load.output < lookahead + 2:
+        return f"its output ends within the look-ahead of {lookahead} tokens"
     if plan is None and mostly_protected(load.spans, load.prompt):
         return "more than half of it is protected"
     if plan is None:

@@ -117,6 +117,8 @@ class Forecast:
         packed_dtype: format of kept tokens.
         page_tokens: tokens that a packed page holds.
         pages: pages kept over all layers. 0 if the prompt is not compressed.
+        lookahead: output tokens that compression waits for. 0 if it does not wait, or the prompt is
+            not compressed.
         off, on: blocks of a request without and with compression.
         table_bytes: size of the page tables.
         extra_bytes: upper bound of the memory that compression needs besides the pool, page tables
@@ -142,6 +144,7 @@ class Forecast:
     packed_dtype: str
     page_tokens: int
     pages: int
+    lookahead: int
     off: RequestBlocks
     on: RequestBlocks
     table_bytes: int

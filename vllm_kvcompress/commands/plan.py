@@ -112,7 +112,6 @@ class PlanResult:
             console,
             estimated=self.estimated is not None,
             packs_outputs=self.settings.decode_budget is not None or self.settings.packs_outputs,
-            lookahead=self.settings.resolved_lookahead if self.settings.enabled else 0,
             stages=self.stages,
         )
         for line in (self.default_note, self.estimated and estimate_line(self.estimated)):

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from vllm_kvcompress.commands.forecast import Concurrency, Forecast, InPieces, WorstCase
 from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
-from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
 
 _WASTEFUL = 1.1
 """Kept tokens per token of the budget from which the block size wastes memory."""
@@ -18,7 +18,6 @@ def show_forecast(
     *,
     estimated: bool = False,
     packs_outputs: bool = False,
-    lookahead: int = 0,
     stages: int = 1,
 ) -> None:
     """Print the blocks and memory of a request, without and with compression, and how many fit.
@@ -27,7 +26,6 @@ def show_forecast(
         estimated: whether the pool size is an estimate.
         packs_outputs: whether outputs are packed too, so that a request may hold the most blocks
             before its end.
-        lookahead: output tokens of the look-ahead.
         stages: pipeline-parallel size. The figures are of one stage.
     """
     block, load = forecast.block_bytes, forecast.load
@@ -40,7 +38,7 @@ def show_forecast(
     on = [forecast] if auto is None else [auto, forecast]
     end_row = f"blocks after {load.output:,} output tokens"
     prefill_row = "blocks during prefill"
-    if lookahead:
+    if any(each.lookahead for each in on):
         prefill_row += " and look-ahead"
     memory_row = f"memory after {load.output:,} output tokens"
     if packs_outputs:
@@ -67,21 +65,22 @@ def show_forecast(
         table.add_section()
         _add_pools(table, known_pools, " (estimated)" if estimated else "")
     console.print(table)
-    if lookahead and forecast.left_whole is None:
-        console.print(_lookahead_note(forecast, lookahead), highlight=False)
+    if forecast.lookahead:
+        console.print(_lookahead_note(forecast), highlight=False)
     for line in (*_notes(forecast, stages), recommended_note()):
         console.print(line, highlight=False)
 
 
 def recommended_note() -> str:
-    """Return a note about the recommended budgets, in bytes."""
+    """Return a note about the recommended budgets and the memory measured with them."""
     budgets = ", ".join(
-        f"{name} {budget:g} ({budget / 4:.0%} of the prompt's bytes)"
+        f"{name} {budget:g} ({RECOMMENDED_MEMORY[name]:.0%})"
         for name, budget in RECOMMENDED_BUDGETS.items()
     )
     return (
-        f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3: {budgets}. Measure them"
-        " on your prompts with kvcompress compare."
+        f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3, and the share of 16-bit"
+        f" memory that measured prompts took: {budgets}. Compare them on your prompts with"
+        " kvcompress compare."
     )
 
 
@@ -146,11 +145,11 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
     return notes
 
 
-def _lookahead_note(forecast: Forecast, lookahead: int) -> str:
+def _lookahead_note(forecast: Forecast) -> str:
     on, output = forecast.on, forecast.load.output
     return (
-        f"During the look-ahead, the first {lookahead:,} of {output:,} output tokens, a request"
-        f" holds {on.looking:,} blocks instead of {on.decoding:,}."
+        f"During the look-ahead, the first {forecast.lookahead:,} of {output:,} output tokens, a"
+        f" request holds {on.looking:,} blocks instead of {on.decoding:,}."
         " --kv-lookahead-on-pressure controls early compression when the pool is short."
     )
 

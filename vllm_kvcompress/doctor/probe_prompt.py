@@ -8,8 +8,13 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule, piece_schedule
-from vllm_kvcompress.planning.schedules import LookaheadSchedule, OutputSchedule
+from vllm_kvcompress.planning.pieces import PieceSchedule, PiecewiseSchedule, piece_schedule
+from vllm_kvcompress.planning.schedules import (
+    LookaheadSchedule,
+    OutputSchedule,
+    PromptSchedule,
+    lookahead_of,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 
 MIN_OUTPUT_TOKENS = 24
@@ -59,7 +64,11 @@ class Limits:
         plan = self.settings.page_plan(
             self.layers, tokens, self.block_size, self.spans, self.page_tokens
         )
-        if plan is None or not self.settings.resolved_lookahead:
+        if plan is None:
+            return None
+        pieces = self._piece_schedule(tokens)
+        prefill = pieces or PromptSchedule(settings=self.settings, page_plan=plan)
+        if not lookahead_of(prefill):
             return plan
         lookahead = LookaheadSchedule(
             settings=self.settings,
@@ -72,6 +81,15 @@ class Limits:
             page_tokens=self.page_tokens,
         )
         return lookahead.plan_at(self._nothing_packed(), lookahead.due)
+
+    def lookahead(self, plan: PagePlan) -> int:
+        """Return the output tokens that a prompt waits for before `plan` is applied."""
+        return self.settings.resolved_lookahead if plan.scored_by_output else 0
+
+    def _piece_schedule(self, prompt: int) -> PiecewiseSchedule | None:
+        return piece_schedule(
+            self.settings, self.layers, self.block_size, prompt, self.spans, self.page_tokens
+        )
 
     def _nothing_packed(self) -> KVFootprint:
         return KVFootprint(num_layers=self.layers, block_size=self.block_size)
@@ -109,7 +127,7 @@ class Limits:
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Return the blocks that a request holds once `computed` of its tokens are computed."""
         if computed < plan.tokens:
-            prompt_tokens = plan.tokens - self.settings.resolved_lookahead
+            prompt_tokens = plan.tokens - self.lookahead(plan)
             footprint = self._before_packing(prompt_tokens, computed)
         else:
             footprint, _ = self._after_packing(plan, computed)
@@ -121,15 +139,13 @@ class Limits:
 
         A look-ahead delays packing the end of the prompt, but not the pieces before it.
         """
-        footprint, settings = self._nothing_packed(), self.settings
-        pieces = piece_schedule(
-            settings, self.layers, self.block_size, prompt, self.spans, self.page_tokens
-        )
+        footprint, piece = self._nothing_packed(), self.settings.piece
+        pieces = self._piece_schedule(prompt)
         if pieces is None:
             return footprint
         if isinstance(pieces, PieceSchedule):
             pieces = replace(pieces, packs_end=False)
-        for tokens in range(settings.piece, min(computed, prompt) + 1, settings.piece):
+        for tokens in range(piece, min(computed, prompt) + 1, piece):
             plan = pieces.plan(footprint, tokens)
             if plan is not None:
                 footprint.pack(plan, plan.packed_end // self.block_size)
@@ -145,7 +161,7 @@ class Limits:
         footprint.pack(plan, plan.full_blocks)
         if self.settings.decode_budget is None:
             return footprint, 0
-        prompt = plan.tokens - self.settings.resolved_lookahead
+        prompt = plan.tokens - self.lookahead(plan)
         last = prompt + self.output_tokens
         schedule = OutputSchedule(
             settings=self.settings, prefilled=prompt, max_tokens=last, spans=self.spans

@@ -180,7 +180,12 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
             f" one of {info.get('allow_override')}"
         )
     if method is not None and method != settings["compress"]:
-        # Derive the method's settings the way the server does.
+        # Derive the method's settings the way the server does. A look-ahead that is the server
+        # method's default does not carry over.
+        if settings["compress"] != "off":
+            default = CompressionConfig.parse({"compress": settings["compress"]})
+            if gates.get("lookahead") == default.resolved_lookahead:
+                del gates["lookahead"]
         server = CompressionConfig.parse({"compress": "off", "allow_override": "all", **gates})
         settings = server.variant(method).to_additional_config()
         settings |= {"budget": info["budget"]} if "budget" in info else {}

@@ -103,8 +103,10 @@ PRESETS: Mapping[str, Preset] = {
 RECOMMENDED = "cake-chunk"
 """The method in the manifests and the default of `kvcompress plan` (docs/measurements.md)."""
 RECOMMENDED_BUDGETS: Mapping[str, float] = {"safe": 1.0, "balanced": 0.6, "small": 0.4}
-"""Budgets of `RECOMMENDED` in k4v3 (docs/measurements.md). A prompt then takes about a quarter of
-them in bytes: 1/4, 1/7 and 1/10 of its 16-bit cache."""
+"""Budgets of `RECOMMENDED` in k4v3."""
+RECOMMENDED_MEMORY: Mapping[str, float] = {"safe": 0.26, "balanced": 0.16, "small": 0.11}
+"""Measured share of its 16-bit KV memory that a prompt takes at each of `RECOMMENDED_BUDGETS`
+(docs/measurements.md)."""
 CUSTOM = "custom"
 METHODS = ("off", *PRESETS, CUSTOM)
 CAOTES = frozenset({"caote", "fastcaote"})

@@ -1,7 +1,8 @@
-"""Plans that add groups in k4v3 to a request's packed pages, and when a prompt in pieces does so.
+"""Plans that add packed pages in k4v3 to a request, and when a prompt in pieces does so.
 
-No token is dropped, and no group is quantised twice: each packing adds pages for the tokens since
-the last one. So lengths alone decide everything, and nothing is scored.
+Here, to pack tokens is to quantise them in groups of 64 (`kvcompress_kernels.k4v3`). No token is
+dropped, and no group is quantised twice: each packing adds pages for the tokens since the last one.
+So lengths alone decide everything, and nothing is scored.
 """
 
 from dataclasses import dataclass
@@ -87,10 +88,10 @@ class GroupPieceSchedule:
         return min((computed // piece + 1) * piece, self.tokens)
 
     def chunk(self, footprint: KVFootprint, computed: int, max_rows: int) -> tuple[int, Literal[0]]:
-        """Return the tokens of the chunk that starts after `computed` tokens, and 0 probe rows.
+        """Return the tokens of the chunk that starts after `computed` tokens, and 0 probe tokens.
 
         Args:
-            max_rows: rows that the step has left.
+            max_rows: tokens that the step can still compute.
         """
         return min(self.next_end(computed) - computed, max_rows), 0
 

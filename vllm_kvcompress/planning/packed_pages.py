@@ -1,16 +1,16 @@
-"""How many tokens packed pages hold."""
+"""How many tokens the pages of compressed requests hold, in k4v3 (packed pages) and in auto."""
 
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
 
 CPU_BLOCK_WITH_GROUPS = 32
-"""Tokens in a block on a CPU if packed pages hold groups and the user chose no size. vLLM's default
-is 128. Kernels need multiples of 32."""
+"""Tokens in a block on a CPU if requests can be packed in k4v3 and the user chose no size. vLLM's
+default is 128. Kernels need multiples of 32."""
 
 
 def packed_page_tokens(settings: CompressionConfig, block_size: int, itemsize: int) -> int | None:
-    """Return the tokens in a packed page; None if it holds the tokens of an ordinary page.
+    """Return how many tokens a packed page in k4v3 holds; None in auto, as in an ordinary page.
 
     Args:
         settings: settings of a request.

@@ -19,7 +19,7 @@ from vllm_kvcompress.methods.page_plan import (
 )
 from vllm_kvcompress.methods.presets import min_window
 from vllm_kvcompress.methods.spans import Spans, count_before
-from vllm_kvcompress.planning.group_pieces import added_pages_plan
+from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule, added_pages_plan
 from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import PiecewiseSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -51,6 +51,25 @@ class PromptSchedule:
     def blocks_at_end(self) -> int:
         """Return the blocks that the prompt holds when its prefill ends, if packed in place."""
         return self.max_blocks
+
+
+PrefillSchedule = PromptSchedule | PiecewiseSchedule
+"""The schedule of a prefill, at once or in pieces."""
+
+
+def keeps_all_tokens(prefill: PrefillSchedule) -> bool:
+    """Return whether compressing the prompt drops no token, so that none has to be scored."""
+    if isinstance(prefill, GroupPieceSchedule):
+        return True
+    return isinstance(prefill, PromptSchedule) and prefill.page_plan.keeps_all
+
+
+def lookahead_of(prefill: PrefillSchedule) -> int:
+    """Return how many output tokens a prompt waits for before it is compressed; 0 for no wait.
+
+    A prompt that keeps all its tokens needs no output tokens to score them.
+    """
+    return 0 if keeps_all_tokens(prefill) else prefill.settings.resolved_lookahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +449,7 @@ class RequestSchedule:
     """
 
     footprint: KVFootprint
-    prefill: PromptSchedule | PiecewiseSchedule | None
+    prefill: PrefillSchedule | None
     lookahead: LookaheadSchedule | None = None
     output: OutputSchedule | OutputGroupSchedule | None = None
     prefilled: bool = False

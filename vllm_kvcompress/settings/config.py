@@ -286,6 +286,13 @@ class CompressionConfig(
         )
 
     @property
+    def keeps_all_tokens(self) -> bool:
+        """Return whether compression drops no token: at a budget of 1.0 in k4v3."""
+        # A budget of 1 is one token.
+        keeps_all = isinstance(self.budget, float) and self.budget == 1.0
+        return keeps_all and self.resolved_packed_dtype == K4V3
+
+    @property
     def variants(self) -> tuple["CompressionConfig", ...]:
         """Return all settings a request can get: the engine's, each method's and each alias's."""
         methods = [name for name in self.allow_override if name not in {"off", self.compress}]

@@ -19,8 +19,8 @@ class PackedSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     packed_dtype: PackedDtype | None = None
-    """Format of kept tokens: auto is the cache's dtype, k4v3 has 4-bit keys and 3-bit values
-    (`kvcompress_kernels.k4v3`). None uses the preset's."""
+    """Format of kept tokens: auto is the cache's dtype, and k4v3 packs them with 4-bit keys and
+    3-bit values (`kvcompress_kernels.k4v3`). None uses the preset's."""
 
     @field_validator("packed_dtype", mode="before")
     @classmethod

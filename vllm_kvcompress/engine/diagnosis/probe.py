@@ -99,7 +99,7 @@ def check_outcome(outcome: Outcome, plan: PagePlan, limits: Limits) -> list[Chec
 
 def _prompt_tokens(plan: PagePlan, limits: Limits) -> int:
     """Return the prompt's tokens, without the look-ahead's output tokens that were packed too."""
-    return plan.tokens - limits.settings.resolved_lookahead
+    return plan.tokens - limits.lookahead(plan)
 
 
 def _worker(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
@@ -157,7 +157,7 @@ def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
             f"{packed[0]} held while decoding, as planned, instead of {uncompressed}, at each of"
             f" {len(packed)} steps"
         )
-        if lookahead := limits.settings.resolved_lookahead:
+        if lookahead := limits.lookahead(plan):
             detail += f" after a look-ahead of {lookahead} tokens"
     return Check(name="blocks", ok=bool(packed) and not wrong, detail=detail)
 

@@ -210,7 +210,10 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             else settings.packed_dtype or "",
             "packed_page_tokens": str(page_tokens) if settings.packs_k4v3 else "",
             "window": str(settings.resolved_window if settings.enabled else 0),
-            "lookahead": str(settings.resolved_lookahead if settings.enabled else 0),
+            # Empty if each method has its own.
+            "lookahead": str(settings.resolved_lookahead)
+            if settings.enabled
+            else ("" if settings.lookahead is None else str(settings.lookahead)),
             "protect": ",".join(settings.protect),
             "min_prompt": str(settings.min_prompt),
             "min_output": str(settings.min_output),

@@ -23,8 +23,11 @@ from vllm_kvcompress.planning.schedules import (
     LookaheadSchedule,
     OutputGroupSchedule,
     OutputSchedule,
+    PrefillSchedule,
     PromptSchedule,
     RequestSchedule,
+    keeps_all_tokens,
+    lookahead_of,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, sums_output_attention
@@ -176,7 +179,7 @@ class Planner:
         return RequestSchedule(footprint=footprint, prefill=prefill, lookahead=lookahead)
 
     def _lookahead_schedule(
-        self, request: Request, prefill: PromptSchedule | PiecewiseSchedule
+        self, request: Request, prefill: PrefillSchedule
     ) -> LookaheadSchedule | None:
         """Return the look-ahead of a prompt, or None if it is packed when its prefill ends.
 
@@ -184,7 +187,7 @@ class Planner:
         preempted request already has enough output tokens, or if the pool cannot hold the
         uncompressed prompt until its look-ahead is over.
         """
-        if not prefill.settings.resolved_lookahead or _keeps_all(prefill):
+        if not lookahead_of(prefill):
             return None
         lookahead = LookaheadSchedule(
             settings=prefill.settings,
@@ -201,7 +204,7 @@ class Planner:
             return None
         return lookahead
 
-    def _prefill_schedule(self, request: Request) -> PromptSchedule | PiecewiseSchedule | None:
+    def _prefill_schedule(self, request: Request) -> PrefillSchedule | None:
         """Return the schedule that packs a request's current prefill, or None if none does."""
         decision, tokens = self.admissions.decision_of(request), int(request.num_tokens)
         settings = budget_settings = decision.settings
@@ -300,7 +303,7 @@ class Planner:
         packing during decoding needs its sums.
         """
         if schedule.prefill is not None:
-            if _keeps_all(schedule.prefill):
+            if keeps_all_tokens(schedule.prefill):
                 return None
             # After the last chunk of a prompt with a look-ahead, its output's queries score it.
             is_last_chunk = schedule.prefilled and schedule.lookahead is not None
@@ -410,10 +413,3 @@ class Planner:
         if Reads.COLUMN_SUMS in reads:
             return 0
         return tokens - settings.resolved_window if Reads.WINDOW in reads else max_length
-
-
-def _keeps_all(prefill: PromptSchedule | PiecewiseSchedule) -> bool:
-    """Return whether packing the prompt drops no token."""
-    if isinstance(prefill, GroupPieceSchedule):
-        return True
-    return isinstance(prefill, PromptSchedule) and prefill.page_plan.keeps_all

@@ -47,8 +47,8 @@ FLAGS = {
     "--kv-packed-dtype": (
         "packed_dtype",
         "FORMAT",
-        "Format of kept tokens: the KV cache's dtype (auto), or 4-bit keys and 3-bit values (k4v3),"
-        " which hold 4 times as many tokens in the same memory as 16-bit ones.",
+        "Format of kept tokens: the KV cache's dtype (auto), or packed with 4-bit keys and 3-bit"
+        " values (k4v3), 4 times as many tokens in the same memory as at 16 bits.",
     ),
     "--kv-window": (
         "window",
@@ -100,8 +100,9 @@ FLAGS = {
         "decode_interval",
         "TOKENS",
         "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block."
-        " With --kv-packed-dtype k4v3 and no budget: output tokens between two packings, which drop"
-        " no token, rounded up to whole packed pages.",
+        " With --kv-packed-dtype k4v3 and no decode budget: output tokens between two"
+        " packings of the output in k4v3. No token is dropped, and the number is rounded up to"
+        " whole packed pages.",
     ),
     "--kv-max-whole": (
         "max_whole",

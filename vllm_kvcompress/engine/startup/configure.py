@@ -154,7 +154,9 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
             settings.pressure,
         )
     for variant in settings.variants:
-        if variant.resolved_lookahead:
+        # With --kv-allow-override, requests may choose a budget that needs the look-ahead.
+        waits = settings.allow_override or not variant.keeps_all_tokens
+        if variant.resolved_lookahead and waits:
             logger.info(
                 "%s compresses a prompt after %d output tokens",
                 variant.compress,
