@@ -70,12 +70,12 @@ def markdown(found: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> str
     """Return the report: for each model a table by bytes and a table by task."""
     origin = {
         key: ", ".join(sorted({str(line[key]) for line in results}))
-        for key in ("machine", "commit", "seed")
+        for key in ("dtype", "machine", "commit", "seed")
     }
     parts = [
         "# The field's tasks at equal bytes\n",
-        f"Float32, greedy, pages of 16 tokens; {origin['machine']}; commit {origin['commit']};"
-        f" seed {origin['seed']}.\n",
+        f"{origin['dtype']} with attention in float32, greedy, pages of 16 tokens;"
+        f" {origin['machine']}; commit {origin['commit']}; seed {origin['seed']}.\n",
         _LEGEND,
     ]
     for model in dict.fromkeys(cell.model for cell in found):
