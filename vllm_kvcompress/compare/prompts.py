@@ -33,8 +33,8 @@ _CHANGES_THE_PROMPT = frozenset(
 """Fields of a chat body that change the prompt or the output, and that are not sent."""
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _FORM = (
-    '{"messages": [...]} as in an OpenAI chat body, {"prompt": "..."}, {"turns": [...]}, or a line'
-    " of RULER or LongBench"
+    '{"messages": [...]} as in an OpenAI chat body, {"prompt": "..."}, {"turns": [...]},'
+    ' {"input": "...", "outputs": [...]}, or {"context": "...", "question": "..."}'
 )
 
 
@@ -154,8 +154,8 @@ def _form(body: dict[str, Any], where: str) -> _Form:
         found = ["context"]
     if len(found) != 1:
         raise ConfigError(
-            f"{where} must have either messages or prompt or turns, or input with outputs, or"
-            f" context with question or input: {_FORM}"
+            f"{where} must have either messages or prompt or turns, or the fields of a data set:"
+            f" {_FORM}"
         )
     return found[0]
 
