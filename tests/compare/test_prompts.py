@@ -148,9 +148,12 @@ BODIES = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(line=st.dictionaries(st.sampled_from(FIELDS), BODIES | SECRET, max_size=6))
-def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(line, tmp_path_factory):
-    error = ""
+@given(
+    fields=st.dictionaries(st.sampled_from(FIELDS), BODIES | SECRET, max_size=6),
+    form=st.sampled_from([{}, RULER, LONG_BENCH, {"prompt": "secret"}, {"turns": ["secret", "b"]}]),
+)
+def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(fields, form, tmp_path_factory):
+    line, error = fields | form, ""
     try:
         (item,) = read(tmp_path_factory.getbasetemp(), line)
     except ConfigError as e:
@@ -166,8 +169,8 @@ def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(line, tmp_path_
     sent = item.with_replies(["r"] * len(item.turns))
     assert not sent.needs_replies
     assert len(sent.messages) == len(item.messages) + len(item.turns)
-    roles = [message["role"] for message in sent.messages]
     if "messages" not in line:
+        roles = [message["role"] for message in sent.messages]
         assert roles == (["user", "assistant"] * len(roles))[: len(roles)]
 
 
