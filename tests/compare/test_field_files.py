@@ -1,4 +1,4 @@
-"""Chats with turns: every cell continues the full cache's replies."""
+"""Lines of data sets, and chats with turns, on a fake server."""
 
 import json
 
@@ -47,6 +47,20 @@ def test_every_cell_gets_the_full_caches_replies(compare, fake, tmp_path):
         ("snapkv 0.2", "33444444"),
     ]
     assert all(x["messages"] == chat for x in texts)
+
+
+def test_scores_are_grouped_by_the_tasks_of_the_lines(compare, fake, tmp_path):
+    """The full cache outputs 33333333 and 44444444, and the compressed one 33444444 for the odd."""
+    lines = [
+        {"input": f"{WORDS}3", "outputs": ["0", "333333"], "task": "qa_1"},
+        {"input": f"{WORDS}13", "outputs": ["0", "33", "4"], "task": "vt"},
+        {"context": WORDS, "question": "4", "answers": ["444", "0"], "dataset": "hotpotqa"},
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = compare("--url", fake.url, "--prompts", "mine.jsonl", *SNAPKV, "--json")
+    (cell,) = json.loads(result.out)["cells"]
+    assert cell["tasks"] == {"qa_1": [0, 1], "vt": [2 / 3, 1 / 3], "hotpotqa": [1, 1]}
+    assert "hotpotqa" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_chat_with_turns_is_resumed(compare, fake, tmp_path):
