@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.field import FIELD_TASKS, field_items, reading, ruler
 from benchmarks.field.__main__ import as_line
 from benchmarks.field.data import LONG_CONTEXT_EVAL, FieldData
+from vllm_kvcompress.compare.prompts import read_prompts
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.compare.tasks.short_answers import (
     exact_match,
@@ -196,3 +197,32 @@ def test_lines_have_rulers_fields(tmp_path):
                              "answer_prefix"}  # fmt: skip
     turns = as_line(number, build("squad_second_turn")[0])
     assert [turn.keys() for turn in turns["turns"]] == [{"content"}, {"content", "answers"}]
+
+
+def test_compare_reads_every_tasks_line_back(tmp_path):
+    items = [item for name in FIELD_TASKS for item in build(name, seed=4)]
+    path = tmp_path / "field.jsonl"
+    lines = [json.dumps(as_line(number, item)) for number, item in enumerate(items)]
+    path.write_text("\n".join(lines))
+    read = read_prompts(path, max_tokens=7)
+    assert len(read) == len(FIELD_TASKS)
+    for item, found in zip(items, read, strict=True):
+        assert (found.task, found.answers, found.match, found.max_tokens, found.turns) == (
+            item.task, item.answers, item.match, item.max_tokens, item.turns
+        )  # fmt: skip
+        messages = item.messages
+        if item.turns:
+            messages = tuple(each for each in messages if each["role"] == "user")
+        assert found.messages == messages
+
+
+def test_without_match_and_task_rulers_rule_follows_from_the_folder(tmp_path):
+    for name in ruler.TASKS:
+        (item,) = build(name)
+        line = as_line(0, item)
+        del line["match"], line["task"]
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "validation.jsonl").write_text(json.dumps(line))
+        (found,) = read_prompts(folder / "validation.jsonl", max_tokens=7)
+        assert (found.match, found.task) == (item.match, "prompts")

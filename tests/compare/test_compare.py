@@ -245,10 +245,11 @@ def test_a_run_cannot_be_resumed_with_other_answers_or_server_settings(run_compa
     mine = tmp_path / "mine.jsonl"
     write_prompts(mine, range(10))
     bodies = [json.loads(line) for line in mine.read_text().splitlines()]
-    corrected = [{**body, "answer": "another"} for body in bodies]
-    mine.write_text("".join(json.dumps(body) + "\n" for body in corrected))
-    result = run_compare(numbers=None)
-    assert (result.status, "different prompts" in result.err) == (2, True), result.err
+    for correction in ({"answer": "another"}, {"match": "any"}):
+        corrected = [{**body, **correction} for body in bodies]
+        mine.write_text("".join(json.dumps(body) + "\n" for body in corrected))
+        result = run_compare(numbers=None)
+        assert (result.status, "different prompts" in result.err) == (2, True), result.err
     assert journal.read_bytes() == before
 
 

@@ -181,6 +181,59 @@ def test_trust_tasks_run_on_a_server(url, compare, tmp_path):
     assert prefix_cache_hits(url) - before >= 4 * 25 * 32
 
 
+def test_lines_of_ruler_and_turns_run_on_a_server(url, compare, tmp_path):
+    """The server's own outputs are continued: RULER's answer prefix, and the first turn's reply."""
+    text = english()
+    ruler = {"input": text[:1500], "outputs": ["the"], "answer_prefix": " It is", "max_tokens": 12}
+    turns = {"turns": [text[40_000:41_500], "And then?"], "max_tokens": 12}
+    (tmp_path / "mine.jsonl").write_text(f"{json.dumps(ruler)}\n{json.dumps(turns)}\n")
+    before = prefix_cache_hits(url)
+    result = compare(
+        "--url",
+        url,
+        "--prompts",
+        "mine.jsonl",
+        "--methods",
+        "snapkv",
+        "--budgets",
+        "0.5",
+        "--no-baselines",
+        "--json",
+        "--keep-text",
+    )
+    assert result.status == 1, result.err
+    (cell,) = json.loads(result.out)["cells"]
+    assert (cell["asked"], cell["compressed"]) == (2, 2)
+    # On both sides, the second turn hits the first turn's prefix: at least 10 blocks of 32 tokens.
+    assert prefix_cache_hits(url) - before >= 2 * 10 * 32
+    texts = [json.loads(x) for x in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()]
+    outputs = {(x["name"], x["cell"]): (x["messages"], x["text"]) for x in texts}
+    first_turn = [{"role": "user", "content": turns["turns"][0]}]
+    reply = {"role": "assistant", "content": output_text(url, first_turn, "off")}
+    chats = {
+        "prompts/1": [
+            {"role": "user", "content": ruler["input"]},
+            {"role": "assistant", "content": "It is"},
+        ],
+        "prompts/2": [*first_turn, reply, {"role": "user", "content": "And then?"}],
+    }
+    for name, chat in chats.items():
+        for side, method in (("off", "off"), ("snapkv 0.5", "snapkv")):
+            assert outputs[name, side] == (chat, output_text(url, chat, method))
+
+
+def output_text(url, messages, method):
+    """Return the output of a chat, which continues the last message if it is the assistant's."""
+    body = {"model": "it", "messages": messages, "max_tokens": 12, "temperature": 0,
+            "vllm_xargs": {"kv_compress": method}}  # fmt: skip
+    if method != "off":
+        body["vllm_xargs"]["kv_budget"] = 0.5
+    if messages[-1]["role"] == "assistant":
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
+    return response["choices"][0]["message"]["content"]
+
+
 CHAT = [
     {"role": "system", "content": "Answer in one word, and never with a number."},
     {"role": "user", "content": "Here is a text.\n"},

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_kvcompress.compare.prompts import keys, read_prompts
 from vllm_kvcompress.errors import ConfigError
@@ -47,6 +49,131 @@ def test_messages_with_tool_calls_are_accepted(tmp_path):
     assert len({*keys([bare, with_tools])}) == 2
 
 
+RULER = {"index": 3, "input": "Text. What?", "outputs": ["8231", "77"], "length": 4012}
+LONG_BENCH = {"input": "Who?", "context": "Text.", "answers": ["a", "b"], "all_classes": None}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def test_a_line_of_ruler_continues_the_answer_prefix(tmp_path):
+    old, new, none = read(
+        tmp_path, RULER, {**RULER, "answer_prefix": " It is "}, {**RULER, "answer_prefix": ""}
+    )
+    assert old.messages == none.messages == (user("Text. What?"),)
+    assert new.messages == (user("Text. What?"), {"role": "assistant", "content": "It is"})
+    assert {(i.answers, i.match, i.max_tokens) for i in (old, new)} == {(("8231", "77"), "all", 64)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({**LONG_BENCH, "dataset": "hotpotqa"}, "Text.\n\nWho?"),
+        ({**LONG_BENCH, "input": ""}, "Text."),
+        ({"context": "Text.\n", "question": "Who?", "input": "-", "answer": ["a", "b"]},
+         "Text.\nWho?"),
+        ({"context": "Text.", "question": " Who?", "answers": {"text": ["a", "b"]}}, "Text. Who?"),
+    ],
+)  # fmt: skip
+def test_a_question_follows_its_context(tmp_path, fields, content):
+    (item,) = read(tmp_path, {**fields, "max_new_tokens": 32, "answer_prefix": "He"})
+    assert item.messages == (user(content), {"role": "assistant", "content": "He"})
+    assert (item.answers, item.match, item.max_tokens) == (("a", "b"), "any", 32)
+    assert item.task == fields.get("dataset", "prompts")
+
+
+@pytest.mark.parametrize("folder", ["data", "vt", "qa_2"])
+@pytest.mark.parametrize(
+    ("line", "match", "matches_in_a_folder"),
+    [
+        (RULER, "all", {"qa_2": "any"}),
+        (RULER | {"task": "qa_1"}, "any", {}),
+        (RULER | {"task": "cwe"}, "all", {}),
+        (RULER | {"match": "f1"}, "f1", {}),
+        (LONG_BENCH, "any", {"vt": "all"}),
+        (LONG_BENCH | {"task": "niah_multikey_3"}, "all", {}),
+        (LONG_BENCH | {"dataset": "squad"}, "any", {}),
+        ({"prompt": "a", "answer": "b"}, "words", {}),
+        ({"prompt": "a", "answer": "b", "match": "all"}, "all", {}),
+        ({"turns": ["a", {"content": "b", "answer": "c"}]}, "words", {}),
+    ],
+)
+def test_answers_match_as_the_task_of_the_line_or_folder_requires(
+    tmp_path, line, match, matches_in_a_folder, folder
+):
+    (tmp_path / folder).mkdir()
+    (item,) = read(tmp_path / folder, line)
+    assert item.match == matches_in_a_folder.get(folder, match)
+    assert item.task == (line.get("task") or line.get("dataset") or "prompts")
+
+
+def test_texts_are_not_task_names(tmp_path):
+    for task in ("a secret", "", 7, None, "x" * 41, "[bold]"):
+        (item,) = read(tmp_path, {"prompt": "a", "task": task})
+        assert item.task == "prompts"
+
+
+def test_turns_are_the_users_messages(tmp_path):
+    bench = {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"], "reference": []}
+    first = {"content": "One?", "role": "user", "answer": "not scored"}
+    answered, outside, mt_bench, chat, single = read(
+        tmp_path,
+        {"turns": [first, {"content": "Two?", "answers": ["a", "b"]}], "max_tokens": 9},
+        {"turns": ["One?", "Two?"], "answer": "c"},
+        bench,
+        {"messages": [user("One?"), user("Two?")]},
+        {"turns": ["One?"]},
+    )
+    assert answered.messages == mt_bench.messages == (user("One?"), user("Two?"))
+    assert [i.turns for i in (answered, mt_bench, chat, single)] == [(1,), (1,), (), ()]
+    assert [i.answers for i in (answered, outside, mt_bench)] == [("a", "b"), ("c",), ()]
+    assert answered.max_tokens == 9
+    # Two turns are two requests, and a chat is one.
+    assert len({*keys([outside, mt_bench, chat, single])}) == 4
+    assert keys([mt_bench, chat])[0] != keys([chat])[0]
+
+
+SECRET = st.sampled_from(["secret", "a secret text", "secret\n", " "])
+FIELDS = ["messages", "prompt", "turns", "input", "outputs", "context", "question", "answer",
+          "answers", "answer_prefix", "match", "task", "dataset", "max_tokens", "max_new_tokens",
+          "tools", "role", "content", "text"]  # fmt: skip
+BODIES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 99) | SECRET | st.sampled_from(["all", "user"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    fields=st.dictionaries(st.sampled_from(FIELDS), BODIES | SECRET, max_size=6),
+    form=st.sampled_from([{}, RULER, LONG_BENCH, {"prompt": "secret"}, {"turns": ["secret", "b"]}]),
+)
+def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(fields, form, tmp_path_factory):
+    line, error = fields | form, ""
+    try:
+        (item,) = read(tmp_path_factory.getbasetemp(), line)
+    except ConfigError as e:
+        error = str(e)
+    if error:
+        assert "mine.jsonl, line 1" in error
+        assert "secret" not in error
+        return
+    assert item.max_tokens >= 2
+    assert all(answer.strip() for answer in item.answers)
+    (hashed,) = keys([item])
+    assert len(hashed) == 64
+    sent = item.with_replies(["r"] * len(item.turns))
+    assert not sent.needs_replies
+    assert len(sent.messages) == len(item.messages) + len(item.turns)
+    if "messages" not in line:
+        roles = [message["role"] for message in sent.messages]
+        assert roles == (["user", "assistant"] * len(roles))[: len(roles)]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -81,6 +208,28 @@ def test_messages_with_tool_calls_are_accepted(tmp_path):
         ({"prompt": "secret", "max_tokens": 1}, "at least 2"),
         ({"prompt": "secret", "answer": 4}, "answer must be a string"),
         ({"prompt": "secret", "answers": [" "]}, "answer must be a string"),
+        ({"prompt": "secret", "turns": ["secret"]}, "either messages or prompt or turns"),
+        ({"input": "secret", "answers": ["secret"]}, "or the fields of a data set"),
+        ({"question": "secret", "answers": ["secret"]}, "or the fields of a data set"),
+        ({"input": "", "outputs": ["secret"]}, "input must be a non-empty string"),
+        ({"input": "secret", "outputs": [3]}, "outputs a list of strings"),
+        ({"input": "secret", "outputs": {"text": ["secret"]}}, "outputs a list of strings"),
+        ({"input": "secret", "context": ["secret"]}, "context must be a non-empty string"),
+        ({"question": ["secret"], "context": "secret"}, "question must be a string; got a list"),
+        ({"prompt": "secret", "answer_prefix": ["secret"]}, "answer_prefix must be a string"),
+        ({"prompt": "secret", "match": "secret"}, "match must be one of words, all, any, f1"),
+        ({"turns": "secret"}, "turns must be a non-empty list"),
+        ({"turns": ["secret", ""]}, "turn 2 must be a non-empty string, or an object"),
+        ({"turns": [{"text": "secret"}]}, "turn 1 must be a non-empty string, or an object"),
+        (
+            {"turns": ["secret", {"role": "assistant", "content": "secret"}]},
+            "turn 2 must be the user's, because the model writes the replies",
+        ),
+        (
+            {"turns": ["secret", {"content": "b", "answer": "secret"}], "answer": "secret"},
+            "either answer or answers, not both",
+        ),
+        ({"turns": ["secret"], "tools": [{"function": {}}]}, "tools need messages"),
         (
             {"prompt": "secret", "answer": "a", "answers": ["a"]},
             "either answer or answers, not both",

@@ -16,7 +16,11 @@ Model = Annotated[
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option("--prompts", metavar="FILE", help="Your own prompts: JSONL, one per line."),
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="JSONL with a prompt per line: yours, RULER's, LongBench's or MT-Bench's.",
+    ),
 ]
 Tasks = Annotated[
     str | None,

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
@@ -100,6 +100,7 @@ class Completion:
 
     Args:
         text: output text, reasoning included.
+        content: output text without reasoning, as a chat client sends it back.
         tokens: output tokens, the stop token included. Empty if the server does not report every
             token.
         first_token_s: seconds from sending the request to the first output token.
@@ -108,15 +109,18 @@ class Completion:
         kept_tokens: prompt tokens kept per layer, mean over layers. None if the server does not
             report it, because the prompt was not compressed or ``--kv-usage`` is off.
         by_role: prompt tokens and kept share of each role. Empty if the server does not report it.
+        replies: content of the outputs of the earlier turns.
     """
 
     text: str
+    content: str
     tokens: Sequence[Token]
     first_token_s: float
     token_s: float | None
     prompt_tokens: int
     kept_tokens: float | None
     by_role: Mapping[str, tuple[int, float]]
+    replies: Sequence[str] = ()
 
     @property
     def token_names(self) -> list[str]:
@@ -146,7 +150,8 @@ class Client:
     def complete(self, item: Item, cell: Cell) -> Completion:
         """Return the completion of a prompt in one cell, after a few retries if the server fails.
 
-        Earlier turns of the chat are sent first, so that the server's prefix cache holds them.
+        Earlier turns of the chat are sent first, so that the server's prefix cache holds them. If
+        the chat lacks the reply to a turn, that turn's output becomes the reply.
 
         Raises:
             Refused: The server rejects this request with a 4xx status. A retry cannot help.
@@ -155,9 +160,16 @@ class Client:
         """
         # A fresh salt per request: otherwise the second side would hit the first side's prefix.
         salt = uuid.uuid4().hex
-        for num_messages in item.turns:
-            self._complete_with_retries(self._body(item, item.messages[:num_messages], cell, salt))
-        return self._complete_with_retries(self._body(item, item.messages, cell, salt))
+        replies: list[str] = []
+        for turn in range(len(item.turns)):
+            chat = item.with_replies(replies)
+            messages = chat.messages[: chat.turns[turn]]
+            replies.append(
+                self._complete_with_retries(self._body(item, messages, cell, salt)).content
+            )
+        messages = item.with_replies(replies).messages
+        completion = self._complete_with_retries(self._body(item, messages, cell, salt))
+        return replace(completion, replies=replies)
 
     def _complete_with_retries(self, body: Mapping[str, Any]) -> Completion:
         for delay_s in (*_RETRY_DELAYS_S, None):
@@ -211,6 +223,7 @@ class Client:
     def _complete_once(self, body: Mapping[str, Any]) -> Completion:
         tokens: list[Token] = []
         texts: list[str] = []
+        contents: list[str] = []
         token_times: list[float] = []
         usage: Mapping[str, Any] = {}
         start = time.perf_counter()
@@ -221,9 +234,11 @@ class Client:
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     new_tokens = _tokens(choice)
-                    text = _text(choice.get("delta") or {})
+                    delta = choice.get("delta") or {}
+                    text = _text(delta)
                     tokens += new_tokens
                     texts.append(text)
+                    contents.append(delta.get("content") or "")
                     if new_tokens or text:
                         token_times.append(time.perf_counter())
         except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -238,6 +253,7 @@ class Client:
         kept = (usage.get("prompt_tokens_details") or {}).get("kv_compress") or {}
         return Completion(
             text="".join(texts),
+            content="".join(contents),
             # A stream that omits tokens cannot be compared position by position.
             tokens=tokens if len(tokens) == count else (),
             first_token_s=token_times[0] - start,

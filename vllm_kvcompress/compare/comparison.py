@@ -112,7 +112,10 @@ class Comparison:
             raise ConfigError("--by score needs prompts with an answer, but none has one")
         keys = prompts.keys(items)
         # Answers are part of the digest: a corrected answer would mix old and new scores.
-        known = ((key, item.answers, item.rules) for key, item in zip(keys, items, strict=True))
+        known = (
+            (key, item.answers, item.rules, *((item.match,) if item.match != "words" else ()))
+            for key, item in zip(keys, items, strict=True)
+        )
         descriptions = sorted(map(str, known))
         digest = hashlib.sha256("\n".join(descriptions).encode(errors="backslashreplace"))
         self._settings = {

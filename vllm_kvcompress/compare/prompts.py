@@ -2,16 +2,29 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.compare.tasks import Item, Message
+from vllm_kvcompress.compare.tasks.items import Match
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
 TASK = "prompts"
-"""Task name of the user's own prompts."""
+"""Task name of prompts that do not name their task."""
+_TASK_NAME = re.compile(r"[\w.-]{1,40}")
+_RULER_QA = re.compile(r"qa_\d+")
+_RULER_OTHER = re.compile(r"niah_\w+|vt|cwe|fwe")
+_TASK_FIELDS = ("task", "dataset")
+_LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_Form = Literal["messages", "prompt", "turns", "RULER", "context"]
+"""The fields of a line that hold its prompt.
+
+* RULER: ``input`` and ``outputs``.
+* context: ``context`` with ``question``, or with ``input`` as in LongBench.
+"""
 
 _CHANGES_THE_PROMPT = frozenset(
     {"functions", "response_format", "structured_outputs", "chat_template"}
@@ -19,16 +32,27 @@ _CHANGES_THE_PROMPT = frozenset(
 )
 """Fields of a chat body that change the prompt or the output, and that are not sent."""
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-_FORM = '{"messages": [...]} as in an OpenAI chat body, or {"prompt": "..."}'
+_FORM = (
+    '{"messages": [...]} as in an OpenAI chat body, {"prompt": "..."}, {"turns": [...]},'
+    ' {"input": "...", "outputs": [...]}, or {"context": "...", "question": "..."}'
+)
 
 
 def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
     """Return the prompts of a JSONL file, in file order.
 
-    A line is ``{"messages": [...]}`` or ``{"prompt": "..."}``, optionally with ``max_tokens`` (or
-    ``max_completion_tokens``), and with ``answer`` or ``answers`` if they are known. A chat may
-    have ``tools``, messages that call them, and their results. Sampling parameters are ignored:
-    every output is greedy.
+    A line is one of these forms, optionally with ``max_tokens`` (or ``max_completion_tokens``, or
+    ``max_new_tokens``), ``task``, and ``match`` (`items.Match`):
+
+    * ``messages``: a chat, perhaps with ``tools``, messages that call them, and their results.
+    * ``prompt``: the user's message.
+    * ``turns``: the user's messages as strings, or as objects with ``content``.
+    * ``input`` with ``outputs``: a line of RULER.
+    * ``context`` with ``question`` or ``input``: a line of kvpress or LongBench.
+
+    All but RULER's have ``answer`` or ``answers`` if they are known, and turns have them in the
+    last turn. ``answer_prefix`` begins the output, except in a chat or after turns. Sampling
+    parameters are ignored: every output is greedy.
 
     Args:
         max_tokens: output tokens for prompts without their own ``max_tokens``.
@@ -42,8 +66,10 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--prompts {path} cannot be read as UTF-8 text ({e})") from None
+    # RULER writes a folder per task, and its lines do not name the task.
+    folder = path.absolute().parent.name
     items = [
-        _item(line, f"{path}, line {number}", number, max_tokens)
+        _item(line, f"{path}, line {number}", number, max_tokens, folder)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -54,7 +80,12 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
 
 def key(item: Item) -> str:
     """Return the SHA-256 of what is sent for a prompt: a key that does not reveal the prompt."""
-    sent = [item.messages, item.max_tokens, *([item.tools] if item.tools else ())]
+    sent = [
+        item.messages,
+        item.max_tokens,
+        *([item.tools] if item.tools else ()),
+        *([item.turns] if item.needs_replies else ()),
+    ]
     text = json.dumps(sent, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -70,7 +101,7 @@ def keys(items: Sequence[Item]) -> list[str]:
     return unique_keys
 
 
-def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
+def _item(line: str, where: str, number: int, max_tokens: int, folder: str) -> Item:
     try:
         body = parse_json(line)
         # The request nests the prompt four levels deeper, which must stay within json's limit.
@@ -93,36 +124,131 @@ def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
             f"{where} has {', '.join(unsupported)}, which would change the prompt or the output and"
             " is not supported; remove the field or the line"
         )
-    limit = body.get("max_tokens", body.get("max_completion_tokens"))
-    limit = max_tokens if limit is None else limit
+    form = _form(body, where)
+    limits = (body.get(field) for field in _LIMIT_FIELDS)
+    limit = next((limit for limit in limits if limit is not None), max_tokens)
     if type(limit) is not int or limit < 2:
         raise ConfigError(
             f"{where}: max_tokens must be an integer of at least 2, because the first token always"
             f" comes from the full cache; got {limit if type(limit) is int else _kind(limit)}"
         )
+    messages = _messages(body, form, where)
+    task = _task(body)
     return Item(
         name=f"{TASK}/{number}",
-        task=TASK,
-        messages=_messages(body, where),
-        answers=_answers(body, where),
+        task=task or TASK,
+        messages=messages,
+        answers=_answers(body, form, where),
         max_tokens=limit,
-        tools=_tools(body, where),
+        tools=_tools(body, form, where),
+        turns=tuple(range(1, len(messages))) if form == "turns" else (),
+        match=_match(body, form, task or folder, where),
     )
 
 
-def _messages(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
-    if ("messages" in body) == ("prompt" in body):
-        raise ConfigError(f"{where} must have either messages or prompt: {_FORM}")
-    if "prompt" in body:
-        if not isinstance(body["prompt"], str) or not body["prompt"]:
-            raise ConfigError(f"{where}: prompt must be a non-empty string")
-        return ({"role": "user", "content": body["prompt"]},)
+def _form(body: dict[str, Any], where: str) -> _Form:
+    found: list[_Form] = [form for form in ("messages", "prompt", "turns") if form in body]
+    if not found and {"input", "outputs"} <= body.keys():
+        found = ["RULER"]
+    if not found and "context" in body and {"question", "input"} & body.keys():
+        found = ["context"]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{where} must have either messages or prompt or turns, or the fields of a data set:"
+            f" {_FORM}"
+        )
+    return found[0]
+
+
+def _task(body: dict[str, Any]) -> str | None:
+    """Return the task that a line names, or None. Other texts are not for the report."""
+    names = (body.get(field) for field in _TASK_FIELDS)
+    return next(
+        (name for name in names if isinstance(name, str) and _TASK_NAME.fullmatch(name)), None
+    )
+
+
+def _match(body: dict[str, Any], form: _Form, task: str, where: str) -> Match:
+    """Return how a line's answers are compared: by its own `match`, or as its form's field does.
+
+    RULER requires all answers, and any of them in its question answering. Other data sets list
+    alternative answers.
+    """
+    if body.get("match") is not None:
+        match: Match | None = next((m for m in get_args(Match) if m == body["match"]), None)
+        if match is None:
+            raise ConfigError(f"{where}: match must be one of {', '.join(get_args(Match))}")
+        return match
+    if form not in ("RULER", "context"):
+        return "words"
+    if _RULER_OTHER.fullmatch(task) or (form == "RULER" and not _RULER_QA.fullmatch(task)):
+        return "all"
+    return "any"
+
+
+def _messages(body: dict[str, Any], form: _Form, where: str) -> tuple[Message, ...]:
+    if form == "turns":
+        return tuple({"role": "user", "content": turn} for turn in _turns(body["turns"], where))
+    if form != "messages":
+        return _with_answer_prefix(body, _content(body, form, where), where)
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages must be a non-empty list")
     for number, message in enumerate(messages, 1):
         _check_message(message, f"{where}: message {number}")
     return tuple(messages)
+
+
+def _turns(turns: Any, where: str) -> list[str]:
+    """Return the user's messages of the turns."""
+    if not isinstance(turns, list) or not turns:
+        raise ConfigError(f"{where}: turns must be a non-empty list")
+    contents = []
+    for number, turn in enumerate(turns, 1):
+        content = turn.get("content") if isinstance(turn, dict) else turn
+        if not isinstance(content, str) or not content:
+            raise ConfigError(
+                f"{where}: turn {number} must be a non-empty string, or an object whose content is"
+                " one"
+            )
+        if isinstance(turn, dict) and turn.get("role", "user") != "user":
+            raise ConfigError(
+                f"{where}: turn {number} must be the user's, because the model writes the replies;"
+                " use messages for a chat with given replies"
+            )
+        contents.append(content)
+    return contents
+
+
+def _content(body: dict[str, Any], form: _Form, where: str) -> str:
+    """Return the user's message of a line with a single question."""
+    if form != "context":
+        return _text(body, "prompt" if form == "prompt" else "input", where)
+    context = _text(body, "context", where)
+    field = "question" if "question" in body else "input"
+    question = body[field]
+    if not isinstance(question, str):
+        raise ConfigError(f"{where}: {field} must be a string; got {_kind(question)}")
+    # Data sets that split one text in two keep the whitespace between them.
+    is_separated = not question or context[-1].isspace() or question[0].isspace()
+    return context + ("" if is_separated else "\n\n") + question
+
+
+def _text(body: dict[str, Any], field: str, where: str) -> str:
+    text = body[field]
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{where}: {field} must be a non-empty string")
+    return text
+
+
+def _with_answer_prefix(body: dict[str, Any], content: str, where: str) -> tuple[Message, ...]:
+    prefix = body.get("answer_prefix")
+    if not isinstance(prefix, str | None):
+        raise ConfigError(f"{where}: answer_prefix must be a string; got {_kind(prefix)}")
+    user = {"role": "user", "content": content}
+    # Chat templates may strip the message, and vLLM must find it in the prompt to continue it.
+    stripped = (prefix or "").strip()
+    return (user, {"role": "assistant", "content": stripped}) if stripped else (user,)
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -145,26 +271,40 @@ def _check_message(message: Any, where: str) -> None:
         )
 
 
-def _tools(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+def _tools(body: dict[str, Any], form: _Form, where: str) -> tuple[dict[str, Any], ...]:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
     ):
         raise ConfigError(f"{where}: tools must be a list of objects, each with a function")
-    if tools and "prompt" in body:
-        raise ConfigError(f"{where}: tools need messages, got prompt; use messages")
+    if tools and form != "messages":
+        raise ConfigError(f"{where}: tools need messages; use messages for the prompt")
     return tuple(tools)
 
 
-def _answers(body: dict[str, Any], where: str) -> tuple[str, ...]:
-    if "answer" in body and "answers" in body:
+def _answers(body: dict[str, Any], form: _Form, where: str) -> tuple[str, ...]:
+    fields: list[tuple[dict[str, Any], str]]
+    if form == "RULER":
+        fields = [(body, "outputs")]
+    else:
+        holders = [body]
+        if form == "turns" and isinstance(body["turns"][-1], dict):
+            holders.append(body["turns"][-1])
+        fields = [(each, name) for each in holders for name in ("answer", "answers")]
+    found = [each[name] for each, name in fields if name in each]
+    if len(found) > 1:
         raise ConfigError(f"{where} must have either answer or answers, not both")
-    expected = body.get("answers", body.get("answer"))
+    expected = found[0] if found else None
+    if isinstance(expected, dict) and form == "context":
+        # SQuAD on Hugging Face: {"text": [...], "answer_start": [...]}.
+        expected = expected.get("text")
     if expected is None:
         return ()
     answers = [expected] if isinstance(expected, str) else expected
     if not isinstance(answers, list) or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise ConfigError(f"{where}: answer must be a string, and answers a list of strings")
+        raise ConfigError(
+            f"{where}: answer must be a string, and answers or outputs a list of strings"
+        )
     return tuple(answers)
 
 

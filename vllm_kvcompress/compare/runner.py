@@ -107,6 +107,8 @@ def _run_prompt(
         for cell in prompt.cells:
             put(CellResult(prompt=prompt, cell=cell, outcome=None, refusal=_refusal(e)))
         return
+    # Every cell continues the full cache's earlier turns, so that all of them get the same prompt.
+    prompt = replace(prompt, item=prompt.item.with_replies(full.replies))
     for cell in prompt.cells:
         try:
             compressed = client.complete(prompt.item, cell)

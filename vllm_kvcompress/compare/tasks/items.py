@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from vllm_kvcompress.compare.tasks.short_answers import best_f1
 
@@ -48,8 +48,9 @@ class Item:
             a prompt whose text nobody else uses.
         rules: rules that a right answer obeys. Their names are distinct.
         tools: function schemas in the format of the OpenAI API.
-        turns: for each earlier turn of the chat, how many of the first messages it sends. The
-            answers of these turns are discarded.
+        turns: for each earlier turn of the chat, how many of the first messages it sends. Its
+            output is discarded if the next message is the assistant's. Otherwise the full cache's
+            output becomes that message, in every cell (`with_replies`).
         match: how an output is compared with `answers`.
     """
 
@@ -68,6 +69,21 @@ class Item:
     def known(self) -> bool:
         """Return whether the prompt has expected answers or rules."""
         return bool(self.answers or self.rules)
+
+    @property
+    def needs_replies(self) -> bool:
+        """Return whether `messages` lacks the assistant's reply to an earlier turn."""
+        return any(self.messages[end]["role"] != "assistant" for end in self.turns)
+
+    def with_replies(self, replies: Sequence[str]) -> Self:
+        """Return the chat with the missing replies to its first ``len(replies)`` turns."""
+        messages, turns = list(self.messages), list(self.turns)
+        for turn, reply in enumerate(replies):
+            end = turns[turn]
+            if messages[end]["role"] != "assistant":
+                messages.insert(end, {"role": "assistant", "content": reply})
+                turns[turn + 1 :] = [later + 1 for later in turns[turn + 1 :]]
+        return replace(self, messages=tuple(messages), turns=tuple(turns))
 
     def obeyed(self, answer: str) -> dict[str, bool]:
         """Return for each rule name whether `answer` obeys the rule."""
