@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 VOCABULARY = 12
+CACHE_INFO = 'vllm:cache_config_info{{cache_dtype="{cache_dtype}"}} 1.0\n'
 INFO = (
     'vllm:kv_compress_info{{allow_override="off,cake,snapkv",budget="",method="off",'
     'min_prompt="{min_prompt}"}} 1.0\nvllm:kv_compress_planned_requests_total {count}.0\n'
@@ -25,6 +26,8 @@ class FakeVllm:
         reports_usage: whether responses report the kept tokens, as with ``--kv-usage``.
         has_metrics: whether ``/metrics`` exists.
         allowed_methods: methods that requests may choose.
+        cache_dtype: the server's ``--kv-cache-dtype``.
+        wrong_numbers: whether odd numbers get wrong digits without compression, too.
         min_prompt: prompt length in words from which prompts are compressed.
         max_logprobs: most top log-probabilities that the server allows.
         fail_from: number of user prompts after which requests fail with 500. None for never.
@@ -40,6 +43,7 @@ class FakeVllm:
         self.requests: list[dict[str, Any]] = []
         self.has_plugin = self.reports_usage = self.has_metrics = True
         self.allowed_methods = ["off", "cake", "snapkv"]
+        self.cache_dtype, self.wrong_numbers = "auto", False
         self.min_prompt = 5
         self.max_logprobs = 20
         self.fail_from: int | None = None
@@ -63,8 +67,10 @@ class FakeVllm:
         if path == "/v1/models":
             return 200, json.dumps({"data": [{"id": "fake"}]})
         if path == "/metrics":
-            info = INFO.format(min_prompt=self.min_prompt, count=self._num_compressed)
-            return (200, info if self.has_plugin else "") if self.has_metrics else (404, "")
+            page = CACHE_INFO.format(cache_dtype=self.cache_dtype)
+            if self.has_plugin:
+                page += INFO.format(min_prompt=self.min_prompt, count=self._num_compressed)
+            return (200, page) if self.has_metrics else (404, "")
         if path == "/tokenize":
             return 200, json.dumps({"count": len(json.loads(body)["prompt"].split())})
         if path != "/v1/chat/completions":
@@ -99,14 +105,19 @@ class FakeVllm:
         number = int(text.split()[-1]) if text.split()[-1].isdigit() else 0
         forgets = method == "snapkv" and body["vllm_xargs"]["kv_budget"] < 0.5 and number % 2
         digits = [number % 10] * min(8, body["max_tokens"])
-        if forgets and compressed:
+        if (forgets and compressed) or (self.wrong_numbers and number % 2):
             digits[2:] = [(number + 1) % 10] * len(digits[2:])
         details = {}
         if compressed:
             self._num_compressed += 1
             budget = body["vllm_xargs"]["kv_budget"]
             if self.reports_usage:
-                kept = {"kept_tokens": budget * num_words}
+                is_k4v3 = body["vllm_xargs"].get("kv_packed_dtype") == "k4v3"
+                kept = {
+                    "kept_tokens": budget * num_words,
+                    "kept_bytes": budget * (1000 if is_k4v3 else 4000),
+                    "uncompressed_bytes": 4000,
+                }
                 if body["vllm_xargs"].get("kv_by_role"):
                     kept["by_role"] = {"user": {"tokens": num_words, "kept": budget}}
                 details = {"prompt_tokens_details": {"kv_compress": kept}}

@@ -91,6 +91,7 @@ def test_a_baseline_named_in_methods_is_an_ordinary_method(run_compare, tmp_path
         "protect": "",
         "lookahead": None,
         "packed_dtype": "",
+        "server": "",
     }
     assert [row[:3] for row in rows(read_report(tmp_path))] == [
         ("random", 0.2, False),

@@ -58,6 +58,7 @@ def test_compare_measures_what_each_method_loses(run_compare, tmp_path):
         "protect": "",
         "lookahead": None,
         "packed_dtype": "",
+        "server": "",
     }
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "out" / "report.md").read_text()

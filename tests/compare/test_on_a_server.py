@@ -34,8 +34,12 @@ BUDGETS = (0.5, 0.2)
 
 
 @pytest.fixture(scope="module")
-def url(demo_model, tmp_path_factory):
-    model = Path(text_checkpoint(tmp_path_factory.mktemp("model"), demo_model))
+def model(demo_model, tmp_path_factory):
+    return Path(text_checkpoint(tmp_path_factory.mktemp("model"), demo_model))
+
+
+@pytest.fixture(scope="module")
+def url(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     methods = ("snapkv", "random")
     cells = [Cell(method=method, budget=budget) for method in methods for budget in BUDGETS]
@@ -125,6 +129,39 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
         assert cell["kl"]["mean"] == pytest.approx(kl / num_positions, abs=1e-9)
         assert min(v for v in cell["times"].values()) > 0
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+
+
+def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
+    lines = [{"prompt": english()[start : start + 3000], "max_tokens": 12} for start in (0, 9000)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    cells = [Cell(method="snapkv", budget=0.5)]
+    flags = [*FLAGS, "--kv-cache-dtype", "fp8"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in forking_environment(tmp_path).items():
+            patch.setenv(name, value)
+        with server.start(model, flags, cells, tmp_path / "log") as other:
+            compare("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv",
+                    "--budgets", "0.5", "--no-baselines", "--against", other)  # fmt: skip
+            alone = [complete(other, line["prompt"], {"kv_compress": "off"})[0] for line in lines]
+    full = [complete(url, line["prompt"], {"kv_compress": "off"})[0] for line in lines]
+    details = [
+        complete(url, line["prompt"], {"kv_compress": "snapkv", "kv_budget": 0.5})[1]
+        for line in lines
+    ]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    method, fp8 = report["cells"]
+    assert (fp8["method"], fp8["bytes"], fp8["asked"]) == ("fp8 alone", 0.5, 2)
+    texts = [[[p["token"] for p in output] for output in side] for side in (full, alone)]
+    same = fmean(a == b for a, b in zip(*texts, strict=True))
+    assert fp8["exact"]["mean"] == same
+    # fp8 changes the prefill, so the first token's probabilities differ already.
+    assert logprobs(full[0][0]) != logprobs(alone[0][0])
+    usages = [usage["prompt_tokens_details"]["kv_compress"] for usage in details]
+    shares = [usage["kept_bytes"] / usage["uncompressed_bytes"] for usage in usages]
+    tokens = [usage["prompt_tokens"] for usage in usages]
+    weighted = sum(share * n for share, n in zip(shares, tokens, strict=True)) / sum(tokens)
+    assert method["bytes"] == pytest.approx(weighted)
+    assert 0.4 < weighted < 0.7
 
 
 def test_a_budget_that_the_server_refuses_is_an_error(url, compare, tmp_path):

@@ -153,6 +153,7 @@ def test_alias_settings_are_applied_and_reported(server, text, endpoint, stream)
         for response in events:
             report = compression_report(response)
             block_bytes.add(report.pop("kept_bytes") / line.blocks_after)
+            block_bytes.add(report.pop("uncompressed_bytes") / line.blocks_before)
             assert report == {
                 "method": "snapkv" if model == "demo@half" else "cake",
                 "budget": budget,

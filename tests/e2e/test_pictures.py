@@ -148,6 +148,7 @@ def test_outputs_match_an_engine_and_report_the_kept_tokens(stream, server, clie
         (line,) = server.compressed()[before:]
         report = compression_of(usage)
         block_bytes.add(report.pop("kept_bytes") / line.blocks_after)
+        block_bytes.add(report.pop("uncompressed_bytes") / line.blocks_before)
         assert report == {
             "method": "cake",
             "budget": 0.3,

@@ -137,6 +137,7 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
             "prompt_tokens": plan.tokens,
             "kept_tokens": sum(layer_tokens) / LAYERS,
             "kept_bytes": -(-sum(layer_tokens) // (LAYERS * BLOCK)) * block_bytes,
+            "uncompressed_bytes": -(-plan.tokens // BLOCK) * block_bytes,
             "layer_tokens": layer_tokens,
         }
         assert outputs[name].kv_transfer_params is None
@@ -171,6 +172,7 @@ def test_usage_and_metrics_of_both_formats(checkpoints_folder):
     assert usage["k4v3", 1.0]["kept_bytes"] == (4 + 1) * block_bytes
     assert usage["k4v3", 1.0]["layer_tokens"] == [1000] * 3
     assert usage["auto", 0.4]["kept_bytes"] == (12 + 1) * block_bytes
+    assert {report["uncompressed_bytes"] for report in usage.values()} == {32 * block_bytes}
     total = sum(report["kept_tokens"] for report in usage.values())
     assert values["kept_tokens_total",] == pytest.approx(total)
     assert values["packed_blocks_total",] == 2 + 4 + 12

@@ -150,6 +150,7 @@ def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
         "prompt_tokens": 100,
         "kept_tokens": 52.0,
         "kept_bytes": 4 * BLOCK_BYTES,  # 3 full blocks and the tail's
+        "uncompressed_bytes": 7 * BLOCK_BYTES,  # 6 full blocks and the tail's
     }
     assert usage_of(first) == mean
     merge(kept, usage_of(first))
@@ -235,6 +236,7 @@ REPORT = {
     "prompt_tokens": 100,
     "kept_tokens": 10.0,
     "kept_bytes": 3000,
+    "uncompressed_bytes": 27000,
 }
 
 
@@ -251,7 +253,8 @@ def test_usage_of_a_requests_prompts_is_summed():
     two = {**one, "prompt_tokens": 300, "kept_tokens": 30.5, "layer_tokens": [20, 41]}
     assert collected().total() is None
     both = collected(one, two).total()
-    assert both == REPORT | {"prompt_tokens": 400, "kept_tokens": 40.8, "kept_bytes": 6000}
+    summed = {"prompt_tokens": 400, "kept_tokens": 40.8}
+    assert both == REPORT | summed | {"kept_bytes": 6000, "uncompressed_bytes": 54000}
     assert collected(two, two).total()["layer_tokens"] == [40, 82]
     # one prompt was compressed after its look-ahead, the other at the end of its prefill
     assert collected({**two, "lookahead": 32}, one).total()["lookahead"] == 32
@@ -281,7 +284,7 @@ def test_event_with_usage_keeps_vllms_fields():
     assert with_usage(event, collected(REPORT)) == (
         'data: {"id":"é","usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2,'
         '"kv_compress":{"method":"tova","budget":0.1,"packed_dtype":"auto","prompt_tokens":100,'
-        '"kept_tokens":10.0,"kept_bytes":3000}}}}\n\n'
+        '"kept_tokens":10.0,"kept_bytes":3000,"uncompressed_bytes":27000}}}}\n\n'
     )
 
 
@@ -376,7 +379,8 @@ def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():
     limits = SimpleNamespace(
         settings=SimpleNamespace(
             compress="cake", budget=0.2, resolved_packed_dtype="k4v3", resolved_lookahead=0
-        )
+        ),
+        lookahead=lambda _: 0,
     )
     plan, numbers = SimpleNamespace(tokens=90), (1, 3, 5, 7)
     found = kept_map(outcome, plan, limits, "m", numbers=numbers, stages=2)

@@ -1,5 +1,6 @@
 """``kvcompress compare``: find the method and budget that your own prompts tolerate."""
 
+import dataclasses
 import json
 import signal
 import sys
@@ -69,6 +70,7 @@ class CompareRequest:
         keep_text: also store prompts and outputs.
         kl: also compare token probabilities.
         timeout_s: seconds without data from the server after which a request fails.
+        against: addresses of other servers of the same model, such as one with an fp8 KV cache.
     """
 
     url: str | None
@@ -94,6 +96,7 @@ class CompareRequest:
     kl: bool
     api_key: str | None
     timeout_s: float
+    against: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.model is None):
@@ -108,6 +111,12 @@ class CompareRequest:
             )
         if (self.prompts is None) == (self.tasks is None):
             raise ConfigError(f"give either --prompts or --tasks; the tasks are {', '.join(TASKS)}")
+        urls = [url.rstrip("/") for url in (*self.against, self.url or "")]
+        if len(set(urls)) < len(urls):
+            raise ConfigError(
+                "--against must name other servers, each once; got"
+                f" {', '.join(self.against)} with --url {self.url}"
+            )
         if not 0 < self.max_drop < 1:
             raise ConfigError(f"--max-drop must be in (0, 1), got {self.max_drop:g}")
 
@@ -208,6 +217,12 @@ def run(request: CompareRequest, *, as_json: bool) -> None:
                 timeout_s=request.timeout_s,
             )
             checked = comparison.check_server(client)
+            comparison.check_others(
+                [
+                    dataclasses.replace(client, host=Host(url, request.api_key))
+                    for url in request.against
+                ]
+            )
             items = user_items or _task_items(request, names, checked.client, comparison.notes)
             comparison.start(
                 items,

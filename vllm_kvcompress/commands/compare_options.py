@@ -75,6 +75,15 @@ Baselines = Annotated[
         help="Also run the baselines streamingllm and random, which a method should beat.",
     ),
 ]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against",
+        metavar="URL",
+        help="Another server of the same model, for example with --kv-cache-dtype fp8. Its"
+        " uncompressed outputs are compared, too. Repeatable.",
+    ),
+]
 MaxDrop = Annotated[
     float,
     typer.Option("--max-drop", help="Largest acceptable loss, in (0, 1), with 95 % confidence."),

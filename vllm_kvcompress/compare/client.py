@@ -38,6 +38,8 @@ class Cell:
         protect: value of ``kv_protect``. Empty leaves the server's default.
         lookahead: value of ``kv_lookahead``, in output tokens. None leaves the server's default.
         packed_dtype: value of ``kv_packed_dtype``. Empty leaves the server's default.
+        server: address of another server whose uncompressed outputs this cell has; `method` is then
+            a description of its cache. Empty for the compared server.
     """
 
     method: str
@@ -45,10 +47,14 @@ class Cell:
     protect: str = ""
     lookahead: int | None = None
     packed_dtype: str = ""
+    server: str = ""
 
     @property
     def xargs(self) -> dict[str, Any]:
         """Return the ``vllm_xargs`` that request this cell."""
+        if self.server:
+            # A server without the plugin ignores it.
+            return {COMPRESS: OFF}
         xargs: dict[str, Any] = {COMPRESS: self.method}
         if self.budget is not None:
             xargs[BUDGET] = self.budget
@@ -78,7 +84,8 @@ class Cell:
         return self.name if self.budget is None else f"{self.name} {self.budget}"
 
 
-FULL = Cell(method="off")
+OFF = "off"
+FULL = Cell(method=OFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +115,8 @@ class Completion:
         prompt_tokens: prompt length as the server counts it.
         kept_tokens: prompt tokens kept per layer, mean over layers. None if the server does not
             report it, because the prompt was not compressed or ``--kv-usage`` is off.
+        kept_bytes: bytes of the prompt's KV blocks after compression, relative to an uncompressed
+            cache in the same dtype. None as `kept_tokens`.
         by_role: prompt tokens and kept share of each role. Empty if the server does not report it.
         replies: content of the outputs of the earlier turns.
     """
@@ -119,6 +128,7 @@ class Completion:
     token_s: float | None
     prompt_tokens: int
     kept_tokens: float | None
+    kept_bytes: float | None
     by_role: Mapping[str, tuple[int, float]]
     replies: Sequence[str] = ()
 
@@ -137,6 +147,8 @@ class Client:
         top_logprobs: most likely tokens to request at each position.
         timeout_s: seconds without data from the server after which a request fails.
         report_roles: request the kept share of each role.
+        dtype_bytes: bytes of a token in the server's KV cache, relative to the model's dtype. None
+            if not known.
         should_stop: returns True once no more requests may be sent.
     """
 
@@ -145,6 +157,7 @@ class Client:
     top_logprobs: int = 20
     timeout_s: float = 600.0
     report_roles: bool = False
+    dtype_bytes: float | None = 1.0
     should_stop: Callable[[], bool] = lambda: False
 
     def complete(self, item: Item, cell: Cell) -> Completion:
@@ -260,6 +273,7 @@ class Client:
             token_s=(token_times[-1] - token_times[0]) / (count - 1) if count > 1 else None,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             kept_tokens=kept.get("kept_tokens"),
+            kept_bytes=_share_of_bytes(kept),
             by_role={
                 role: (int(usage_of_role["tokens"]), float(usage_of_role["kept"]))
                 for role, usage_of_role in (kept.get("by_role") or {}).items()
@@ -272,6 +286,15 @@ class Client:
             if self.should_stop():
                 raise Interrupted
             time.sleep(0.05)
+
+
+def _share_of_bytes(usage: Mapping[str, Any]) -> float | None:
+    """Return the share of the uncompressed bytes that a compressed prompt holds, None if unknown.
+
+    A server of an earlier version does not report the uncompressed bytes.
+    """
+    kept, uncompressed = usage.get("kept_bytes"), usage.get("uncompressed_bytes")
+    return kept / uncompressed if kept and uncompressed else None
 
 
 def _is_transient(status: int) -> bool:

@@ -18,6 +18,7 @@ from vllm_kvcompress.compare.summary import (
     Summary,
     best_baseline_without_extra_loss,
     default_measure,
+    low_bit_notes,
     recommend,
     summarise,
 )
@@ -56,6 +57,7 @@ class Comparison:
         """
         self._method_cells = list(cells)
         self._baselines = list(baselines)
+        self._others: dict[str, Client] = {}
         self._keep_text = keep_text
         self._journal = Journal(folder, keep_text=keep_text)
         self._outcomes: list[Outcome] = []
@@ -93,6 +95,21 @@ class Comparison:
         self._baselines = list(self._server.baselines)
         self.notes += self._server.notes
         return self._server
+
+    def check_others(self, clients: Sequence[Client]) -> None:
+        """Check other servers of the same model; their uncompressed outputs are compared, too.
+
+        Call it after `check_server`.
+
+        Raises:
+            Unreachable: A server does not respond.
+            ConfigError: A server serves another model.
+        """
+        for client in clients:
+            cell, checked, notes = preflight.check_other(client, self._server.client)
+            self._baselines.append(cell)
+            self._others[cell.server] = checked
+            self.notes += notes
 
     def start(
         self, items: Sequence[Item], settings: Mapping[str, Any], *, kl: bool, by: Measure | None
@@ -144,10 +161,15 @@ class Comparison:
             Unreachable: The server is gone.
         """
         compressed_before = self._journal.invalidate_compressed_count()
-        client = self._server.client
+        client, others = self._server.client, self._others
         if not self._kl:
             client = dataclasses.replace(client, top_logprobs=0)
-        results = runner.run_prompts(client, self._pending, concurrency=concurrency, kl=self._kl)
+            others = {
+                server: dataclasses.replace(each, top_logprobs=0) for server, each in others.items()
+            }
+        results = runner.run_prompts(
+            client, self._pending, concurrency=concurrency, kl=self._kl, others=others
+        )
         try:
             with closing(results):
                 for result in results:
@@ -171,6 +193,7 @@ class Comparison:
         recommendation = recommend(summaries, by=measure, max_drop=max_drop)
         complete = self.num_done == self.num_total
         notes = [*self.notes, *self._result_notes(summaries, complete, measure)]
+        notes += low_bit_notes(summaries, recommendation)
         if baseline := best_baseline_without_extra_loss(summaries, recommendation):
             notes.append(_BASELINE_AS_GOOD.format(best=recommendation.cell, baseline=baseline.cell))
         return Report(

@@ -33,9 +33,11 @@ class Outcome:
         key: SHA-256 key of the prompt (`prompts.key`).
         task: task of the prompt.
         group: shared by prompts over the same text. None if the prompt has its text for itself.
-        method, budget, protect, lookahead, packed_dtype: the cell (`Cell`).
+        method, budget, protect, lookahead, packed_dtype, server: the cell (`Cell`).
         prompt_tokens: prompt length in tokens.
         kept_tokens: tokens kept per layer, mean over layers. None if the server did not report it.
+        bytes: bytes of the compressed prompt, relative to an uncompressed cache in the model's
+            dtype. For another server, those of its cache's dtype. None if not known.
         by_role: tokens and kept share of each role. Empty if the server did not report it.
         exact, shared, similarity: comparison of the two outputs (`measures.Agreement`).
         length, full_length: output lengths, in the unit of `shared`.
@@ -79,6 +81,8 @@ class Outcome:
     full_first_token_s: Amount
     full_token_s: Amount | None
     packed_dtype: str = ""
+    server: str = ""
+    bytes: Amount | None = None
 
     @property
     def cell(self) -> Cell:
@@ -88,6 +92,7 @@ class Outcome:
             protect=self.protect,
             lookahead=self.lookahead,
             packed_dtype=self.packed_dtype,
+            server=self.server,
         )
 
     @property
@@ -105,10 +110,13 @@ class Outcome:
         compressed: Completion,
         *,
         kl: bool = True,
+        dtype_bytes: float | None = 1.0,
     ) -> Self:
         """Return the comparison of two completions of one prompt.
 
         Args:
+            dtype_bytes: bytes of a token in the KV cache of the server that wrote `compressed`,
+                relative to the model's dtype. None if not known.
             kl: also compare token probabilities.
         """
         sides = (full.token_names, compressed.token_names)
@@ -128,6 +136,8 @@ class Outcome:
             protect=cell.protect,
             lookahead=cell.lookahead,
             packed_dtype=cell.packed_dtype,
+            server=cell.server,
+            bytes=_bytes(cell, compressed, dtype_bytes),
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if compressed.kept_tokens is None else float(compressed.kept_tokens),
             by_role=dict(compressed.by_role),
@@ -156,6 +166,12 @@ class Outcome:
 
 
 OUTCOME = TypeAdapter(Outcome)
+
+
+def _bytes(cell: Cell, compressed: Completion, dtype_bytes: float | None) -> float | None:
+    if cell.server or dtype_bytes is None:
+        return dtype_bytes
+    return None if compressed.kept_bytes is None else compressed.kept_bytes * dtype_bytes
 
 
 def _by_position(

@@ -34,7 +34,7 @@ def save_picture(report: Report, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (method, summaries) in enumerate(_by_method(report.summaries).items()):
-        points = _points(summaries, by)
+        points = _points(summaries, by, by_bytes=_has_bytes(report.summaries))
         if not points:
             continue
         baseline = summaries[0].baseline
@@ -54,7 +54,11 @@ def save_picture(report: Report, path: Path) -> None:
         _full_quality(report.summaries, by), color=_INK, linewidth=0.9, linestyle=(0, (4, 3)),
         label="full cache",
     )  # fmt: skip
-    axes.set_xlabel("share of prompt tokens kept")
+    axes.set_xlabel(
+        "bytes of the prompt's KV cache, relative to an uncompressed one"
+        if _has_bytes(report.summaries)
+        else "share of prompt tokens kept"
+    )
     axes.set_ylabel(_AXES[by])
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.tick_params(labelsize=8, colors=_QUIET)
@@ -74,8 +78,15 @@ def _by_method(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return found
 
 
-def _points(summaries: Sequence[Summary], by: Measure) -> list[tuple[float, Estimate]]:
-    """Return pairs of kept share and quality, by increasing share.
+def _has_bytes(summaries: Sequence[Summary]) -> bool:
+    """Return whether every cell with results also has bytes."""
+    return all(summary.bytes is not None for summary in summaries if summary.exact is not None)
+
+
+def _points(
+    summaries: Sequence[Summary], by: Measure, *, by_bytes: bool
+) -> list[tuple[float, Estimate]]:
+    """Return pairs of size and quality, by increasing size: share of the bytes, or kept share.
 
     Uses a ratio budget as the kept share if the server does not report the share.
     """
@@ -86,7 +97,7 @@ def _points(summaries: Sequence[Summary], by: Measure) -> list[tuple[float, Esti
             "agreement": summary.exact,
             "similarity": summary.similarity,
         }[by]
-        kept = summary.kept
+        kept = summary.bytes if by_bytes else summary.kept
         if kept is None and isinstance(summary.budget, float) and summary.compressed is None:
             kept = summary.budget
         if quality is not None and kept is not None:

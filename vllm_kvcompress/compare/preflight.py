@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvcompress.compare.client import FULL, Cell, Client
+from vllm_kvcompress.compare.low_bit_caches import share_of_bytes
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
@@ -74,7 +75,11 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
     info = metrics.info if metrics else None
     if info and info.get("packed_dtype") and not all(cell.packed_dtype for cell in cells):
         notes.append(f"The server packs kept tokens in its default format {info['packed_dtype']}.")
-    client = dataclasses.replace(client, report_roles=_reports_roles(client))
+    client = dataclasses.replace(
+        client,
+        report_roles=_reports_roles(client),
+        dtype_bytes=share_of_bytes(_cache_dtype(metrics) or "auto"),
+    )
     if not client.complete(_TINY, FULL).token_names:
         notes.append(
             "The server does not report every output token, so outputs are compared by characters"
@@ -86,6 +91,41 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
         baselines=accepted,
         notes=notes,
     )
+
+
+def check_other(client: Client, compared: Client) -> tuple[Cell, Client, list[str]]:
+    """Check another server, whose uncompressed outputs are compared, and return its cell.
+
+    Args:
+        client: its `model` is ignored and replaced by the served model.
+        compared: client of the compared server, which passed `check_server`.
+
+    Returns:
+        The cell, its client, and notes.
+
+    Raises:
+        Unreachable: The server does not respond as vLLM does.
+        ConfigError: The server serves another model.
+    """
+    host = client.host
+    model = _model(host)
+    if model != compared.model:
+        raise ConfigError(
+            f"--against {host.url} must serve {compared.model}, as {compared.host.url} does, got"
+            f" {model}; start it with the same model, or with --served-model-name {compared.model}"
+        )
+    cache_dtype = _cache_dtype(read_metrics(host))
+    client, notes = _with_top_logprobs(dataclasses.replace(client, model=model))
+    name = "other server" if cache_dtype is None else f"{cache_dtype} alone"
+    cell = Cell(method=name, budget=1.0, server=host.url)
+    share = None if cache_dtype is None else share_of_bytes(cache_dtype)
+    return cell, dataclasses.replace(client, dtype_bytes=share), notes
+
+
+def _cache_dtype(metrics: Metrics | None) -> str | None:
+    """Return the server's ``--kv-cache-dtype``, or None if it has no metrics page."""
+    samples = metrics.of("vllm:cache_config_info") if metrics else ()
+    return samples[0].labels.get("cache_dtype") if samples else None
 
 
 def read_metrics(host: Host) -> Metrics | None:

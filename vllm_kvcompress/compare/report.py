@@ -110,6 +110,13 @@ _SCORE_COLUMNS = (
         text=lambda s: MISSING if s.kept is None else f"{s.kept:.1%}",
     ),
     Column(
+        name="bytes",
+        meaning="Bytes of the compressed prompts' KV cache, relative to an uncompressed cache in"
+        " the model's dtype, whole blocks and scales included. For another server, those of its"
+        " cache's dtype: an estimate, because scales depend on the model's shapes.",
+        text=lambda s: MISSING if s.bytes is None else f"{s.bytes:.0%}",
+    ),
+    Column(
         name="loss",
         meaning="The loss that the recommendation uses, with its upper bound at 95 % confidence in"
         " brackets. The bound is the bootstrap's, or the largest share of prompts that a sample of"

@@ -2,8 +2,9 @@
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from vllm_kvcompress.compare.client import FULL, Cell, Client, Interrupted
@@ -40,13 +41,19 @@ class CellResult:
 
 
 def run_prompts(
-    client: Client, prompts: Sequence[PendingPrompt], *, concurrency: int, kl: bool
+    client: Client,
+    prompts: Sequence[PendingPrompt],
+    *,
+    concurrency: int,
+    kl: bool,
+    others: Mapping[str, Client] = MappingProxyType({}),
 ) -> Generator[CellResult, None, None]:
     """Run all prompts and yield results as they complete.
 
     Closing the generator stops the threads without waiting for their current requests.
 
     Args:
+        others: clients of the other servers, by `Cell.server`.
         concurrency: prompts to run at once.
         kl: also compare token probabilities.
 
@@ -58,9 +65,12 @@ def run_prompts(
     results: queue.SimpleQueue[CellResult | Exception | None] = queue.SimpleQueue()
     for prompt in prompts:
         pending.put(prompt)
-    client = replace(client, should_stop=stop.is_set)
+    clients = {
+        server: replace(each, should_stop=stop.is_set)
+        for server, each in {**others, "": client}.items()
+    }
     threads = [
-        threading.Thread(target=_work, args=(client, kl, pending, results.put, stop), daemon=True)
+        threading.Thread(target=_work, args=(clients, kl, pending, results.put, stop), daemon=True)
         for _ in range(min(concurrency, len(prompts)))
     ]
     for thread in threads:
@@ -80,7 +90,7 @@ def run_prompts(
 
 
 def _work(
-    client: Client,
+    clients: Mapping[str, Client],
     kl: bool,
     pending: queue.SimpleQueue[PendingPrompt],
     put: Callable[[Any], None],
@@ -89,7 +99,7 @@ def _work(
     """Run prompts until none is left, then put None."""
     try:
         while not stop.is_set():
-            _run_prompt(client, kl, pending.get_nowait(), put)
+            _run_prompt(clients, kl, pending.get_nowait(), put)
     except (queue.Empty, Interrupted):
         pass
     except Exception as e:
@@ -99,10 +109,18 @@ def _work(
 
 
 def _run_prompt(
-    client: Client, kl: bool, prompt: PendingPrompt, put: Callable[[CellResult], None]
+    clients: Mapping[str, Client],
+    kl: bool,
+    prompt: PendingPrompt,
+    put: Callable[[CellResult], None],
 ) -> None:
+    """Run a prompt with the full cache and in its cells.
+
+    Args:
+        clients: by `Cell.server`.
+    """
     try:
-        full = client.complete(prompt.item, FULL)
+        full = clients[FULL.server].complete(prompt.item, FULL)
     except Refused as e:
         for cell in prompt.cells:
             put(CellResult(prompt=prompt, cell=cell, outcome=None, refusal=_refusal(e)))
@@ -110,12 +128,15 @@ def _run_prompt(
     # Every cell continues the full cache's earlier turns, so that all of them get the same prompt.
     prompt = replace(prompt, item=prompt.item.with_replies(full.replies))
     for cell in prompt.cells:
+        client = clients[cell.server]
         try:
             compressed = client.complete(prompt.item, cell)
         except Refused as e:
             put(CellResult(prompt=prompt, cell=cell, outcome=None, refusal=_refusal(e)))
             continue
-        outcome = Outcome.of(prompt.item, prompt.key, cell, full, compressed, kl=kl)
+        outcome = Outcome.of(
+            prompt.item, prompt.key, cell, full, compressed, kl=kl, dtype_bytes=client.dtype_bytes
+        )
         put(
             CellResult(
                 prompt=prompt,

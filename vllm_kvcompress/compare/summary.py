@@ -6,6 +6,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.compare.low_bit_caches import ALTERNATIVES, share_of_bytes
 from vllm_kvcompress.compare.measures import POSITION_RANGES
 from vllm_kvcompress.compare.obeyed import RuleResults, shares_obeyed
 from vllm_kvcompress.compare.outcome import Outcome
@@ -48,10 +49,12 @@ class Summary:
     all prompts otherwise.
 
     Args:
-        method, budget, protect, lookahead, packed_dtype: the cell (`Cell`).
+        method, budget, protect, lookahead, packed_dtype, server: the cell (`Cell`).
         asked: prompts with a completion.
         compressed: compressed prompts among them. None if unknown.
         kept: share of their tokens that was kept. None if the server does not report it.
+        bytes: bytes of their KV cache, relative to an uncompressed cache in the model's dtype. None
+            if the server does not report them.
         roles: for each role, its tokens and the share that was kept. Empty if not reported.
         exact, similarity: agreement with the full cache's outputs.
         diverged: median number of tokens before the first difference, over outputs that differ.
@@ -99,6 +102,8 @@ class Summary:
     obeyed: dict[str, Estimate]
     baseline: bool = False
     packed_dtype: str = ""
+    server: str = ""
+    bytes: float | None = None
 
     @property
     def cell(self) -> Cell:
@@ -108,6 +113,7 @@ class Summary:
             protect=self.protect,
             lookahead=self.lookahead,
             packed_dtype=self.packed_dtype,
+            server=self.server,
         )
 
 
@@ -150,7 +156,12 @@ def summarise(
         by_cell.setdefault(outcome.cell, []).append(outcome)
     return [
         replace(
-            _summary(cell, by_cell.get(cell, []), by, known=reports_kept or none_compressed),
+            _summary(
+                cell,
+                by_cell.get(cell, []),
+                by,
+                known=(reports_kept or none_compressed) and not cell.server,
+            ),
             baseline=cell in baselines,
         )
         for cell in cells
@@ -160,8 +171,9 @@ def summarise(
 def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> Recommendation:
     """Return the cell with the least memory whose loss is within `max_drop` with 95 % confidence.
 
-    Without formats, that is the smallest budget. If several methods qualify at it, returns the one
-    with the smallest loss, or the first of equals. Never returns a baseline, which could only win
+    Memory is the bytes that the server reports, to a hundredth, or the budget if it reports none.
+    If several methods qualify at it, returns the one with the smallest loss, or the first of
+    equals. Never returns a baseline, which could only win
     by chance.
     """
     methods = [s for s in summaries if not s.baseline and s.loss is not None]
@@ -169,7 +181,14 @@ def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> 
     candidates += [s for s in methods if s.compressed is None]
     within = [s for s in candidates if s.bound is not None and s.bound <= max_drop]
     if within:
-        best = min(within, key=lambda s: (s.cell.memory, s.loss.mean if s.loss else 0.0))
+        by_bytes = all(s.bytes is not None for s in within)
+        best = min(
+            within,
+            key=lambda s: (
+                round(s.bytes or 0.0, 2) if by_bytes else s.cell.memory,
+                s.loss.mean if s.loss else 0.0,
+            ),
+        )
         return Recommendation(
             by=by, max_drop=max_drop, cell=best.cell, sentence=_may_run(best, by, max_drop)
         )
@@ -212,11 +231,61 @@ def best_baseline_without_extra_loss(
         s
         for s in summaries
         if s.baseline
+        and not s.server
         and (s.budget, s.packed_dtype) == (best.budget, best.packed_dtype)
         and s.loss
         and s.loss.mean <= best.loss.mean
     ]
     return min(baselines, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
+
+
+def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) -> list[str]:
+    """Return sentences that say whether a cache with fewer bits would do without compression.
+
+    One sentence per other server, or how to measure one if there is none.
+    """
+    others = [s for s in summaries if s.server and s.loss is not None and s.bound is not None]
+    best = next((s for s in summaries if s.cell == recommendation.cell), None)
+    if not any(s.server for s in summaries):
+        formats = [
+            f"{name} ({share:.0%} of the bytes)"
+            for name in ALTERNATIVES
+            if (share := share_of_bytes(name)) is not None
+        ]
+        return [
+            "Not measured: vLLM's own low-bit caches keep all tokens, for example"
+            f" {', '.join(formats)}. If one saves enough, start a second server with"
+            " --kv-cache-dtype and add --against with its address."
+        ]
+    notes = []
+    for other in others:
+        assert other.loss is not None
+        name, size = other.method, _size(other)
+        loss = (
+            f"its loss by {recommendation.by} is {other.loss.mean:.3f}, at most {other.bound:.3f}"
+        )
+        if other.bound is None or other.bound > recommendation.max_drop:
+            notes.append(
+                f"{name} ({size}) would not do: {loss} at 95 % confidence, above"
+                f" {recommendation.max_drop:g}."
+            )
+        elif best is None:
+            notes.append(f"{name} ({size}) would do without compression: {loss}.")
+        elif best.bytes is None or other.bytes is None or best.bytes < other.bytes:
+            notes.append(
+                f"{name} would do without dropping tokens if {size} is little enough: {loss}."
+                f" {best.cell} takes {_size(best)}."
+            )
+        else:
+            notes.append(
+                f"Use {name}, without compression: it takes {size}, no more than {best.cell}, and"
+                f" {loss}."
+            )
+    return notes
+
+
+def _size(summary: Summary) -> str:
+    return "unknown bytes" if summary.bytes is None else f"{summary.bytes:.0%} of the bytes"
 
 
 def default_measure(outcomes: Sequence[Outcome]) -> Measure:
@@ -227,6 +296,8 @@ def default_measure(outcomes: Sequence[Outcome]) -> Measure:
 def _may_run(best: Summary, by: Measure, max_drop: float) -> str:
     assert best.loss is not None
     kept = "" if best.kept is None else f", which keeps {best.kept:.1%} of the tokens"
+    if best.bytes is not None:
+        kept += f" in {best.bytes:.0%} of the bytes" if kept else f", {best.bytes:.0%} of the bytes"
     return (
         f"Run {best.cell}{kept}: its loss by {by} is {best.loss.mean:.3f}, and at most"
         f" {best.bound:.3f} at 95 % confidence, within {max_drop:g}."
@@ -261,6 +332,8 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: boo
         protect=cell.protect,
         lookahead=cell.lookahead,
         packed_dtype=cell.packed_dtype,
+        server=cell.server,
+        bytes=_mean_bytes(outcomes if cell.server else compressed),
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,
@@ -287,6 +360,14 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: boo
         tasks=_tasks(scored),
         obeyed=shares_obeyed(RuleResults(o.task, o.rules, o.drawn_with) for o in measured),
     )
+
+
+def _mean_bytes(outcomes: Sequence[Outcome]) -> float | None:
+    """Return the mean share of bytes per prompt token, or None if a prompt's is not known."""
+    prompt_tokens = sum(o.prompt_tokens for o in outcomes)
+    if not prompt_tokens or any(o.bytes is None for o in outcomes):
+        return None
+    return sum((o.bytes or 0.0) * o.prompt_tokens for o in outcomes) / prompt_tokens
 
 
 def _roles(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, float]]:

@@ -56,6 +56,7 @@ class Collected:
             "prompt_tokens": sum(each["prompt_tokens"] for each in kept),
             "kept_tokens": round(sum(each["kept_tokens"] for each in kept), 1),
             "kept_bytes": sum(each["kept_bytes"] for each in kept),
+            "uncompressed_bytes": sum(each["uncompressed_bytes"] for each in kept),
         }
         for key in ("lookahead", "protected_tokens"):
             if any(key in each for each in kept):

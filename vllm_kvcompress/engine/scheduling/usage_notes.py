@@ -33,6 +33,7 @@ class UsageNotes:
         """Note the prompts that this step compresses, finally or until their look-ahead ends."""
         for pack_request in plan.reported_prompts if plan is not None else ():
             page_plan = pack_request.plan
+            tokens = pack_request.prompt_tokens + (pack_request.output_tokens or 0)
             usage: CompressionUsage = {
                 "method": pack_request.settings.compress,
                 "budget": pack_request.settings.budget,
@@ -40,6 +41,7 @@ class UsageNotes:
                 "prompt_tokens": pack_request.prompt_tokens,
                 "kept_tokens": (mean_layer_tokens(page_plan) - (pack_request.output_tokens or 0)),
                 "kept_bytes": (page_plan.blocks + (page_plan.tail > 0)) * self._block_bytes,
+                "uncompressed_bytes": -(-tokens // page_plan.block_size) * self._block_bytes,
             }
             if pack_request.output_tokens is not None:
                 usage["lookahead"] = pack_request.output_tokens

@@ -1,0 +1,153 @@
+"""Bytes in the report, and other servers with a low-bit KV cache: ``--against``."""
+
+import json
+
+import pytest
+
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
+from fake_vllm import FakeVllm, write_prompts
+from loopback import server
+from vllm_kvcompress.compare.low_bit_caches import ALTERNATIVES, share_of_bytes
+
+
+@pytest.fixture
+def other():
+    """Yield another running fake server: without the plugin, with an fp8 KV cache."""
+    vllm = FakeVllm()
+    vllm.has_plugin, vllm.cache_dtype = False, "fp8"
+    with server(vllm) as url:
+        vllm.url = url
+        yield vllm
+
+
+@pytest.fixture
+def run_compare(compare, fake, tmp_path):
+    """Return a function that compares snapkv and cake on ten prompts, of which five are odd."""
+
+    def run(*flags, max_drop="0.3"):
+        write_prompts(tmp_path / "mine.jsonl", range(10))
+        argv = ["--url", fake.url, "--prompts", "mine.jsonl", "--max-drop", max_drop]
+        return compare(*argv, "--no-baselines", "--budgets", "0.2", *flags)
+
+    return run
+
+
+def read_report(tmp_path):
+    return json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+def about_low_bit(report):
+    return [note for note in report["notes"] if "fp8" in note]
+
+
+def test_bytes_are_relative_to_the_models_dtype(run_compare, fake, tmp_path):
+    """The fake server's k4v3 takes a quarter of the bytes, and an fp8 cache half of them."""
+    run_compare("--methods", "cake", "--budgets", "0.4:k4v3,0.2")
+    assert [c["bytes"] for c in read_report(tmp_path)["cells"]] == pytest.approx([0.1, 0.2])
+    assert "| 10% |" in (tmp_path / "out" / "report.md").read_text()
+    fake.cache_dtype = "fp8"
+    run_compare("--methods", "cake", "--out", "second")
+    report = json.loads((tmp_path / "second" / "report.json").read_text())
+    assert report["cells"][0]["bytes"] == pytest.approx(0.1)
+    assert "keeps 20.0% of the tokens in 10% of the bytes" in report["recommendation"]["sentence"]
+
+
+def test_the_recommendation_takes_the_fewest_bytes(run_compare, tmp_path):
+    """0.6 in k4v3 takes fewer bytes than 0.2 in 16 bits."""
+    run_compare("--methods", "cake", "--budgets", "0.6:k4v3,0.2")
+    cell = read_report(tmp_path)["recommendation"]["cell"]
+    assert (cell["budget"], cell["packed_dtype"]) == (0.6, "k4v3")
+
+
+def test_without_another_server_the_report_says_how_to_measure_one(run_compare, tmp_path):
+    run_compare("--methods", "cake")
+    (note,) = about_low_bit(read_report(tmp_path))
+    assert note.startswith("Not measured: vLLM's own low-bit caches keep all tokens")
+    assert "fp8 (50% of the bytes), int8_per_token_head (52% of the bytes)" in note
+    assert "--against" in note
+
+
+def test_another_server_gets_the_same_prompts_uncompressed(run_compare, fake, other, tmp_path):
+    result = run_compare("--methods", "cake", "--against", other.url)
+    report = read_report(tmp_path)
+    method, alone = report["cells"]
+    assert (alone["method"], alone["bytes"], alone["asked"]) == ("fp8 alone", 0.5, 10)
+    assert (alone["compressed"], alone["kept"], alone["exact"]["mean"]) == (None, None, 1.0)
+    full = [b for b in fake.prompt_requests if b["vllm_xargs"]["kv_compress"] == "off"]
+    sent = [b["messages"] for b in other.prompt_requests]
+    assert sorted(map(str, sent)) == sorted(str(b["messages"]) for b in full)
+    assert {b["vllm_xargs"]["kv_compress"] for b in other.requests} == {"off"}
+    assert "fp8 alone" in result.out
+    assert method["bytes"] == pytest.approx(0.2)
+    assert report["recommendation"]["cell"]["method"] == "cake"
+    (note,) = about_low_bit(report)
+    assert note.startswith("fp8 alone would do without dropping tokens if 50% of the bytes is")
+    assert note.endswith("cake 0.2 takes 20% of the bytes.")
+
+
+def test_a_cache_that_loses_too_much_would_not_do(run_compare, other, tmp_path):
+    other.wrong_numbers = True
+    run_compare("--methods", "cake", "--against", other.url)
+    (note,) = about_low_bit(read_report(tmp_path))
+    assert note.startswith("fp8 alone (50% of the bytes) would not do: its loss by score is 0.5")
+
+
+def test_a_cache_of_as_few_bytes_is_used_without_compression(run_compare, other, tmp_path):
+    run_compare("--methods", "cake", "--budgets", "0.6", "--against", other.url)
+    (note,) = about_low_bit(read_report(tmp_path))
+    assert note.startswith("Use fp8 alone, without compression: it takes 50% of the bytes, no more")
+
+
+def test_a_cache_alone_may_do_where_no_method_does(run_compare, other, tmp_path):
+    result = run_compare("--methods", "snapkv", "--against", other.url)
+    assert result.status == 1
+    (note,) = about_low_bit(read_report(tmp_path))
+    assert note.startswith("fp8 alone (50% of the bytes) would do without compression")
+
+
+def test_another_server_of_unknown_bytes_is_still_compared(run_compare, other, tmp_path):
+    other.cache_dtype = "nvfp4"
+    run_compare("--methods", "cake", "--against", other.url)
+    report = read_report(tmp_path)
+    assert (report["cells"][1]["method"], report["cells"][1]["bytes"]) == ("nvfp4 alone", None)
+    assert any("if unknown bytes is little enough" in note for note in report["notes"])
+
+
+def test_a_run_with_another_server_resumes_without_asking_again(run_compare, other, tmp_path):
+    run_compare("--methods", "cake")
+    run_compare("--methods", "cake", "--against", other.url)
+    asked = len(other.prompt_requests)
+    run_compare("--methods", "cake", "--against", other.url)
+    assert (asked, len(other.prompt_requests)) == (10, 10)
+    assert read_report(tmp_path)["complete"]
+
+
+def test_another_server_must_serve_the_same_model(run_compare, fake, other, tmp_path):
+    other.responses["/v1/models"] = 200, '{"data": [{"id": "other"}]}'
+    result = run_compare("--methods", "cake", "--against", other.url)
+    assert result.status == 2
+    assert "must serve fake" in result.err
+    assert "got other; start it with the same model, or with --served-model-name fake" in result.err
+    assert fake.prompt_requests == []
+
+
+@pytest.mark.parametrize("same", ["first", "twice"])
+def test_each_other_server_is_named_once(run_compare, fake, other, same):
+    urls = [fake.url] if same == "first" else [other.url, f"{other.url}/"]
+    result = run_compare(
+        "--methods", "cake", *(part for url in urls for part in ("--against", url))
+    )
+    assert result.status == 2
+    assert "--against must name other servers, each once" in result.err
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_FORMATS)
+def test_bytes_of_a_format_equal_the_evidences(cache_dtype):
+    """For the layers and head size that the function assumes."""
+    shares = [CACHE_FORMATS[cache_dtype].share_of_bytes(layer, 32, 128) for layer in range(32)]
+    assert share_of_bytes(cache_dtype) == pytest.approx(sum(shares) / 32)
+
+
+def test_alternatives_are_known_and_plain_caches_take_all_bytes():
+    assert all(share_of_bytes(name) for name in ALTERNATIVES)
+    assert (share_of_bytes("auto"), share_of_bytes("nvfp4")) == (1.0, None)
