@@ -63,7 +63,7 @@ def test_compare_measures_what_each_method_loses(run_compare, tmp_path):
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "**Run cake 0.2" in markdown
-    assert "| snapkv | 0.2 | 10 of 10 | 20.0% | 0.500 (<= " in markdown
+    assert "| snapkv | 0.2 | 10 of 10 | 20.0% | 20% | 0.500 (<= " in markdown
 
 
 def test_each_method_runs_with_every_lookahead_and_protection(compare, fake, tmp_path):
