@@ -133,9 +133,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--forced",
         action="store_true",
-        help="for prompts without expected answers, compare along the full cache's output only and"
-        " do not decode compressed outputs to their end: no similarity, length and loops, but three"
-        " times faster",
+        help="for prompts that count whatever the full cache answers, compare along its output only"
+        " and do not decode compressed outputs to their end: no similarity, length, loops and F1,"
+        " but three times faster",
     )
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument(
@@ -404,7 +404,7 @@ def measure(
     ]
     if needs_full_answer(item) and not full_score:
         return results
-    decode_fully = decode_fully or item.known
+    decode_fully = decode_fully or needs_full_answer(item)
     protects = any(settings_at(raw, 0.5).protect for raw in methods.values())
     protected = protected_parts(model.tokenizer, item, prompt.ids) if protects else {}
     stored: dict[str, PrefilledPrompt] = {}
@@ -519,7 +519,7 @@ def result_line(
         return line | {"score": both, "rules": rules}
     if needs_full_answer(item):
         return line
-    if item.match == "f1":
+    if item.match == "f1" and complete:
         answer, full_answer = final_answer(output.text), final_answer(full.text)
         line |= {
             "answer_f1": token_f1(answer, full_answer),

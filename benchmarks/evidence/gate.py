@@ -32,7 +32,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.evidence.__main__ import budgets_for, measure, prefill_items
-from benchmarks.evidence.cells import ORDINARY, REASONS, RULER, SECOND_TURNS, Cell, cells
+from benchmarks.evidence.cells import (
+    AFTER_LOOKAHEAD,
+    ORDINARY,
+    REASONS,
+    RULER,
+    SECOND_TURNS,
+    Cell,
+    cells,
+)
 from benchmarks.evidence.reference_model import ReferenceModel
 from benchmarks.field import field_items, reading
 from benchmarks.field.data import FieldData
@@ -42,8 +50,6 @@ from vllm_kvcompress.compare.tasks import Item, QuestionAt, build_items
 from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
 
 FLOORS = Path(__file__).with_name("floors.json")
-POSITIONS = "from 33"
-"""Range of output tokens to check: it starts after the preset's look-ahead."""
 SLACK = 1.25
 """Factor on the losses that outputs along many tokens may show.
 
@@ -92,11 +98,11 @@ SIZES = {
     ),
     "short": Size(
         ruler=("niah_single_1",),
-        ruler_tokens=1100,
-        ruler_count=4,
-        sources=("squad",),
-        reading_tokens=1000,
-        reading_count=3,
+        ruler_tokens=1000,
+        ruler_count=3,
+        sources=tuple(reading.SOURCES),
+        reading_tokens=900,
+        reading_count=2,
         instructions=("explain",),
         requests=2,
     ),
@@ -133,13 +139,14 @@ class PromptGroup:
 
     Args:
         task: name of the cell over all prompts of the group.
-        lookahead: whether the settings use the preset's look-ahead.
+        positions: range of output tokens to compare, from `POSITION_RANGES`: behind the preset's
+            look-ahead, or the first ones without it. None compares expected answers.
         baseline: settings of a worse method that must fail.
         baseline_fails: the floor that the baseline must miss.
     """
 
     task: str
-    lookahead: bool
+    positions: str | None
     baseline: Mapping[str, Any]
     baseline_fails: Literal["share", "kl"]
 
@@ -147,7 +154,7 @@ class PromptGroup:
     def methods(self) -> dict[str, str]:
         """Return the recommended settings and the baseline, by name."""
         return {
-            **recommended_settings(lookahead=self.lookahead),
+            **recommended_settings(lookahead=self.positions == AFTER_LOOKAHEAD),
             BASELINE: json.dumps(self.baseline),
         }
 
@@ -160,10 +167,16 @@ _LESS: Mapping[str, Any] = {
     "lookahead": 0,
 }
 GROUPS: Mapping[str, PromptGroup] = {
-    "ruler": PromptGroup(task=RULER, lookahead=False, baseline=_RANDOM, baseline_fails="share"),
-    "reasons": PromptGroup(task=REASONS, lookahead=True, baseline=_LESS, baseline_fails="kl"),
-    "turns": PromptGroup(task=SECOND_TURNS, lookahead=False, baseline=_RANDOM, baseline_fails="kl"),
-    "requests": PromptGroup(task=ORDINARY, lookahead=True, baseline=_LESS, baseline_fails="kl"),
+    "ruler": PromptGroup(task=RULER, positions=None, baseline=_RANDOM, baseline_fails="share"),
+    "reasons": PromptGroup(
+        task=REASONS, positions=AFTER_LOOKAHEAD, baseline=_RANDOM, baseline_fails="kl"
+    ),
+    "turns": PromptGroup(
+        task=SECOND_TURNS, positions="1 to 32", baseline=_RANDOM, baseline_fails="kl"
+    ),
+    "requests": PromptGroup(
+        task=ORDINARY, positions=AFTER_LOOKAHEAD, baseline=_LESS, baseline_fails="kl"
+    ),
 }
 MeasuredCells = Mapping[str, Mapping[str, Cell]]
 """Cells by group name, then by name of the settings."""
@@ -259,25 +272,24 @@ class GatedFigures(NamedTuple):
     """The two figures of a cell that have floors."""
 
     share: Estimate
-    """RULER: share of the full cache's score. Second turns: F1 with the full cache's answer. Other
-    groups: share of equal tokens."""
+    """RULER: share of the full cache's score. Other groups: share of equal tokens."""
     kl: Estimate
-    """Nats per token; with a look-ahead, only within `POSITIONS`."""
+    """Nats per token."""
 
 
 def gated_figures(name: str, cell: Cell) -> GatedFigures:
-    if GROUPS[name].lookahead:
-        return GatedFigures(cell.along[POSITIONS].top1, cell.along[POSITIONS].kl)
-    share = cell.score if name == "ruler" else cell.answer_f1
-    assert share is not None
+    positions = GROUPS[name].positions
+    if positions is not None:
+        return GatedFigures(cell.along[positions].top1, cell.along[positions].kl)
+    assert cell.score is not None
     assert cell.kl is not None
-    return GatedFigures(share, cell.kl)
+    return GatedFigures(cell.score, cell.kl)
 
 
 def floor_of(name: str, cell: Cell) -> dict[str, float]:
     """Return the floor and ceiling of a cell: interval ends, with `SLACK` along many tokens."""
     share, kl = gated_figures(name, cell)
-    slack = SLACK if GROUPS[name].lookahead else 1.0
+    slack = 1.0 if GROUPS[name].positions is None else SLACK
     return {"share": round(1 - slack * (1 - share.low), 4), "kl": round(slack * kl.high, 4)}
 
 
@@ -324,7 +336,7 @@ def table(found: MeasuredCells, floors: Floors) -> Table:
             report.add_row(
                 name,
                 settings,
-                f"{cell.bytes:.0%}",
+                "" if cell.bytes is None else f"{cell.bytes:.0%}",
                 f"{share.mean:.1%}",
                 f"{share.low:.1%}",
                 f"{floor['share']:.1%}" if floor else "",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.evidence import gate
-from benchmarks.evidence.cells import POSITION_RANGES, cells
+from benchmarks.evidence.cells import AFTER_LOOKAHEAD, POSITION_RANGES, cells
 from benchmarks.evidence.reference_model import ReferenceModel
 from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -57,7 +57,7 @@ def test_the_gate_checks_the_settings_that_the_product_recommends(lookahead):
     for name, config in found.items():
         assert config.resolved_packed_dtype == ("auto" if name == gate.SIXTEEN_BITS else "k4v3")
         evicts = config.budget < 1
-        expected = POSITION_RANGES[gate.POSITIONS].start if lookahead and evicts else 0
+        expected = POSITION_RANGES[AFTER_LOOKAHEAD].start if lookahead and evicts else 0
         assert config.resolved_lookahead == expected
 
 
