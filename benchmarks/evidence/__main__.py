@@ -517,6 +517,10 @@ def result_line(
         # Rules that the full cache breaks show nothing about compression, so they do not count.
         both = sum(by_output[rule] and by_full[rule] for rule in by_output) / len(rules)
         return line | {"score": both, "rules": rules}
+    if item.match == "all":
+        # As with rules: an answer that only the compressed cache names shows nothing.
+        pairs = zip(item.matched(output.text), item.matched(full.text), strict=True)
+        line["score"] = sum(map(min, pairs)) / len(item.answers)
     if needs_full_answer(item):
         return line
     if item.match == "f1" and complete:

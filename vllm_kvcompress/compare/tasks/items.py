@@ -95,9 +95,23 @@ class Item:
         With `match` "any" or "f1", all expected answers together count as one.
         """
         checks = [float(obeyed) for obeyed in self.obeyed(answer).values()]
-        if self.answers:
-            checks += _matches(self.answers, answer, self.match)
+        checks += self.matched(answer)
         return fmean(checks) if checks else 0.0
+
+    def matched(self, answer: str) -> list[float]:
+        """Return how well `answer` matches the expected answers, each number in [0, 1].
+
+        One number for each expected answer, or one for all of them with `match` "any" or "f1".
+        Empty without expected answers.
+        """
+        if not self.answers:
+            return []
+        if self.match == "words":
+            return [float(names(expected, answer)) for expected in self.answers]
+        if self.match == "f1":
+            return [best_f1(self.answers, answer)]
+        contained = [float(expected.lower() in answer.lower()) for expected in self.answers]
+        return contained if self.match == "all" else [max(contained)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +164,6 @@ class CountTokens(Protocol):
     """Count the tokens of a text for one model."""
 
     def __call__(self, text: str, /) -> int: ...
-
-
-def _matches(answers: Sequence[str], text: str, match: Match) -> list[float]:
-    if match == "words":
-        return [float(names(expected, text)) for expected in answers]
-    if match == "f1":
-        return [best_f1(answers, text)]
-    contained = [float(expected.lower() in text.lower()) for expected in answers]
-    return contained if match == "all" else [max(contained)]
 
 
 def score(answers: Sequence[str], text: str) -> float:
