@@ -7,7 +7,7 @@ In benchmarks/results, with the repository's root in PYTHONPATH:
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def markdown(found: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> str
         f"{origin['dtype']} with attention in float32, greedy, pages of 16 tokens;"
         f" {origin['machine']}; commit {origin['commit']}; seed {origin['seed']}.\n",
         _LEGEND,
+        summary_table(found),
     ]
     for model in dict.fromkeys(cell.model for cell in found):
         of_model = [cell for cell in found if cell.model == model]
@@ -85,6 +86,39 @@ def markdown(found: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> str
         for title, columns in _task_columns(of_model):
             parts += [title, _by_task(of_model, lines, columns)]
     return "\n".join(parts)
+
+
+_SUMMARY: Mapping[str, tuple[str, float]] = {
+    "fp8 alone, 0.5": ("fp8", 1.0),
+    "k4v3, all tokens, 0.26": (K4V3_ALL, 1.0),
+    **{
+        f"{name.removesuffix(', evicting')}, {share:g}": (name, share)
+        for share in COMPARED_BYTES
+        for name in _EVICTING
+    },
+}
+"""Columns of the summary: a system, and its bytes."""
+
+
+def summary_table(found: Sequence[Cell]) -> str:
+    """Return the table of the documentation: figures of each model at equal bytes."""
+    figures: Mapping[str, tuple[str, Callable[[Cell], str]]] = {
+        "RULER": (RULER, lambda cell: _percent(cell.score, with_interval=False)),
+        "reasons, F1": (REASONS, lambda cell: _percent(cell.answer_f1, with_interval=False)),
+        "reasons, KL": (REASONS, lambda cell: f"{cell.along[AFTER_LOOKAHEAD].kl.mean:.3f}"),
+        "second turn, F1": (
+            SECOND_TURNS,
+            lambda cell: _percent(cell.answer_f1, with_interval=False),
+        ),
+    }
+    rows = []
+    for model in dict.fromkeys(cell.model for cell in found):
+        for title, (task, text) in figures.items():
+            of_task = {(c.method, c.budget): c for c in found if (c.model, c.task) == (model, task)}
+            cells_of_row = [of_task.get(key) for key in _SUMMARY.values()]
+            values = ["" if cell is None else text(cell) for cell in cells_of_row]
+            rows.append([f"{model}: {title}", *values])
+    return _table(["bytes", *_SUMMARY], rows)
 
 
 def _by_bytes(found: Sequence[Cell]) -> str:
