@@ -172,7 +172,7 @@ GROUPS: Mapping[str, PromptGroup] = {
         task=REASONS, positions=AFTER_LOOKAHEAD, baseline=_RANDOM, baseline_fails="kl"
     ),
     "turns": PromptGroup(
-        task=SECOND_TURNS, positions="1 to 32", baseline=_RANDOM, baseline_fails="kl"
+        task=SECOND_TURNS, positions="1 to 32", baseline=_RANDOM, baseline_fails="share"
     ),
     "requests": PromptGroup(
         task=ORDINARY, positions=AFTER_LOOKAHEAD, baseline=_LESS, baseline_fails="kl"
