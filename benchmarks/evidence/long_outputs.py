@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def systems(args: argparse.Namespace) -> list[System]:
         for name in ("cake-chunk", *args.methods):
             settings = CompressionConfig.parse({**bound, "compress": name})
             found.append(System(name=name, settings=settings))
-        kinds = [(REDRAW, None), (UNIFORM, None)]
+        kinds: list[tuple[str, int | None]] = [(REDRAW, None), (UNIFORM, None)]
         if budget - args.prompt_budget * args.tokens >= 2 * LARGE_WINDOW:
             kinds.append((UNIFORM, LARGE_WINDOW))
         for draws, window in kinds:
@@ -216,7 +217,7 @@ def long_prompts(model: ReferenceModel, args: argparse.Namespace) -> list[LongPr
     ]
     by_text: dict[str, list[Any]] = {}
     for item in build_items([HIDDEN_NUMBERS], count=10 * args.texts, **common):
-        by_text.setdefault(item.group, []).append(item)
+        by_text.setdefault(item.group or item.name, []).append(item)
     for group, items in by_text.items():
         facts = [(item.messages[-1]["content"], item.answers[0]) for item in items]
         prompts.append(
@@ -398,10 +399,7 @@ def share_of_format(model: ReferenceModel, name: str) -> float:
 def part_means(values: Sequence[float]) -> list[float]:
     """Return the mean of each part of an output, to 6 digits."""
     ends = [round(number * len(values) / PARTS) for number in range(PARTS + 1)]
-    return [
-        round(sum(values[start:end]) / (end - start), 6)
-        for start, end in zip(ends[:-1], ends[1:], strict=True)
-    ]
+    return [round(sum(values[start:end]) / (end - start), 6) for start, end in pairwise(ends)]
 
 
 def finds(model: ReferenceModel, request: SimulatedRequest, fact: tuple[str, str]) -> bool:

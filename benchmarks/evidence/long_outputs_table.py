@@ -15,11 +15,10 @@ def report(paths: Sequence[Path]) -> str:
     """Return Markdown tables of all results, one for each model, kind of prompt and budget."""
     results = [line for path in paths for line in lines(path) if "kl" in line]
     parts = []
-    for key, name in (("", "requests"), ("known", "texts with hidden numbers")):
+    for has_facts, name in ((False, "requests"), (True, "texts with hidden numbers")):
         for model in dict.fromkeys(line["model"] for line in results):
-            found = [
-                line for line in results if line["model"] == model and ("known" in line) == bool(key)
-            ]
+            of_model = [line for line in results if line["model"] == model]
+            found = [line for line in of_model if ("known" in line) == has_facts]
             parts += _tables(model, name, found)
     return "\n".join(parts)
 
@@ -85,9 +84,7 @@ def table(found: Sequence[Line]) -> str:
             ", ".join(f"{_mean(values):.4f}" for values in quarters),
             _interval(_estimate([_mean(line["kl"]) for line in of_system], of_system), "{:.4f}"),
             difference,
-            _interval(
-                _estimate([_mean(line["equal"]) for line in of_system], of_system), "{:.1%}"
-            ),
+            _interval(_estimate([_mean(line["equal"]) for line in of_system], of_system), "{:.1%}"),
             f"{_mean([_mean(line['bytes']) for line in of_system]):.2f}",
             f"{_mean([line['bytes'][-1] for line in of_system]):.2f}",
         ]

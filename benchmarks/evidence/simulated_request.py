@@ -283,7 +283,7 @@ class SimulatedRequest:
 
         def paged(caches: Sequence[torch.Tensor]) -> torch.Tensor:
             joined = torch.cat(list(caches), 1)
-            return joined.unflatten(1, (-1, block_size)).transpose(0, 1)
+            return joined.view(len(joined), -1, block_size, joined.shape[2]).transpose(0, 1)
 
         return PagedLayers(
             key_pages=paged(self.keys).mT,
@@ -297,9 +297,7 @@ class SimulatedRequest:
 
 def packs_prompt(settings: CompressionConfig) -> bool:
     """Return whether `settings` pack prompts: with a budget of 1.0 only the format k4v3 does."""
-    return settings.enabled and (
-        settings.budget != 1.0 or settings.resolved_packed_dtype != "auto"
-    )
+    return settings.enabled and (settings.budget != 1.0 or settings.resolved_packed_dtype != "auto")
 
 
 def _output_schedule(
