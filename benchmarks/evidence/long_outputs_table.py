@@ -9,83 +9,76 @@ from vllm_kvcompress.compare.statistics import Estimate, estimate
 
 Line = Mapping[str, Any]
 OURS = "cake-chunk"
+_TITLES = (
+    "",
+    "prompts",
+    "KL in each quarter",
+    "KL",
+    f"minus `{OURS}`'s",
+    "equal tokens",
+    "bytes, last quarter",
+)
 
 
 def report(paths: Sequence[Path]) -> str:
     """Return Markdown tables of all results, one for each model, kind of prompt and budget."""
     results = [line for path in paths for line in lines(path) if "kl" in line]
     parts = []
-    for has_facts, name in ((False, "requests"), (True, "texts with hidden numbers")):
-        for model in dict.fromkeys(line["model"] for line in results):
-            of_model = [line for line in results if line["model"] == model]
+    for model in dict.fromkeys(line["model"] for line in results):
+        of_model = [line for line in results if line["model"] == model]
+        for has_facts, name in ((False, "requests"), (True, "texts with hidden numbers")):
             found = [line for line in of_model if ("known" in line) == has_facts]
-            parts += _tables(model, name, found)
+            parts += _tables(f"{model}, {name}", found)
     return "\n".join(parts)
 
 
-def _tables(model: str, name: str, found: Sequence[Line]) -> list[str]:
+def _tables(title: str, found: Sequence[Line]) -> list[str]:
+    """Return a title and a table for each pair of a prompt budget and a decode budget."""
     parts = []
-    budgets = dict.fromkeys(
-        (line["prompt_budget"], line["decode_budget"])
-        for line in found
-        if line["decode_budget"] is not None
-    )
+    bounded = [line for line in found if line["decode_budget"] is not None]
     unbounded = [line for line in found if line["decode_budget"] is None]
-    for prompt_budget, decode_budget in budgets:
-        of_budget = [
-            line
-            for line in found
-            if (line["prompt_budget"], line["decode_budget"]) == (prompt_budget, decode_budget)
-        ]
-        prompts = len({line["item"] for line in of_budget})
+    for budgets in dict.fromkeys(map(_budgets, bounded)):
+        of_budgets = [line for line in bounded if _budgets(line) == budgets]
+        items = {line["item"] for line in of_budgets}
+        lengths = dict.fromkeys(line["output_tokens"] for line in of_budgets)
         parts += [
-            f"**{model}, {prompts} {name}, prompt budget {prompt_budget:g}, decode budget"
-            f" {decode_budget}**\n",
-            table([*of_budget, *unbounded]),
+            f"**{title}, outputs of {', '.join(map(str, lengths))} tokens, prompt budget"
+            f" {budgets[0]:g}, decode budget {budgets[1]}**\n",
+            table([*of_budgets, *(line for line in unbounded if line["item"] in items)]),
         ]
     return parts
+
+
+def _budgets(line: Line) -> tuple[float, int]:
+    return line["prompt_budget"], line["decode_budget"]
 
 
 def table(found: Sequence[Line]) -> str:
     """Return a Markdown table with a row for each system.
 
-    KL and equal tokens have 95 % intervals over prompts. The difference is the system's mean KL
-    minus that of `cake-chunk` for the same prompts.
+    KL and equal tokens are means over the output, with 95 % intervals over prompts. The difference
+    is the system's KL minus that of `cake-chunk` for the same prompts. Bytes are relative to a
+    16-bit cache of all tokens.
     """
     by_system: dict[str, list[Line]] = {}
     for line in found:
         by_system.setdefault(line["system"], []).append(line)
     ours = {line["item"]: _mean(line["kl"]) for line in by_system.get(OURS, ())}
-    rows = [
-        [
-            "",
-            "KL in each quarter",
-            "KL",
-            f"minus `{OURS}`'s",
-            "equal tokens",
-            "bytes",
-            "bytes in the last quarter",
-        ]
-    ]
-    rows.append(["---", *["---:"] * (len(rows[0]) - 1)])
     with_facts = any("known" in line for line in found)
-    if with_facts:
-        for cell, row in zip(("numbers found", "---:"), rows, strict=True):
-            row.append(cell)
+    titles = [*_TITLES, *(["numbers found"] if with_facts else [])]
+    rows = [titles, ["---", *["---:"] * (len(titles) - 1)]]
     for system, of_system in by_system.items():
         quarters = zip(*(line["kl"] for line in of_system), strict=True)
-        paired = [line for line in of_system if line["item"] in ours]
-        difference = ""
-        if system != OURS and paired:
-            values = [_mean(line["kl"]) - ours[line["item"]] for line in paired]
-            difference = _interval(_estimate(values, paired), "{:+.4f}")
+        kl = [_mean(line["kl"]) for line in of_system]
+        paired = [line for line in of_system if line["item"] in ours and system != OURS]
+        differences = [_mean(line["kl"]) - ours[line["item"]] for line in paired]
         row = [
             f"`{system}`",
+            str(len(of_system)),
             ", ".join(f"{_mean(values):.4f}" for values in quarters),
-            _interval(_estimate([_mean(line["kl"]) for line in of_system], of_system), "{:.4f}"),
-            difference,
+            _interval(_estimate(kl, of_system), "{:.4f}"),
+            _interval(_estimate(differences, paired), "{:+.4f}") if paired else "",
             _interval(_estimate([_mean(line["equal"]) for line in of_system], of_system), "{:.1%}"),
-            f"{_mean([_mean(line['bytes']) for line in of_system]):.2f}",
             f"{_mean([line['bytes'][-1] for line in of_system]):.2f}",
         ]
         if with_facts:

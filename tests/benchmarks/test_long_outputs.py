@@ -267,19 +267,23 @@ def test_part_means_cover_all_tokens():
 
 def test_the_report_pairs_each_system_with_ours(tmp_path):
     """And gives its own table to each model, budget and kind of prompt."""
-    common = {"model": "m", "prompt_budget": 0.4, "decode_budget": 512, "decode_interval": 128}
+    common = {"model": "m", "output_tokens": 80, "prompt_budget": 0.4, "decode_interval": 128}
+    common |= {"equal": [0.9] * 4, "bytes": [0.5, 0.4, 0.3, 0.2], "decode_budget": 512}
     rows = []
     for item, kl in (("a", 0.1), ("b", 0.3)):
         for system, factor in (("cake-chunk", 1), ("random output, uniform", 3)):
             line = {**common, "item": item, "group": item, "system": system}
-            line |= {"kl": [kl * factor] * 4, "equal": [0.9] * 4, "bytes": [0.5, 0.4, 0.3, 0.2]}
-            rows.append(line)
+            rows.append({**line, "kl": [kl * factor] * 4})
+    fp8 = {"system": "fp8", "prompt_budget": 1.0, "decode_budget": None, "kl": [0.0] * 4}
+    rows += [{**rows[0], **fp8}, {**rows[0], **fp8, "item": "unmeasured", "kl": [9.0] * 4}]
     rows.append({**rows[0], "item": "c", "facts": 10, "known": 4, "found": 3})
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = report([path])
-    assert "**m, 2 requests, prompt budget 0.4, decode budget 512**" in text
-    assert "**m, 1 texts with hidden numbers" in text
+    title = "outputs of 80 tokens, prompt budget 0.4, decode budget 512**"
+    assert f"**m, requests, {title}" in text
+    assert f"**m, texts with hidden numbers, {title}" in text
+    assert "| `random output, uniform` | 2 | 0.6000, 0.6000, 0.6000, 0.6000 |" in text
     assert "+0.4000 (+0.2000 to +0.6000)" in text
-    assert "| 3 of 4 |" in text
-    assert "| 0.35 | 0.20 |" in text
+    assert "| `fp8` | 1 | 0.0000, 0.0000, 0.0000, 0.0000 |" in text
+    assert "| 0.20 | 3 of 4 |" in text
