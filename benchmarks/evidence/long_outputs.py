@@ -33,7 +33,7 @@ from benchmarks.evidence.long_outputs_table import report
 from benchmarks.evidence.outputs import divergence
 from benchmarks.evidence.random_outputs import REDRAW, UNIFORM
 from benchmarks.evidence.reference_model import PrefilledPrompt, ReferenceModel
-from benchmarks.evidence.simulated_request import SimulatedRequest, packs_prompt
+from benchmarks.evidence.simulated_request import SCORED, SimulatedRequest, packs_prompt
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import ORDINARY, Message, build_items
 from vllm_kvcompress.demo.questions import REQUEST
@@ -59,13 +59,14 @@ class System:
         name: name in the results.
         settings: settings of prompt and output.
         cache: name of the cache's number format; None for an exact cache.
-        draws: how output tokens are drawn at random; None if the method scores them.
+        kept_prompt: how output tokens are chosen if the prompt's kept tokens stay, as in
+            `SimulatedRequest`; None if the method may drop prompt tokens.
     """
 
     name: str
     settings: CompressionConfig
     cache: str | None = None
-    draws: str | None = None
+    kept_prompt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,8 @@ def systems(args: argparse.Namespace) -> list[System]:
         for name in ("cake-chunk", *args.methods):
             settings = CompressionConfig.parse({**bound, "compress": name})
             found.append(System(name=name, settings=settings))
+        settings = CompressionConfig.parse({**bound, "compress": "cake-chunk"})
+        found.append(System(name="cake-chunk, prompt kept", settings=settings, kept_prompt=SCORED))
         kinds: list[tuple[str, int | None]] = [(REDRAW, None), (UNIFORM, None)]
         if budget - args.prompt_budget * args.tokens >= 2 * LARGE_WINDOW:
             kinds.append((UNIFORM, LARGE_WINDOW))
@@ -167,7 +170,7 @@ def systems(args: argparse.Namespace) -> list[System]:
                 {**bound, "compress": "cake-chunk", "decode_window": window}
             )
             name = f"random output, {draws}" + (f", window {window}" if window else "")
-            found.append(System(name=name, settings=settings, draws=draws))
+            found.append(System(name=name, settings=settings, kept_prompt=draws))
     if not args.without_formats:
         off = CompressionConfig.parse({"compress": "off"})
         found.append(System(name="fp8", settings=off, cache="fp8"))
@@ -360,7 +363,7 @@ def compared(
             starts[system.cache, ahead],
             prompt_tokens=len(ids),
             max_tokens=max_tokens,
-            draws=system.draws,
+            kept_prompt=system.kept_prompt,
             seed=seed,
         )
         # Until the look-ahead ends, the cache is the full one.

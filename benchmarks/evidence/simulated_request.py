@@ -18,8 +18,9 @@ from benchmarks.evidence.reference_model import (
     PrefilledPrompt,
     ReferenceModel,
 )
+from vllm_kvcompress.methods.base import Selector
 from vllm_kvcompress.methods.kept_slots import kept_slots, max_layer_pages
-from vllm_kvcompress.methods.method import Method
+from vllm_kvcompress.methods.method import LayerObservation, Method
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.selectors import TopK
@@ -29,6 +30,8 @@ from vllm_kvcompress.planning.schedules import OutputGroupSchedule, OutputSchedu
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
+SCORED = "scored"
+"""Output tokens are scored by the method. See `SimulatedRequest.kept_prompt`."""
 CHUNK = 128
 """Tokens per forward pass of a cache that is not packed."""
 
@@ -46,9 +49,10 @@ class SimulatedRequest:
         schedule: packs the output; None if its cache grows.
         cache_format: number format of the cache; None for an exact cache.
         counts: ``[L]`` pages of each layer once the output was packed, None before.
-        draws: how output tokens are drawn at random (`random_outputs`); None if the method of the
-            settings scores them.
-        seed: seed of these draws.
+        kept_prompt: how output tokens are chosen if the prompt's kept tokens stay: at random with
+            REDRAW or UNIFORM (`random_outputs`), or by the method's scores with SCORED. None if the
+            method may drop prompt tokens, as in the engine.
+        seed: seed of random draws.
         prompt_slots: ``[L]`` slots of each layer that hold the prompt, once it was packed.
         prompt_end: tokens computed when the prompt was packed, or the prompt's tokens.
         held: ordinary tokens over all layers that take the memory of the request's pages and
@@ -64,7 +68,7 @@ class SimulatedRequest:
     schedule: OutputSchedule | OutputGroupSchedule | None
     cache_format: CacheFormat | None = None
     counts: torch.Tensor | None = None
-    draws: str | None = None
+    kept_prompt: str | None = None
     seed: int = 0
     prompt_slots: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     prompt_end: int = 0
@@ -80,7 +84,7 @@ class SimulatedRequest:
         prompt_tokens: int,
         max_tokens: int,
         block_size: int = BLOCK,
-        draws: str | None = None,
+        kept_prompt: str | None = None,
         seed: int = 0,
     ) -> "SimulatedRequest":
         """Return a request whose prompt is packed by `settings`, if it is not kept entirely.
@@ -89,7 +93,7 @@ class SimulatedRequest:
             prompt: the prompt, followed by the output tokens of its look-ahead if it is packed.
             prompt_tokens: tokens of the prompt alone.
             max_tokens: maximum tokens of prompt and output.
-            draws, seed: as in the class.
+            kept_prompt, seed: as in the class.
         """
         assert all(window is None for window in model.sliding_windows)
         footprint = KVFootprint(num_layers=model.num_layers, block_size=block_size)
@@ -113,7 +117,7 @@ class SimulatedRequest:
             computed=len(prompt.ids),
             schedule=_output_schedule(settings, prompt_tokens, max_tokens, block_size),
             cache_format=prompt.cache_format,
-            draws=draws,
+            kept_prompt=kept_prompt,
             seed=seed,
             prompt_slots=torch.tensor([layer_keys.shape[1] for layer_keys in keys]),
             prompt_end=len(prompt.ids),
@@ -191,7 +195,7 @@ class SimulatedRequest:
             self.footprint.pack(plan, plan.packed_end // self.footprint.block_size)
             return
         method = method_of(self.schedule.settings)
-        pick = self._kept_slots if self.draws is None else self._drawn_slots
+        pick = self._kept_slots if self.kept_prompt is None else self._slots_with_prompt
         kept, self.counts = pick(plan, method)
         for layer, count in enumerate((self.counts * plan.block_size).tolist()):
             index = kept[layer, :, :count, None].long()
@@ -211,41 +215,31 @@ class SimulatedRequest:
 
     def _kept_slots(self, plan: PagePlan, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the kept slots ``[L, Hkv, n]`` and the pages ``[L]`` of each layer."""
-        assert not method.merge, "this benchmark simulates methods that do not merge tokens"
-        layers = self._paged_layers(plan.block_size)
-        assert layers.lengths is not None
-        attention = None
-        if plan.window:
-            query = torch.stack([queries[-plan.window :] for queries in self.queries])
-            attention = method.attention(layers, query)
-        observed = method.observe(layers, plan.window, attention, None)
+        lengths = self._lengths()
+        observed = self._observed(plan, method)
         counts = self.counts
         if counts is None:
-            caps = (layers.lengths // plan.block_size).long()
-            counts = method.layer_pages(plan, observed, caps)
-        kept = kept_slots(
-            method.scores(observed),
-            layers.lengths,
-            counts.int(),
-            window=plan.window,
-            tail=plan.tail,
-            page_tokens=plan.page_tokens,
-            max_layer_pages=max_layer_pages(plan, counts),
-            selector=method.selector,
-        )
-        return kept, counts
+            counts = method.layer_pages(plan, observed, lengths.long() // plan.block_size)
+        return _selected(method.scores(observed), lengths, counts, plan, method.selector), counts
 
-    def _drawn_slots(self, plan: PagePlan, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return kept slots and pages as `_kept_slots`: the prompt's, and random ones after them.
+    def _slots_with_prompt(
+        self, plan: PagePlan, method: Method
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return kept slots and pages as `_kept_slots`: the prompt's, and output tokens after them.
 
         All layers drop equally many pages.
         """
-        assert self.draws is not None
-        lengths = torch.tensor([keys.shape[1] for keys in self.keys], dtype=torch.int32)
+        assert self.kept_prompt is not None
+        lengths = self._lengths()
         blocks = self.computed // plan.block_size
         dropped = (self.footprint.pages_at(blocks) - plan.pages) // plan.num_layers
         counts = lengths.long() // plan.block_size - dropped
         assert (counts * plan.block_size >= self.prompt_slots + plan.window).all()
+        if self.kept_prompt == SCORED:
+            scores = method.scores(self._observed(plan, method))
+            in_prompt = torch.arange(scores.shape[2]) < self.prompt_slots[:, None, None]
+            scores = scores.where(~in_prompt, torch.inf)
+            return _selected(scores, lengths, counts, plan, method.selector), counts
         numbers = random_numbers(
             self.seed, len(lengths), self.keys[0].shape[0], int(lengths.max()), self.computed
         )
@@ -254,23 +248,24 @@ class SimulatedRequest:
         if self.counts is not None:
             sampled = int((self.counts * plan.block_size - self.prompt_slots)[0])
         scores = output_scores(
-            self.draws,
+            self.kept_prompt,
             self.prompt_slots,
             numbers,
             sampled_slots=sampled,
             sampled_share=sampled / max(packed_end - self.prompt_end, 1),
         )
-        kept = kept_slots(
-            scores,
-            lengths,
-            counts.int(),
-            window=plan.window,
-            tail=plan.tail,
-            page_tokens=plan.page_tokens,
-            max_layer_pages=int(counts.max()),
-            selector=TopK(),
-        )
-        return kept, counts
+        return _selected(scores, lengths, counts, plan, TopK()), counts
+
+    def _lengths(self) -> torch.Tensor:
+        return torch.tensor([keys.shape[1] for keys in self.keys], dtype=torch.int32)
+
+    def _observed(self, plan: PagePlan, method: Method) -> list[LayerObservation]:
+        assert not method.merge, "this benchmark simulates methods that do not merge tokens"
+        layers, attention = self._paged_layers(plan.block_size), None
+        if plan.window:
+            query = torch.stack([queries[-plan.window :] for queries in self.queries])
+            attention = method.attention(layers, query)
+        return method.observe(layers, plan.window, attention, None)
 
     def _paged_layers(self, block_size: int) -> PagedLayers:
         """Return the caches of all layers as pages of one array."""
@@ -293,6 +288,26 @@ class SimulatedRequest:
             max_tokens=max(lengths),
             scale=self.keys[0].shape[-1] ** -0.5,
         )
+
+
+def _selected(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    plan: PagePlan,
+    selector: Selector,
+) -> torch.Tensor:
+    """Return the kept slots ``[L, Hkv, n]`` of layers that keep `counts` pages."""
+    return kept_slots(
+        scores,
+        lengths,
+        counts.int(),
+        window=plan.window,
+        tail=plan.tail,
+        page_tokens=plan.page_tokens,
+        max_layer_pages=max_layer_pages(plan, counts),
+        selector=selector,
+    )
 
 
 def packs_prompt(settings: CompressionConfig) -> bool:

@@ -14,7 +14,7 @@ from benchmarks.evidence.long_outputs import System, compared, part_means, sampl
 from benchmarks.evidence.long_outputs_table import report
 from benchmarks.evidence.random_outputs import REDRAW, UNIFORM, output_scores, random_numbers
 from benchmarks.evidence.reference_model import ReferenceModel
-from benchmarks.evidence.simulated_request import SimulatedRequest
+from benchmarks.evidence.simulated_request import SCORED, SimulatedRequest
 from checkpoints import make, tokens
 from engines import BLOCK, engine
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -203,14 +203,14 @@ def test_outputs_are_sampled_with_the_prompts_own_seed(model):
         ids.append(token)
 
 
-@pytest.mark.parametrize("kind", [REDRAW, UNIFORM])
-def test_random_outputs_keep_the_prompt(kind, model):
-    """Draws depend on the seed alone."""
+@pytest.mark.parametrize("kind", [REDRAW, UNIFORM, SCORED])
+def test_the_prompt_stays_where_only_output_tokens_are_dropped(kind, model):
+    """Draws depend on the seed alone, and scores not at all on it."""
     _, settings = parsed("cake-chunk", **bounded(192))
     prompt, output = PROMPTS["packed"], tokens(NUM_OUTPUT, seed=1)
 
     def held_keys(seed):
-        request, rest = begin(model, settings, prompt, output, draws=kind, seed=seed)
+        request, rest = begin(model, settings, prompt, output, kept_prompt=kind, seed=seed)
         before = request.keys
         request.feed(rest)
         assert request.counts is not None
@@ -221,7 +221,7 @@ def test_random_outputs_keep_the_prompt(kind, model):
 
     first = held_keys(1)
     assert all(map(torch.equal, first, held_keys(1)))
-    assert not all(map(torch.equal, first, held_keys(2)))
+    assert all(map(torch.equal, first, held_keys(2))) == (kind == SCORED)
 
 
 def test_uniform_draws_sample_the_whole_output_evenly_and_redraws_thin_out_old_tokens():
