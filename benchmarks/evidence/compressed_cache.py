@@ -254,7 +254,7 @@ class PromptCompressor:
                 keys[layer] = keys[layer].gather(1, gathered)
                 values[layer] = values[layer].gather(1, gathered)
             if is_packed:
-                keys[layer], values[layer] = _packed(keys[layer], values[layer], plan.tail)
+                keys[layer], values[layer] = packed(keys[layer], values[layer], plan.tail)
         stored_tokens = counts
         if is_packed:
             stored_tokens = [n * self.block_size + plan.tail for n in pages.tolist()]
@@ -309,7 +309,7 @@ class PromptCompressor:
         return merged.keys[0], merged.values[0]
 
 
-def _packed(
+def packed(
     keys: torch.Tensor, values: torch.Tensor, tail: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values ``[Hkv, n, D]`` as packed pages in the format k4v3 hold them.

@@ -62,7 +62,8 @@ class CacheBatch:
             end at column ``starts[layer]``, and its output tokens follow from there.
         lengths: per layer ``[B]`` int64, the kept tokens of each cache.
         starts: per layer the column of the first output token.
-        position: position of the first output token in the uncompressed sequence: S.
+        position: position of the first output token in the uncompressed sequence: S. For caches of
+            several prompts, ``[B, 1]`` int64.
         sliding_windows: as in `PrefilledPrompt`.
         cache_formats: the number format of each cache; None for an exact cache.
         queries: if not None, `ReferenceModel.decode` appends each layer's queries ``[T, Hq, D]`` of
@@ -73,7 +74,7 @@ class CacheBatch:
     values: list[torch.Tensor]
     lengths: list[torch.Tensor]
     starts: list[int]
-    position: int
+    position: int | torch.Tensor
     sliding_windows: list[int | None]
     cache_formats: Sequence[CacheFormat | None]
     queries: list[list[torch.Tensor]] | None = None
