@@ -114,7 +114,7 @@ bench: setup model  ## measure engine steps with and without compression
 peers: setup model $(PEERS)/.complete  ## compare kvpress's presses with our methods at equal kept tokens
 	$(BIN)/python -m benchmarks.peers --model $(MODEL) --peers $(PEERS)/bin/python $(ARGS)
 
-gate: setup model  ## check the recommended preset's quality against its floors, in ten minutes
+gate: setup model  ## check the recommended settings' quality against their floors, in ten minutes
 	$(BIN)/python -m benchmarks.evidence.gate --model $(MODEL)
 
 # Edit a version in the lock, then run this: it updates only the hashes.
