@@ -118,7 +118,7 @@ def summary_table(found: Sequence[Cell]) -> str:
             cells_of_row = [of_task.get(key) for key in _SUMMARY.values()]
             values = ["" if cell is None else text(cell) for cell in cells_of_row]
             rows.append([f"{model}: {title}", *values])
-    return _table(["bytes", *_SUMMARY], rows)
+    return _table(["model: task", *_SUMMARY], rows)
 
 
 def _by_bytes(found: Sequence[Cell]) -> str:

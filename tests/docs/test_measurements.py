@@ -1,4 +1,4 @@
-"""The tables of cache formats in the measurements match the raw results."""
+"""The tables of cache formats and of the field's tasks match the raw results."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ORDINARY, cells, read
+from benchmarks.evidence.field_report import summary_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,6 +37,11 @@ def rows(page, start_of_header):
     start = next(i for i, line in enumerate(lines) if line.startswith(start_of_header))
     table = lines[start : lines.index("", start)]
     return [[cell.strip(" *`") for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_table_of_the_fields_tasks_matches_the_raw_results():
+    found = cells(read([RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]))
+    assert summary_table(found) in (ROOT / "docs" / "measurements.md").read_text()
 
 
 @pytest.mark.parametrize("page", ["measurements.md", "measurements-appendix.md"])
