@@ -85,6 +85,14 @@ def test_another_server_gets_the_same_prompts_uncompressed(run_compare, fake, ot
     assert note.endswith("cake 0.2 takes 20% of the bytes.")
 
 
+def test_the_page_does_not_call_another_server_a_baseline(run_compare, other, tmp_path):
+    run_compare("--methods", "cake", "--against", other.url)
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| fp8 alone | 1 | - of 10 |" in page
+    assert "baselines" not in page
+    assert "fp8 alone: outputs of other servers (`--against`), without compression." in page
+
+
 def test_a_cache_that_loses_too_much_would_not_do(run_compare, other, tmp_path):
     other.wrong_numbers = True
     run_compare("--methods", "cake", "--against", other.url)
@@ -110,7 +118,8 @@ def test_another_server_of_unknown_bytes_is_still_compared(run_compare, other, t
     run_compare("--methods", "cake", "--against", other.url)
     report = read_report(tmp_path)
     assert (report["cells"][1]["method"], report["cells"][1]["bytes"]) == ("nvfp4 alone", None)
-    assert any("if unknown bytes is little enough" in note for note in report["notes"])
+    (note,) = (note for note in report["notes"] if "nvfp4" in note)
+    assert note.startswith("nvfp4 alone would do without dropping tokens if it saves enough memory")
 
 
 def test_a_run_with_another_server_resumes_without_asking_again(run_compare, other, tmp_path):
@@ -129,6 +138,13 @@ def test_another_server_must_serve_the_same_model(run_compare, fake, other, tmp_
     assert "must serve fake" in result.err
     assert "got other; start it with the same model, or with --served-model-name fake" in result.err
     assert fake.prompt_requests == []
+
+
+def test_an_address_of_another_server_is_checked_first(run_compare, fake):
+    result = run_compare("--methods", "cake", "--against", "fp8:8000/v1")
+    assert result.status == 2
+    assert "--against must be a server's address without a path" in result.err
+    assert fake.requests == []
 
 
 @pytest.mark.parametrize("same", ["first", "twice"])

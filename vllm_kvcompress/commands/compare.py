@@ -111,6 +111,9 @@ class CompareRequest:
             )
         if (self.prompts is None) == (self.tasks is None):
             raise ConfigError(f"give either --prompts or --tasks; the tasks are {', '.join(TASKS)}")
+        for url in self.against:
+            # Checked here, because --model starts a server before the address is used.
+            Host(url, flag="--against")
         urls = [url.rstrip("/") for url in (*self.against, self.url or "")]
         if len(set(urls)) < len(urls):
             raise ConfigError(
@@ -219,7 +222,7 @@ def run(request: CompareRequest, *, as_json: bool) -> None:
             checked = comparison.check_server(client)
             comparison.check_others(
                 [
-                    dataclasses.replace(client, host=Host(url, request.api_key))
+                    dataclasses.replace(client, host=Host(url, request.api_key, "--against"))
                     for url in request.against
                 ]
             )

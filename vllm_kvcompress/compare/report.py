@@ -72,7 +72,8 @@ def _with_interval(found: Estimate | None, digits: int = 3) -> str:
 
 
 def _compressed(s: Summary) -> str:
-    return f"{'?' if s.compressed is None else s.compressed} of {s.asked}"
+    unknown = MISSING if s.server else "?"
+    return f"{unknown if s.compressed is None else s.compressed} of {s.asked}"
 
 
 def _loss(s: Summary) -> str:
@@ -101,7 +102,8 @@ _SCORE_COLUMNS = (
     Column(
         name="compressed",
         meaning="Compressed prompts, of all prompts with an output. `?` if the server does not"
-        " report it. If it does, every other figure covers the compressed prompts only.",
+        " report it. If it does, every other figure covers the compressed prompts only. `-` for"
+        " another server, whose figures cover all its prompts.",
         text=_compressed,
     ),
     Column(
@@ -263,8 +265,10 @@ def markdown(report: Report) -> str:
         parts += [_table("Kept by role", columns, report.summaries), _ROLES_NOTE]
     parts.append("## What the figures mean")
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
-    if any(summary.baseline for summary in report.summaries):
+    if any(summary.baseline and not summary.server for summary in report.summaries):
         parts.append(_BASELINES_NOTE)
+    if others := dict.fromkeys(s.method for s in report.summaries if s.server):
+        parts.append(f"{', '.join(others)}: {_OTHERS_NOTE}")
     parts.append(f"{_METHOD_NOTE} {_loss_sentence(report.recommendation)}")
     return "\n\n".join(parts) + "\n"
 
@@ -282,6 +286,11 @@ _ROLES_NOTE = (
 _BASELINES_NOTE = (
     "Methods in italics are baselines. They choose tokens without reading the prompt, so a method"
     " should lose less than they do. They are never recommended."
+)
+_OTHERS_NOTE = (
+    "outputs of other servers (`--against`), without compression. They are compared with the first"
+    " server's uncompressed outputs. Their first output token may differ, too. The recommendation"
+    " at the top leaves them out."
 )
 _METHOD_NOTE = (
     "Every output is greedy (temperature 0). Both sides run the same prompts in the same run."
@@ -307,7 +316,7 @@ def _table(title: str, columns: Sequence[Column], summaries: Sequence[Summary]) 
     ]
     for summary in summaries:
         texts = [column.text(summary) for column in columns]
-        if summary.baseline:
+        if summary.baseline and not summary.server:
             texts[0] = f"*{texts[0]}*"
         lines.append("| " + " | ".join(texts) + " |")
     return f"## {title}\n\n" + "\n".join(lines)

@@ -271,7 +271,12 @@ def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) 
             )
         elif best is None:
             notes.append(f"{name} ({size}) would do without compression: {loss}.")
-        elif best.bytes is None or other.bytes is None or best.bytes < other.bytes:
+        elif other.bytes is None:
+            notes.append(
+                f"{name} would do without dropping tokens if it saves enough memory, which is not"
+                f" known: {loss}. {best.cell} takes {_size(best)}."
+            )
+        elif best.bytes is None or best.bytes < other.bytes:
             notes.append(
                 f"{name} would do without dropping tokens if {size} is little enough: {loss}."
                 f" {best.cell} takes {_size(best)}."

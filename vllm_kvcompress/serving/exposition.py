@@ -105,6 +105,7 @@ class Host:
     Args:
         url: address without a path, such as ``http://127.0.0.1:8000``.
         key: bearer token, or None if the server needs none.
+        flag: option that gives `url`, for error messages.
 
     Raises:
         ConfigError: `url` has a path or no host, or `key` cannot go into an HTTP header.
@@ -112,11 +113,12 @@ class Host:
 
     url: str
     key: str | None = None
+    flag: str = "--url"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"https?://[^/\s?#]+/?", self.url) or not _names_a_host(self.url):
             raise ConfigError(
-                "--url must be a server's address without a path, such as"
+                f"{self.flag} must be a server's address without a path, such as"
                 f" http://127.0.0.1:8000; got {self.url!r}"
             )
         if self.key is not None and not re.fullmatch(r"[\x21-\x7e]*", self.key):
