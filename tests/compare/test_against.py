@@ -49,6 +49,7 @@ def test_bytes_are_relative_to_the_models_dtype(run_compare, fake, tmp_path):
     run_compare("--methods", "cake", "--out", "second")
     report = json.loads((tmp_path / "second" / "report.json").read_text())
     assert report["cells"][0]["bytes"] == pytest.approx(0.1)
+    assert about_low_bit(report) == []  # the server has such a cache already
     assert "keeps 20.0% of the tokens in 10% of the bytes" in report["recommendation"]["sentence"]
 
 
@@ -129,6 +130,15 @@ def test_a_run_with_another_server_resumes_without_asking_again(run_compare, oth
     run_compare("--methods", "cake", "--against", other.url)
     assert (asked, len(other.prompt_requests)) == (10, 10)
     assert read_report(tmp_path)["complete"]
+
+
+def test_two_servers_with_the_same_cache_are_told_apart(run_compare, other, tmp_path):
+    second = FakeVllm()
+    second.has_plugin, second.cache_dtype = False, "fp8"
+    with server(second) as url:
+        run_compare("--methods", "cake", "--against", other.url, "--against", url)
+    names = [cell["method"] for cell in read_report(tmp_path)["cells"]]
+    assert names == ["cake", "fp8 alone", f"fp8 alone at {url}"]
 
 
 def test_another_server_must_serve_the_same_model(run_compare, fake, other, tmp_path):

@@ -107,6 +107,8 @@ class Comparison:
         """
         for client in clients:
             cell, checked, notes = preflight.check_other(client, self._server.client)
+            if any(cell.method == other.method for other in self._baselines):
+                cell = dataclasses.replace(cell, method=f"{cell.method} at {cell.server}")
             self._baselines.append(cell)
             self._others[cell.server] = checked
             self.notes += notes
@@ -193,7 +195,8 @@ class Comparison:
         recommendation = recommend(summaries, by=measure, max_drop=max_drop)
         complete = self.num_done == self.num_total
         notes = [*self.notes, *self._result_notes(summaries, complete, measure)]
-        notes += low_bit_notes(summaries, recommendation)
+        if self._others or self._server.client.dtype_bytes == 1.0:
+            notes += low_bit_notes(summaries, recommendation)
         if baseline := best_baseline_without_extra_loss(summaries, recommendation):
             notes.append(_BASELINE_AS_GOOD.format(best=recommendation.cell, baseline=baseline.cell))
         return Report(
