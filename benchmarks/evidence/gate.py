@@ -89,10 +89,10 @@ SIZES = {
     "full": Size(
         ruler=("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multiquery", "qa_1"),
         ruler_tokens=2048,
-        ruler_count=4,
+        ruler_count=2,
         sources=tuple(reading.SOURCES),
         reading_tokens=1536,
-        reading_count=5,
+        reading_count=3,
         instructions=tuple(INSTRUCTIONS),
         requests=2,
     ),
