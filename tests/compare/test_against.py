@@ -164,7 +164,7 @@ def test_each_other_server_is_named_once(run_compare, fake, other, same):
         "--methods", "cake", *(part for url in urls for part in ("--against", url))
     )
     assert result.status == 2
-    assert "--against must name other servers, each once" in result.err
+    assert "--against must name other servers than --url, each once" in result.err
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_FORMATS)

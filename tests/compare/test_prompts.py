@@ -91,6 +91,8 @@ def test_a_question_follows_its_context(tmp_path, fields, content):
         (RULER | {"task": "qa_1"}, "any", {}),
         (RULER | {"task": "cwe"}, "all", {}),
         (RULER | {"match": "f1"}, "f1", {}),
+        (RULER | {"task": "ruler_qa_squad"}, "any", {}),
+        (LONG_BENCH | {"task": "ruler_vt"}, "all", {}),
         (LONG_BENCH, "any", {"vt": "all"}),
         (LONG_BENCH | {"task": "niah_multikey_3"}, "all", {}),
         (LONG_BENCH | {"dataset": "squad"}, "any", {}),
@@ -106,6 +108,34 @@ def test_answers_match_as_the_task_of_the_line_or_folder_requires(
     (item,) = read(tmp_path / folder, line)
     assert item.match == matches_in_a_folder.get(folder, match)
     assert item.task == (line.get("task") or line.get("dataset") or "prompts")
+
+
+def test_a_files_own_name_tells_the_task(tmp_path):
+    path = tmp_path / "ruler_qa_hotpot-4096.jsonl"
+    path.write_text(json.dumps(RULER))
+    (item,) = read_prompts(path, max_tokens=64)
+    assert item.match == "any"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        [["Title", ["One. ", "Two."]], ["Other", ["Three."]]],
+        {"title": ["Title", "Other"], "sentences": [["One. ", "Two."], ["Three."]]},
+        ["Title\nOne. Two.", "Other\nThree."],
+    ],
+)
+def test_paragraphs_become_one_context(tmp_path, context):
+    """Lines of HotpotQA, as its authors and as Hugging Face write them."""
+    (item,) = read(tmp_path, {"question": "Who?", "answer": 4, "context": context, "level": "hard"})
+    assert item.messages == (user("Title\nOne. Two.\n\nOther\nThree.\n\nWho?"),)
+    assert (item.answers, item.match) == (("4",), "any")
+
+
+def test_a_list_of_prompts_is_a_chat_in_turns(tmp_path):
+    """MT-Bench on Hugging Face."""
+    (item,) = read(tmp_path, {"prompt": ["One?", "Two?"], "category": "writing", "reference": []})
+    assert (item.messages, item.turns) == ((user("One?"), user("Two?")), (1,))
 
 
 def test_texts_are_not_task_names(tmp_path):
@@ -206,15 +236,20 @@ def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(fields, form, t
         ({"prompt": "secret", "max_tokens": "9"}, "max_tokens must be an integer"),
         ({"prompt": "secret", "max_tokens": True}, "max_tokens must be an integer"),
         ({"prompt": "secret", "max_tokens": 1}, "at least 2"),
-        ({"prompt": "secret", "answer": 4}, "answer must be a string"),
-        ({"prompt": "secret", "answers": [" "]}, "answer must be a string"),
+        ({"prompt": "secret", "answer": True}, "answer must be a non-empty string or a number"),
+        ({"prompt": "secret", "answers": [" "]}, "answer must be a non-empty string or a number"),
         ({"prompt": "secret", "turns": ["secret"]}, "either messages or prompt or turns"),
         ({"input": "secret", "answers": ["secret"]}, "or the fields of a data set"),
         ({"question": "secret", "answers": ["secret"]}, "or the fields of a data set"),
         ({"input": "", "outputs": ["secret"]}, "input must be a non-empty string"),
-        ({"input": "secret", "outputs": [3]}, "outputs a list of strings"),
-        ({"input": "secret", "outputs": {"text": ["secret"]}}, "outputs a list of strings"),
-        ({"input": "secret", "context": ["secret"]}, "context must be a non-empty string"),
+        ({"input": "secret", "outputs": [["secret"]]}, "answers or outputs a list of them"),
+        ({"input": "secret", "outputs": {"text": ["secret"]}}, "answers or outputs a list"),
+        ({"input": "secret", "context": ["secret", 3]}, "context must be a non-empty string, or a"),
+        ({"input": "secret", "context": []}, "context must be a non-empty string, or a list"),
+        (
+            {"context": "secret", "question": "secret", "choice_A": "secret", "answer": "C"},
+            "has choice_A, and a multiple-choice line would be sent without its choices",
+        ),
         ({"question": ["secret"], "context": "secret"}, "question must be a string; got a list"),
         ({"prompt": "secret", "answer_prefix": ["secret"]}, "answer_prefix must be a string"),
         ({"prompt": "secret", "match": "secret"}, "match must be one of words, all, any, f1"),

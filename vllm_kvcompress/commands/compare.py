@@ -117,8 +117,8 @@ class CompareRequest:
         urls = [url.rstrip("/") for url in (*self.against, self.url or "")]
         if len(set(urls)) < len(urls):
             raise ConfigError(
-                "--against must name other servers, each once; got"
-                f" {', '.join(self.against)} with --url {self.url}"
+                "--against must name other servers than --url, each once; got"
+                f" {', '.join(self.against)}; remove the repeated one"
             )
         if not 0 < self.max_drop < 1:
             raise ConfigError(f"--max-drop must be in (0, 1), got {self.max_drop:g}")

@@ -79,9 +79,9 @@ def recommended_note() -> str:
     )
     return (
         f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3, and the share of 16-bit"
-        f" memory that measured prompts took: {budgets}. If half of the memory is enough, vLLM's"
-        " --kv-cache-dtype fp8 takes it without compression and keeps all tokens. Compare both on"
-        " your prompts with kvcompress compare."
+        f" memory that measured prompts took: {budgets}. vLLM's --kv-cache-dtype fp8 alone"
+        " takes half of the memory and keeps all tokens. Compare both on your prompts with"
+        " kvcompress compare."
     )
 
 

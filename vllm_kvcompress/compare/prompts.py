@@ -15,8 +15,10 @@ from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 TASK = "prompts"
 """Task name of prompts that do not name their task."""
 _TASK_NAME = re.compile(r"[\w.-]{1,40}")
-_RULER_QA = re.compile(r"qa_\d+")
-_RULER_OTHER = re.compile(r"niah_\w+|vt|cwe|fwe")
+_RULER_QA, _RULER_OTHER = {"qa"}, {"niah", "vt", "cwe", "fwe", "variable", "common", "freq"}
+"""Words in the names of RULER's tasks, such as ``qa_1`` or ``ruler_niah_single_1``."""
+_CHOICES = frozenset({"choices", "options", "choice_A"})
+"""Fields of multiple-choice data sets."""
 _TASK_FIELDS = ("task", "dataset")
 _LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _Form = Literal["messages", "prompt", "turns", "RULER", "context"]
@@ -67,9 +69,9 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--prompts {path} cannot be read as UTF-8 text ({e})") from None
     # RULER writes a folder per task, and its lines do not name the task.
-    folder = path.absolute().parent.name
+    names = (path.stem, path.absolute().parent.name)
     items = [
-        _item(line, f"{path}, line {number}", number, max_tokens, folder)
+        _item(line, f"{path}, line {number}", number, max_tokens, names)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -101,7 +103,7 @@ def keys(items: Sequence[Item]) -> list[str]:
     return unique_keys
 
 
-def _item(line: str, where: str, number: int, max_tokens: int, folder: str) -> Item:
+def _item(line: str, where: str, number: int, max_tokens: int, names: Sequence[str]) -> Item:
     try:
         body = parse_json(line)
         # The request nests the prompt four levels deeper, which must stay within json's limit.
@@ -124,6 +126,14 @@ def _item(line: str, where: str, number: int, max_tokens: int, folder: str) -> I
             f"{where} has {', '.join(unsupported)}, which would change the prompt or the output and"
             " is not supported; remove the field or the line"
         )
+    if choices := sorted(_CHOICES & body.keys()):
+        raise ConfigError(
+            f"{where} has {', '.join(choices)}, and a multiple-choice line would be sent without"
+            " its choices; write the whole request into prompt"
+        )
+    if isinstance(body.get("prompt"), list) and "turns" not in body:
+        # MT-Bench on Hugging Face.
+        body["turns"] = body.pop("prompt")
     form = _form(body, where)
     limits = (body.get(field) for field in _LIMIT_FIELDS)
     limit = next((limit for limit in limits if limit is not None), max_tokens)
@@ -142,7 +152,7 @@ def _item(line: str, where: str, number: int, max_tokens: int, folder: str) -> I
         max_tokens=limit,
         tools=_tools(body, form, where),
         turns=tuple(range(1, len(messages))) if form == "turns" else (),
-        match=_match(body, form, task or folder, where),
+        match=_match(body, form, [task] if task else names, where),
     )
 
 
@@ -168,11 +178,15 @@ def _task(body: dict[str, Any]) -> str | None:
     )
 
 
-def _match(body: dict[str, Any], form: _Form, task: str, where: str) -> Match:
+def _match(body: dict[str, Any], form: _Form, names: Sequence[str], where: str) -> Match:
     """Return how a line's answers are compared: by its own `match`, or as its form's field does.
 
     RULER requires all answers, and any of them in its question answering. Other data sets list
     alternative answers.
+
+    Args:
+        names: the line's task, or else the names of its file and folder. The first one that has a
+            word of RULER's tasks counts.
     """
     if body.get("match") is not None:
         match: Match | None = next((m for m in get_args(Match) if m == body["match"]), None)
@@ -181,9 +195,13 @@ def _match(body: dict[str, Any], form: _Form, task: str, where: str) -> Match:
         return match
     if form not in ("RULER", "context"):
         return "words"
-    if _RULER_OTHER.fullmatch(task) or (form == "RULER" and not _RULER_QA.fullmatch(task)):
-        return "all"
-    return "any"
+    for name in names:
+        words = set(re.split(r"[\W_]+", name.lower()))
+        if words & _RULER_QA:
+            return "any"
+        if words & _RULER_OTHER:
+            return "all"
+    return "all" if form == "RULER" else "any"
 
 
 def _messages(body: dict[str, Any], form: _Form, where: str) -> tuple[Message, ...]:
@@ -224,7 +242,7 @@ def _content(body: dict[str, Any], form: _Form, where: str) -> str:
     """Return the user's message of a line with a single question."""
     if form != "context":
         return _text(body, "prompt" if form == "prompt" else "input", where)
-    context = _text(body, "context", where)
+    context = _context(body["context"], where)
     field = "question" if "question" in body else "input"
     question = body[field]
     if not isinstance(question, str):
@@ -232,6 +250,38 @@ def _content(body: dict[str, Any], form: _Form, where: str) -> str:
     # Data sets that split one text in two keep the whitespace between them.
     is_separated = not question or context[-1].isspace() or question[0].isspace()
     return context + ("" if is_separated else "\n\n") + question
+
+
+def _context(context: Any, where: str) -> str:
+    """Return the text of a context: a string, or paragraphs as in HotpotQA.
+
+    Paragraphs are strings, or titles with lists of sentences: as pairs, or on Hugging Face as an
+    object with a list of each.
+    """
+    paragraphs = context
+    if isinstance(context, dict) and {"title", "sentences"} <= context.keys():
+        titles, sentences = context["title"], context["sentences"]
+        if isinstance(titles, list) and isinstance(sentences, list):
+            paragraphs = list(zip(titles, sentences, strict=False))
+    if isinstance(paragraphs, list):
+        texts = [_paragraph(paragraph) for paragraph in paragraphs]
+        context = None if None in texts else "\n\n".join(filter(None, texts))
+    if not isinstance(context, str) or not context:
+        raise ConfigError(
+            f"{where}: context must be a non-empty string, or a list of paragraphs: strings, or"
+            " titles with their sentences"
+        )
+    return context
+
+
+def _paragraph(paragraph: Any) -> str | None:
+    """Return a paragraph's text, or None if it is not one."""
+    match paragraph:
+        case str():
+            return paragraph
+        case [str() as title, [*sentences]] if all(isinstance(each, str) for each in sentences):
+            return f"{title}\n{''.join(sentences)}"
+    return None
 
 
 def _text(body: dict[str, Any], field: str, where: str) -> str:
@@ -300,10 +350,13 @@ def _answers(body: dict[str, Any], form: _Form, where: str) -> tuple[str, ...]:
         expected = expected.get("text")
     if expected is None:
         return ()
-    answers = [expected] if isinstance(expected, str) else expected
-    if not isinstance(answers, list) or not all(isinstance(a, str) and a.strip() for a in answers):
+    answers = expected if isinstance(expected, list) else [expected]
+    # Numbers are answers, too; True and False would be searched for in the output as words.
+    answers = [str(a) if type(a) in (int, float) else a for a in answers]
+    if not all(isinstance(a, str) and a.strip() for a in answers):
         raise ConfigError(
-            f"{where}: answer must be a string, and answers or outputs a list of strings"
+            f"{where}: answer must be a non-empty string or a number, and answers or outputs a list"
+            " of them"
         )
     return tuple(answers)
 
