@@ -22,12 +22,14 @@ at half of the bytes without its look-ahead. Floors that such a baseline passes 
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -192,6 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="use fewer and shorter prompts")
     parser.add_argument("--write", action="store_true", help="measure and write new floors")
     args = parser.parse_args(argv)
+    # Importing vLLM leaves one thread.
+    torch.set_num_threads(os.cpu_count() or 1)
     size = "short" if args.short else "full"
     found = measure_cells(ReferenceModel(args.model), Path(args.model).name, SIZES[size])
     floors = json.loads(FLOORS.read_text()) if FLOORS.exists() else {}
