@@ -89,11 +89,11 @@ class Size:
 
 SIZES = {
     "full": Size(
-        ruler=("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multiquery", "qa_1"),
-        ruler_tokens=2048,
+        ruler=("niah_single_1", "niah_single_2", "niah_multivalue"),
+        ruler_tokens=1536,
         ruler_count=2,
         sources=tuple(reading.SOURCES),
-        reading_tokens=1536,
+        reading_tokens=1024,
         reading_count=3,
         instructions=tuple(INSTRUCTIONS),
         requests=2,
