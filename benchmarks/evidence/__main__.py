@@ -125,7 +125,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--attempts",
         type=int,
         default=PROMPTS_PER_RESULT,
-        help="prompts to try for each one that counts, since the full cache answers only some",
+        help="prompts to try per prompt that counts, because the full cache fails some",
     )
     parser.add_argument(
         "--max-tokens", type=int, help="maximum output tokens; default: as the task defines"

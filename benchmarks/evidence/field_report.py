@@ -42,12 +42,12 @@ _LEGEND = """\
   filled pages included. An evicting system keeps as many tokens as fit.
 * **RULER:** share of the uncompressed model's string-match score that the compressed model reaches,
   over prompts where the uncompressed model scores. Prompts and outputs together have 4,096 tokens.
-  Compressed when the prefill ends, because most outputs end within a look-ahead.
+  Prompts are compressed when the prefill ends, because most outputs end within a look-ahead.
 * **Answers with reasons:** the model quotes sentences, then answers. F1 and "same" compare its
   final answer with the uncompressed model's. KL, in nats, and equal tokens are those from the 33rd
   output token on, behind the look-ahead.
-* **Second turns:** F1 of the answer with the uncompressed model's, as "same". Compressed when the
-  prefill of the second turn ends.
+* **Second turns:** F1 compares the answer with the uncompressed model's. Prompts are compressed
+  when the prefill of the second turn ends.
 * Brackets have 95 % bootstrap intervals over prompts.
 """
 

@@ -13,11 +13,11 @@ measured:
 * Answers with reasons about documents of HotpotQA and SQuAD, with the look-ahead, from the first
   token that may read a compressed prompt.
 * Second turns about such documents, compressed when the prefill ends.
-* Ordinary requests, as answers with reasons.
+* Ordinary requests, measured like answers with reasons.
 
 A floor is the lower end of the 95 % interval that was measured when it was written. A KL ceiling is
 the upper end. In each group a worse baseline must fail all floors: random eviction, or the preset
-at half of the bytes without its look-ahead. Floors that such a baseline passes would catch nothing.
+without its look-ahead at half of the bytes. Floors that such a baseline passes would catch nothing.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
 
 FLOORS = Path(__file__).with_name("floors.json")
 SLACK = 1.25
-"""Factor on the losses that outputs along many tokens may show.
+"""Factor on the losses that are allowed along many tokens.
 
 Processors round differently. Where two tokens are nearly equally likely, a long output can continue
 in other words.

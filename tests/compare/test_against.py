@@ -82,7 +82,7 @@ def test_another_server_gets_the_same_prompts_uncompressed(run_compare, fake, ot
     assert method["bytes"] == pytest.approx(0.2)
     assert report["recommendation"]["cell"]["method"] == "cake"
     (note,) = about_low_bit(report)
-    assert note.startswith("fp8 alone would do without dropping tokens if 50% of the bytes is")
+    assert note.startswith("Use fp8 alone if 50% of the bytes is small enough. It keeps all")
     assert note.endswith("cake 0.2 takes 20% of the bytes.")
 
 
@@ -94,11 +94,11 @@ def test_the_page_does_not_call_another_server_a_baseline(run_compare, other, tm
     assert "fp8 alone: outputs of other servers (`--against`), without compression." in page
 
 
-def test_a_cache_that_loses_too_much_would_not_do(run_compare, other, tmp_path):
+def test_a_cache_that_loses_too_much_is_not_close_enough(run_compare, other, tmp_path):
     other.wrong_numbers = True
     run_compare("--methods", "cake", "--against", other.url)
     (note,) = about_low_bit(read_report(tmp_path))
-    assert note.startswith("fp8 alone (50% of the bytes) would not do: its loss by score is 0.5")
+    assert note.startswith("fp8 alone (50% of the bytes) is not close enough: its loss by score")
 
 
 def test_a_cache_of_as_few_bytes_is_used_without_compression(run_compare, other, tmp_path):
@@ -111,7 +111,7 @@ def test_a_cache_alone_may_do_where_no_method_does(run_compare, other, tmp_path)
     result = run_compare("--methods", "snapkv", "--against", other.url)
     assert result.status == 1
     (note,) = about_low_bit(read_report(tmp_path))
-    assert note.startswith("fp8 alone (50% of the bytes) would do without compression")
+    assert note.startswith("fp8 alone (50% of the bytes) is close enough, without compression")
 
 
 def test_another_server_of_unknown_bytes_is_still_compared(run_compare, other, tmp_path):
@@ -120,7 +120,9 @@ def test_another_server_of_unknown_bytes_is_still_compared(run_compare, other, t
     report = read_report(tmp_path)
     assert (report["cells"][1]["method"], report["cells"][1]["bytes"]) == ("nvfp4 alone", None)
     (note,) = (note for note in report["notes"] if "nvfp4" in note)
-    assert note.startswith("nvfp4 alone would do without dropping tokens if it saves enough memory")
+    assert note.startswith(
+        "Use nvfp4 alone if it saves enough memory, which is not known. It keeps"
+    )
 
 
 def test_a_run_with_another_server_resumes_without_asking_again(run_compare, other, tmp_path):

@@ -118,7 +118,8 @@ class CompareRequest:
         if len(set(urls)) < len(urls):
             raise ConfigError(
                 "--against must name other servers than --url, each once; got"
-                f" {', '.join(self.against)}; remove the repeated one"
+                f" {', '.join(self.against)}{f' and --url {self.url}' if self.url else ''}; remove"
+                " the repeated one"
             )
         if not 0 < self.max_drop < 1:
             raise ConfigError(f"--max-drop must be in (0, 1), got {self.max_drop:g}")

@@ -86,7 +86,7 @@ def _has_bytes(summaries: Sequence[Summary]) -> bool:
 def _points(
     summaries: Sequence[Summary], by: Measure, *, by_bytes: bool
 ) -> list[tuple[float, Estimate]]:
-    """Return pairs of size and quality, by increasing size: share of the bytes, or kept share.
+    """Return pairs of size and quality, sorted by size: share of the bytes, or of kept tokens.
 
     Uses a ratio budget as the kept share if the server does not report the share.
     """

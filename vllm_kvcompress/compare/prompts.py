@@ -171,7 +171,7 @@ def _form(body: dict[str, Any], where: str) -> _Form:
 
 
 def _task(body: dict[str, Any]) -> str | None:
-    """Return the task that a line names, or None. Other texts are not for the report."""
+    """Return the task that a line names, or None. Longer texts are ignored."""
     names = (body.get(field) for field in _TASK_FIELDS)
     return next(
         (name for name in names if isinstance(name, str) and _TASK_NAME.fullmatch(name)), None
@@ -179,7 +179,7 @@ def _task(body: dict[str, Any]) -> str | None:
 
 
 def _match(body: dict[str, Any], form: _Form, names: Sequence[str], where: str) -> Match:
-    """Return how a line's answers are compared: by its own `match`, or as its form's field does.
+    """Return how a line's answers are compared: by its own `match`, or the default of its form.
 
     RULER requires all answers, and any of them in its question answering. Other data sets list
     alternative answers.

@@ -102,8 +102,8 @@ _SCORE_COLUMNS = (
     Column(
         name="compressed",
         meaning="Compressed prompts, of all prompts with an output. `?` if the server does not"
-        " report it. If it does, every other figure covers the compressed prompts only. `-` for"
-        " another server, whose figures cover all its prompts.",
+        " report it. If it does, every other figure covers the compressed prompts only. Other"
+        " servers show `-`; their figures cover all prompts.",
         text=_compressed,
     ),
     Column(

@@ -240,7 +240,7 @@ def best_baseline_without_extra_loss(
 
 
 def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) -> list[str]:
-    """Return sentences that say whether a cache with fewer bits would do without compression.
+    """Return sentences that say whether a low-bit cache is close enough without compression.
 
     One sentence per other server, or how to measure one if there is none.
     """
@@ -254,8 +254,8 @@ def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) 
         ]
         return [
             "Not measured: vLLM's own low-bit caches keep all tokens, for example"
-            f" {', '.join(formats)}. If one saves enough, start a second server with"
-            " --kv-cache-dtype and add --against with its address."
+            f" {', '.join(formats)}. If that saves enough memory, start a second server"
+            " with --kv-cache-dtype and add --against with its address."
         ]
     notes = []
     for other in others:
@@ -266,20 +266,20 @@ def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) 
         )
         if other.bound is None or other.bound > recommendation.max_drop:
             notes.append(
-                f"{name} ({size}) would not do: {loss} at 95 % confidence, above"
+                f"{name} ({size}) is not close enough: {loss} at 95 % confidence, above"
                 f" {recommendation.max_drop:g}."
             )
         elif best is None:
-            notes.append(f"{name} ({size}) would do without compression: {loss}.")
+            notes.append(f"{name} ({size}) is close enough, without compression: {loss}.")
         elif other.bytes is None:
             notes.append(
-                f"{name} would do without dropping tokens if it saves enough memory, which is not"
-                f" known: {loss}. {best.cell} takes {_size(best)}."
+                f"Use {name} if it saves enough memory, which is not known. It keeps all tokens:"
+                f" {loss}. {best.cell} takes {_size(best)}."
             )
         elif best.bytes is None or best.bytes < other.bytes:
             notes.append(
-                f"{name} would do without dropping tokens if {size} is little enough: {loss}."
-                f" {best.cell} takes {_size(best)}."
+                f"Use {name} if {size} is small enough. It keeps all tokens: {loss}. {best.cell}"
+                f" takes {_size(best)}."
             )
         else:
             notes.append(
