@@ -115,7 +115,7 @@ class Completion:
         prompt_tokens: prompt length as the server counts it.
         kept_tokens: prompt tokens kept per layer, mean over layers. None if the server does not
             report it, because the prompt was not compressed or ``--kv-usage`` is off.
-        kept_bytes: bytes of the prompt's KV blocks after compression, relative to an uncompressed
+        bytes_share: bytes of the prompt's KV blocks after compression, relative to an uncompressed
             cache in the same dtype. None as `kept_tokens`.
         by_role: prompt tokens and kept share of each role. Empty if the server does not report it.
         replies: content of the outputs of the earlier turns.
@@ -128,7 +128,7 @@ class Completion:
     token_s: float | None
     prompt_tokens: int
     kept_tokens: float | None
-    kept_bytes: float | None
+    bytes_share: float | None
     by_role: Mapping[str, tuple[int, float]]
     replies: Sequence[str] = ()
 
@@ -273,7 +273,7 @@ class Client:
             token_s=(token_times[-1] - token_times[0]) / (count - 1) if count > 1 else None,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             kept_tokens=kept.get("kept_tokens"),
-            kept_bytes=_share_of_bytes(kept),
+            bytes_share=_share_of_bytes(kept),
             by_role={
                 role: (int(usage_of_role["tokens"]), float(usage_of_role["kept"]))
                 for role, usage_of_role in (kept.get("by_role") or {}).items()

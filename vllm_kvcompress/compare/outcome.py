@@ -171,7 +171,7 @@ OUTCOME = TypeAdapter(Outcome)
 def _bytes(cell: Cell, compressed: Completion, dtype_bytes: float | None) -> float | None:
     if cell.server or dtype_bytes is None:
         return dtype_bytes
-    return None if compressed.kept_bytes is None else compressed.kept_bytes * dtype_bytes
+    return None if compressed.bytes_share is None else compressed.bytes_share * dtype_bytes
 
 
 def _by_position(
