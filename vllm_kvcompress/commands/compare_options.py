@@ -81,7 +81,7 @@ Against = Annotated[
         "--against",
         metavar="URL",
         help="Another server of the same model, for example with --kv-cache-dtype fp8. Its"
-        " uncompressed outputs are compared, too. Repeatable.",
+        " uncompressed outputs are compared, too. It gets the same --api-key. Repeatable.",
     ),
 ]
 MaxDrop = Annotated[
