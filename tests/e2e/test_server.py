@@ -167,13 +167,17 @@ def test_the_demo_times_a_prompt_without_prefix_cache_hits(server, text):
 
     before = hits()
     first, second = (ask(server, text, tokens=96, salt=salt) for salt in ("one", "two"))
+    # The engine needs little time for 48 tokens of this small model. On a busy machine it may end
+    # the request before the client reads the gauge, and then `blocks` is 0.
+    more = (ask(server, text, tokens=96, salt=f"attempt {index}") for index in range(5))
+    counted = first if first.blocks > 0 else next(reply for reply in more if reply.blocks > 0)
     assert hits() == before
     assert first.token_ids == second.token_ids
     assert len(first.token_ids) == 96  # enough to count blocks while most tokens are still to come
     assert min(first.token_s, first.first_token_s) > 0
     assert first.compressed is not None
     assert first.compressed.prompt_tokens == first.prompt_tokens > 1500
-    assert first.blocks == pytest.approx(first.compressed.blocks_after, abs=0.5)
+    assert counted.blocks == pytest.approx(first.compressed.blocks_after, abs=0.5)
     ask(server, text, tokens=2, salt="two")
     assert hits() > before  # a repeated salt hits the prefix cache, so the hit counter works
 
