@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import importlib
 
 import pytest
 import torch
+from vllm.v1.worker import gpu_model_runner
 
 from checkpoints import make, tokens
 from engines import V2, allow_async_scheduling, engine, model_runner_v1_only, settings
@@ -306,3 +308,40 @@ def test_engine_delivers_nothing_after_a_failed_packing(llm, asks, monkeypatch):
     revive(llm, rpc, schedule)
     assert llm.free_blocks == free
     assert llm.generate([PROMPT], new, extra_args=asks)[0] == expected["long"]
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [pytest.param(AT_END, id="at its prefill's end"), pytest.param({}, id="after its look-ahead")],
+)
+def test_packing_starts_after_the_copy_of_the_sampled_token(llm, asks, monkeypatch):
+    """On a GPU the copy then does not wait for the packing, and neither does the first token."""
+    events, runner, packer = [], llm.worker.model_runner, llm.compressor.packer
+
+    def record(owner, name, event):
+        run = getattr(owner, name)
+
+        def recording(*args, **options):
+            events.append(event)
+            return run(*args, **options)
+
+        monkeypatch.setattr(owner, name, recording)
+
+    record(runner, "execute_model", "forward")
+    record(runner, "sample" if V2 else "_sample", "sampling")
+    if V2:
+        record(importlib.import_module("vllm.v1.worker.gpu.model_runner"), "AsyncOutput", "copy")
+    elif llm.core.batch_queue_size > 1:
+        record(gpu_model_runner, "AsyncGPUModelRunnerOutput", "copy")
+    else:
+        record(runner, "_bookkeeping_sync", "copy")
+    record(llm.worker.compressor, "end_step", "end of step")
+    run = packer.run
+    monkeypatch.setattr(packer, "run", lambda jobs: (events.append("packing"), run(jobs))[1])
+    (output,) = llm.generate([PROMPT], 20, extra_args=asks)
+    assert len(output) == 20
+    steps = " ".join(events).split("forward")[1:]
+    assert sum("sampling" in step for step in steps) >= 20
+    packing_steps = [step.strip() for step in steps if "packing" in step]
+    assert packing_steps
+    assert set(packing_steps) == {"sampling copy end of step packing"}

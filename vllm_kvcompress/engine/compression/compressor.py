@@ -248,6 +248,11 @@ class PromptCompressor:
         return self._step is not None
 
     @property
+    def has_plan(self) -> bool:
+        """Return whether the step in progress has a plan that is not executed yet."""
+        return self._step is not None and self._step.plan is not None
+
+    @property
     def probes(self) -> Mapping[str, Probe]:
         """By request, the probe after its chunk in this step."""
         return {} if self._step is None else self._step.probes

@@ -5,7 +5,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -86,22 +87,48 @@ class CompressingWorker:
         self.probe_rows = probe_rows(self.model_runner, self.compressor)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run vLLM's step, then execute its packing plan.
+        """Run vLLM's step. If no tokens are sampled after it, execute its packing plan.
+
+        Raises:
+            SystemExit: as in `_failures_stop_the_engine`.
+        """
+        assert self.compressor is not None
+        self._executed_plan = None
+        with self._failures_stop_the_engine(has_plan=plan_of(scheduler_output) is not None):
+            self.compressor.begin_step(scheduler_output)
+            self.probe_rows.begin_step(scheduler_output)
+            result = super().execute_model(scheduler_output)  # type: ignore[misc]
+            if result is not None or not self._packs_after_sampling:
+                self._executed_plan = self.compressor.end_step()
+        return result if result is None else self._with_own_report(result)
+
+    @property
+    def _packs_after_sampling(self) -> bool:
+        """Return whether plans are executed after sampling.
+
+        The copy of the sampled tokens to the host then does not wait for the packing. The stages of
+        a pipeline pack before sampling: the last stage receives the other stages' counts and sends
+        them the sampled tokens, and all ranks must order these messages alike.
+        """
+        return self.vllm_config.parallel_config.pipeline_parallel_size == 1
+
+    @contextmanager
+    def _failures_stop_the_engine(self, *, has_plan: bool) -> Iterator[None]:
+        """Drop the step's state if the body fails, and make the executor notice the failure.
+
+        Args:
+            has_plan: whether the step has a plan. Without one, vLLM handles the failure.
 
         Raises:
             SystemExit: this rank could not execute the plan, and the executor only reads another
                 rank's output. Exiting is the only signal that the executor notices.
         """
         assert self.compressor is not None
-        self._executed_plan = None
         try:
-            self.compressor.begin_step(scheduler_output)
-            self.probe_rows.begin_step(scheduler_output)
-            result = super().execute_model(scheduler_output)  # type: ignore[misc]
-            self._executed_plan = self.compressor.end_step()
+            yield
         except Exception as failure:
             self.compressor.abort_step()
-            if plan_of(scheduler_output) is None or self._is_output_rank:
+            if not has_plan or self._is_output_rank:
                 raise
             logger.critical(
                 "this rank failed to compress a request, and the other ranks would continue with"
@@ -109,7 +136,6 @@ class CompressingWorker:
                 exc_info=True,
             )
             raise SystemExit(1) from failure
-        return result if result is None else self._with_own_report(result)
 
     @property
     def _is_output_rank(self) -> bool:
@@ -119,9 +145,25 @@ class CompressingWorker:
         return bool(self.rank == first_of_last)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the step's output, with a `StepReport` if there is anything to report."""
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        self.probe_rows.sampled()
+        """Sample the step's tokens, then execute its packing plan.
+
+        On a GPU, vLLM has started to copy the tokens to the host by then, so neither the copy nor
+        the client waits for the packing. The tokens are not delivered if the packing fails: the
+        exception takes the place of the step's output.
+
+        Returns:
+            The step's output, with a `StepReport` if there is anything to report.
+
+        Raises:
+            SystemExit: as in `_failures_stop_the_engine`.
+        """
+        assert self.compressor is not None
+        has_plan = self.compressor.has_plan
+        with self._failures_stop_the_engine(has_plan=has_plan):
+            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+            self.probe_rows.sampled()
+            if self.compressor.running:
+                self._executed_plan = self.compressor.end_step()
         return output if output is None else self._with_own_report(output)
 
     def _with_own_report(self, output: Any) -> Any:
