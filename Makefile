@@ -20,7 +20,7 @@ DOCS := .cache/docs
 PEERS := .cache/peers
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve quick test soak lint docs compat kernels-sm90 bench gate peers locks sbom clean
+.PHONY: help setup packages model demo serve quick test soak lint docs compat kernels-sm90 bench bench-host gate peers locks sbom clean
 
 help:  ## print this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -106,6 +106,9 @@ compat: setup model  ## run the tests that depend on vLLM with the other accepte
 
 kernels-sm90: setup  ## check the compiled form of all Triton kernels, without a GPU
 	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md
+
+bench-host: setup  ## time the host's part of a packing; BEFORE=COMMIT also times another commit
+	$(BIN)/python -m benchmarks.bench_host $(if $(BEFORE),--before $(BEFORE)) $(ARGS)
 
 bench: setup model  ## measure engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)

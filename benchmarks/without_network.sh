@@ -55,8 +55,7 @@ run() {
   local results=$1 commit=$2 seconds=$3
   shift 3
   PYTHONPATH=$SCRATCH/site${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 \
-    "$PYTHON" -m benchmarks.gpu --out "$results" --commit "$commit" --seconds "$seconds" \
-    --stages "$@"
+    "$PYTHON" -m benchmarks.gpu "$@" --out "$results" --commit "$commit" --seconds "$seconds"
 }
 
 usage="usage: $0 pack ARCHIVE MIB PARTS | unpack PARTS | run RESULTS COMMIT SECONDS STAGE..."

@@ -1,6 +1,7 @@
 """Score layers of different lengths a few at a time, as the engine's packer does."""
 
 from vllm_kvcompress.methods.kept_slots import kept_slots as choose_slots
+from vllm_kvcompress.methods.method import join_observations
 
 
 def observe_layers(method, rows, query, window, at_once, sums=None, latest=None):
@@ -12,7 +13,7 @@ def observe_layers(method, rows, query, window, at_once, sums=None, latest=None)
         sums: attention that earlier steps added up, or None.
         latest: number of last queries that score separately; None if all queries score together.
     """
-    observations = []
+    observations, counts = [], []
     for start in range(0, len(rows), at_once):
         layers = slice(start, start + at_once)
         part_rows = rows.subset(layers)
@@ -24,7 +25,9 @@ def observe_layers(method, rows, query, window, at_once, sums=None, latest=None)
             )
         )
         part_sums = None if sums is None else sums[layers]
-        observations += method.observe(part_rows, window, attention, part_sums)
+        observations.append(method.observe(part_rows, window, attention, part_sums))
+        counts.append(len(part_rows))
+    observations = join_observations(observations, counts)
     return method.scores(observations), observations
 
 
@@ -33,10 +36,9 @@ def kept_slots(scores, rows, counts, window, block_size, max_layer_pages, select
     return choose_slots(
         scores,
         rows.lengths,
-        counts,
+        counts.int() * block_size,
         window=window,
         tail=tail,
-        page_tokens=block_size,
-        max_layer_pages=max_layer_pages,
+        width=max_layer_pages * block_size,
         selector=selector,
     )

@@ -8,7 +8,7 @@ from kvcompress_kernels import contract
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, PagedKeys, PagedValues
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
-from vllm_kvcompress.methods.method import LayerObservation
+from vllm_kvcompress.methods.method import LayerObservations
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
@@ -36,10 +36,10 @@ def empty_observations(method, past):
     """Return empty layer observations with the fields that `Method.observe` returns."""
     stats = {}
     if Reads.VARIANCE in method.allocator.reads:
-        stats = {"entropy": on_device(), "shift": on_device()}
+        stats = {"entropy": on_device(LAYERS), "shift": on_device(LAYERS)}
     elif Reads.COLUMN_SUMS in method.allocator.reads:
-        stats = {"column_variance": on_device(HEADS)}
-    return [LayerObservation(scores=on_device(KV_HEADS, past), **stats) for _ in range(LAYERS)]
+        stats = {"column_variance": on_device(LAYERS, HEADS)}
+    return LayerObservations(scores=on_device(LAYERS, KV_HEADS, past), **stats)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

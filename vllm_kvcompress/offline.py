@@ -17,7 +17,7 @@ from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import LayerObservation, Method
+from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
@@ -210,7 +210,6 @@ def _paged_layers(
         max_tokens=tokens,
         scale=scale,
         layers=range(layers),
-        value_scales=[1.0] * layers,
         sinks=None if sinks is None else sinks.float(),
     )
 
@@ -228,9 +227,9 @@ def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def _observe(
     method: Method, plan: PagePlan, paged: PagedLayers, queries: torch.Tensor
-) -> list[LayerObservation]:
-    """Return the observations of all layers, one layer after another."""
-    observed: list[LayerObservation] = []
+) -> LayerObservations:
+    """Return the observations of all layers, observed one after another."""
+    observed: list[LayerObservations] = []
     for layer, query in enumerate(queries.transpose(1, 2)):  # [S, Hq, D]
         one_layer, reads = paged.subset(slice(layer, layer + 1)), method.reads_of(layer)
         attention = sums = None
@@ -253,17 +252,19 @@ def _observe(
                 one_layer.scale,
                 head_sinks,
             )[None]
-        observed += method.observe(
-            one_layer, plan.window, attention, sums, scored=method.scores_layer(layer)
+        observed.append(
+            method.observe(
+                one_layer, plan.window, attention, sums, scored=method.scores_layer(layer)
+            )
         )
-    return observed
+    return join_observations(observed, [1] * len(observed))
 
 
 def _collect(
     method: Method,
     plan: PagePlan,
     paged: PagedLayers,
-    observed: list[LayerObservation],
+    observed: LayerObservations,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:

@@ -19,7 +19,7 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods.attention import split_window_scores
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import LayerObservation, Method
+from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, merge_spans
@@ -83,7 +83,7 @@ class PromptCompressor:
         self.layers = prompt.full_layers
         self.block_size = block_size
         self._window_scores_by_key: dict[tuple[int, bool], list[WindowScores]] = {}
-        self._observations_by_key: dict[tuple[Any, ...], list[LayerObservation]] = {}
+        self._observations_by_key: dict[tuple[Any, ...], LayerObservations] = {}
 
     @cached_property
     def paged_layers(self) -> list[PagedLayers]:
@@ -98,12 +98,11 @@ class PromptCompressor:
                 max_tokens=keys.shape[1],
                 scale=keys.shape[-1] ** -0.5,
                 layers=[layer],
-                value_scales=[1.0],
             )
             for layer, (keys, values) in enumerate(caches)
         ]
 
-    def observations(self, method: Method, plan: PagePlan) -> list[LayerObservation]:
+    def observations(self, method: Method, plan: PagePlan) -> LayerObservations:
         """Return what `method` observes of each full-attention layer, cached by its inputs."""
         key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observations_by_key:
@@ -133,15 +132,16 @@ class PromptCompressor:
             layer_sums = None
             if sums and Reads.COLUMN_SUMS in method.reads:
                 layer_sums = [sums[layer] for layer in self.layers]
-            self._observations_by_key[key] = [
+            observed = [
                 method.observe(
                     paged,
                     plan.window,
                     windows[layer] if windows else None,
                     None if layer_sums is None else layer_sums[layer][None],
-                )[0]
+                )
                 for layer, paged in enumerate(paged_layers)
             ]
+            self._observations_by_key[key] = join_observations(observed, [1] * len(observed))
         return self._observations_by_key[key]
 
     def _window_scores(

@@ -19,8 +19,8 @@ from benchmarks.evidence.reference_model import (
     ReferenceModel,
 )
 from vllm_kvcompress.methods.base import Selector
-from vllm_kvcompress.methods.kept_slots import kept_slots, max_layer_pages
-from vllm_kvcompress.methods.method import LayerObservation, Method
+from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, max_kept_in_pages
+from vllm_kvcompress.methods.method import LayerObservations, Method
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.selectors import TopK
@@ -259,7 +259,7 @@ class SimulatedRequest:
     def _lengths(self) -> torch.Tensor:
         return torch.tensor([keys.shape[1] for keys in self.keys], dtype=torch.int32)
 
-    def _observed(self, plan: PagePlan, method: Method) -> list[LayerObservation]:
+    def _observed(self, plan: PagePlan, method: Method) -> LayerObservations:
         assert not method.merge, "this benchmark simulates methods that do not merge tokens"
         layers, attention = self._paged_layers(plan.block_size), None
         if plan.window:
@@ -301,11 +301,10 @@ def _selected(
     return kept_slots(
         scores,
         lengths,
-        counts.int(),
+        kept_in_pages(plan, counts.int()),
         window=plan.window,
         tail=plan.tail,
-        page_tokens=plan.page_tokens,
-        max_layer_pages=max_layer_pages(plan, counts),
+        width=max_kept_in_pages(plan, counts),
         selector=selector,
     )
 

@@ -1,7 +1,9 @@
-"""Benchmarks for one CUDA GPU: ``python -m benchmarks.gpu --out DIR``.
+"""Benchmarks for one CUDA GPU: ``python -m benchmarks.gpu [STAGE ...] --out DIR``.
 
 * correctness: the kernel tests on this GPU (``pytest -m gpu``)
-* kernels: time of every op as the engine launches it, against its floor on this GPU
+* window-scores, kernels: times of ops as the engine launches them, against their floors on this GPU
+* packed-attention: attention over k4v3 pages against its reference, and against 16 bits
 * tokens: vLLM with and without the plugin must give the same tokens wherever nothing is dropped
-* serving: time to first token, decode step time, and number of requests that one KV pool holds
+* switches, long, gaps, idle, batches: engines that take turns (`serving.py`)
+* server: HTTP servers that take turns, with ``vllm bench serve``
 """

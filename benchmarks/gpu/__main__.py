@@ -1,11 +1,12 @@
-"""Run all GPU benchmarks in one command; results are files in a folder.
+"""Run GPU benchmarks in one command per stage, or all in one; results are files in a folder.
 
-    python -m benchmarks.gpu --out DIR [--stages correctness kernels ...] [--seconds 1200]
+    python -m benchmarks.gpu [correctness kernels ...] --out DIR [--again] [--seconds 1200]
 
-A stage that already completed in DIR at the same commit is skipped. An interrupted stage starts
-again. To repeat a stage, delete ``DIR/<stage>.json``. ``summary.md`` and ``summary.json`` cover all
-stages of the folder and are written after each stage and whenever the run stops. ``log.txt`` has
-the stages' stderr. The exit status is 1 if a check failed or a stage did not finish.
+A stage that already completed in DIR at the same commit is skipped, unless ``--again`` repeats it.
+An interrupted stage starts again. Each stage writes ``DIR/<stage>.json``. ``summary.md`` and
+``summary.json`` cover all stages of the folder and are written after each stage and whenever the
+run stops. ``log.txt`` has the stages' stderr. The exit status is 1 if a check failed or a stage did
+not finish.
 
 ``--dry-run`` runs the same code on a CPU with small sizes and Triton's interpreter. It checks
 correctness but not times, and every result file says that it is dry.
@@ -33,7 +34,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--stages", nargs="+", choices=list(LIMITS), default=list(LIMITS))
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"one of {', '.join(LIMITS)} (default: all)"
+    )
+    parser.add_argument("--again", action="store_true", help="repeat stages that completed")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -49,7 +53,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit of the code, on a machine without git")
     parser.add_argument("--summary", action="store_true", help="only write the summary of DIR")
     parser.add_argument("--inside", choices=list(LIMITS), help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.stages if name not in LIMITS]:
+        parser.error(f"unknown stages {unknown}; known are {', '.join(LIMITS)}")
+    args.stages = args.stages or list(LIMITS)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, interrupted)
     try:
         if not args.summary:
-            run(options, args.stages, args.seconds, faults)
+            run(options, args.stages, args.seconds, faults, again=args.again)
     except KeyboardInterrupt:
         faults.append(f"{FAIL:6} the run was interrupted; run the same command to continue")
     finally:
@@ -76,13 +84,15 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def run(options: RunOptions, stages: Sequence[str], seconds: float, faults: list[str]) -> None:
-    """Run the requested stages that are not complete yet."""
+def run(
+    options: RunOptions, stages: Sequence[str], seconds: float, faults: list[str], *, again: bool
+) -> None:
+    """Run the requested stages that are not complete yet, or all of them with `again`."""
     time_factor = DRY_TIME_FACTOR if options.origin.dry else 1
     run_start = time.monotonic()
     with (options.out / "log.txt").open("a") as log:
         for stage in (name for name in LIMITS if name in stages):
-            if complete(options.out, stage, options.origin):
+            if not again and complete(options.out, stage, options.origin):
                 print(f"       {stage}: already complete", flush=True)
                 continue
             (options.out / f"{stage}.json").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Stage `kernels`: the time of every op as the engine launches it, against its floor.
+"""Stages `kernels` and `window-scores`: times of ops as the engine launches them, and floors.
 
 A prompt's time covers all its layers. If the engine needs several launches for them, they run one
 after the other. The memory floor counts K once (`window_scores`), V once (`value_scores`), scores
@@ -43,11 +43,24 @@ def launch(op: Op, inputs: Prompt | DecodeStep, launches: Sequence[range]) -> li
 
 
 def run(report: Report, device: torch.device) -> None:
+    measure(report, device, OPS, shapes(device, dry=report.dry))
+
+
+def run_window_scores(report: Report, device: torch.device) -> None:
+    """Measure the window scores alone, whose passes take most of a compression."""
+    ops = [op for op in OPS if op.name.startswith("window_scores")]
+    measure(report, device, ops, shapes(device, dry=report.dry)[:2])
+
+
+def measure(
+    report: Report, device: torch.device, ops: Sequence[Op], op_shapes: Sequence[Shape]
+) -> None:
+    """Measure ops with prompts of these shapes, after the GPU's own rates."""
     clock = Clock(device)
     rates = ceilings(report, clock, device)
-    for shape in shapes(device, dry=report.dry):
+    for shape in op_shapes:
         inputs_by_kind = {kind: kind(shape, device, report.seed) for kind in (Prompt, DecodeStep)}
-        for op in OPS:
+        for op in ops:
             title = f"{op.name}, {shape.tokens} tokens"
             try:
                 measure_op(report, clock, rates, op, inputs_by_kind[op.inputs], shape, title)

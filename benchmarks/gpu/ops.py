@@ -6,7 +6,7 @@ How the engine launches the ops for the layers of a prompt:
   (`Packer._observe`).
 * Column sums (`PromptCompressor.after_attention`), scores from keys or values alone, and merging:
   one launch per layer.
-* Selecting and moving: one launch for all layers (`Packer.run`).
+* Counting, selecting and moving: one launch for all layers (`Packer.run`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +28,8 @@ from benchmarks.gpu.prompt import (
 )
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import cpu as column_sums_cpu
+from kvcompress_kernels.count_highest import count_highest
+from kvcompress_kernels.count_highest import cpu as count_highest_cpu
 from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
 from kvcompress_kernels.key_cosines import key_cosines
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
@@ -49,6 +51,7 @@ from kvcompress_kernels.window_scores import window_scores_of_layers
 from vllm_kvcompress.planning.memory import layers_per_batch
 
 CHUNK = 10  # tokens per ChunkKV chunk
+EVERY = 4  # layers between two of DynamicKV's updates
 RTOL, ATOL = 1e-4, 1e-6  # float tolerance against the reference, as in the kernel tests
 Outputs = Sequence[torch.Tensor]
 
@@ -220,6 +223,11 @@ def chunks_reference(p: Prompt, _: range) -> Outputs:
     return [select_cpu.chunks(scores, lengths, keep, max_kept, CHUNK, p.shape.kv_heads)]
 
 
+def counted(p: Prompt) -> tuple[torch.Tensor, int, int]:
+    """Return the scores, how many of them all layers keep, and the layers between two updates."""
+    return p.prompt_scores, p.shape.kv_heads * p.shape.block * sum(p.shape.counts), EVERY
+
+
 def move_launch(p: Prompt, _: range) -> Outputs:
     cache = p.keys, p.values
     move_kept(*cache, p.pages, p.kept, p.counts, p.targets, into=cache)
@@ -306,6 +314,12 @@ OPS = (
     layer_op("column_sums, last chunk", *_COLUMNS, floor_flops=causal_product),
     prompt_op("select", select_launch, select_reference, floor_bytes=scores_once),
     prompt_op("select_chunks", chunks_launch, chunks_reference, floor_bytes=scores_once),
+    prompt_op(
+        "count_highest",
+        lambda p, _: [count_highest(*counted(p))],
+        lambda p, _: [count_highest_cpu.run(*counted(p))],
+        floor_bytes=scores_once,
+    ),
     prompt_op(
         "move_kept",
         move_launch,

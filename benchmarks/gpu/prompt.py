@@ -112,6 +112,7 @@ class Prompt:
         chunk_query: ``[T, Hq, D]`` queries of the last chunk, the same for all layers.
         weights: ``[Hq, S]`` float32, each row sums to 1.
         scores: ``[L, Hkv, W]`` float32 with many ties, W a multiple of 16; NaN from S on.
+        prompt_scores: ``[L, Hkv * S]``, the scores without the columns from S on.
     """
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
@@ -127,6 +128,7 @@ class Prompt:
         self.weights = logits.mul_(1.5).softmax(-1)
         self.kept = self._kept()
         self.scores = self._scores()
+        self.prompt_scores = self.scores[..., : shape.tokens].flatten(1).contiguous()
 
     @property
     def keys(self) -> torch.Tensor:

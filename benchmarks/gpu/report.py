@@ -56,6 +56,7 @@ class Report:
             "finished": False,
             "checks": [],
             "tables": {},
+            "rounds": {},
         }
         self.save()
 
@@ -76,6 +77,11 @@ class Report:
     def row(self, table: str, **cells: Any) -> None:
         """Add a row to a table."""
         self.data["tables"].setdefault(table, []).append(cells)
+        self.save()
+
+    def keep_rounds(self, workload: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Keep every round's figures by variant, for another evaluation; the page omits them."""
+        self.data["rounds"][workload] = found
         self.save()
 
     def finish(self) -> None:

@@ -1,152 +1,80 @@
-"""Stage `serving`: full cache against budgets of 0.1 and 1024 tokens, with the same KV pool size.
+"""Stages that compare vLLM without and with the plugin, with equal KV pools.
 
-Two engines with random weights stay up and take turns; one runs without the plugin. Goals:
+Both engines have random weights and stay up, and variants alternate in each round (`rounds.py`).
 
-* Compression costs at most 2 % of the time to first token.
-* Five times as many requests fit into the pool.
-* Short prompts, which are not compressed, lose at most 1 %.
+* switches: time to first token of a compressed prompt, with and without single changes; goal 2 %
+* long: the same for a prompt four times as long
+* gaps: the longest wait for a token while look-aheads of other requests end
+* idle: the plugin's cost for prompts under the threshold; goal 1 %
+* batches: how many requests one pool holds, decode steps of batches, and the longest prompt
 """
 
-import statistics
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.engine_process import EngineProcess, engine_pair
 from benchmarks.gpu.models import DRY as DRY_MODEL
-from benchmarks.gpu.models import Model, largest
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.rounds import Figures, Variants, alternate, difference, median
+from benchmarks.gpu.switches import SWITCHES
+from benchmarks.gpu.workloads import DRY, Sizes, fit_model, options
 
-FULL = "full cache"
-MAX_POOL_TOKENS = 147_456
-FULL_AT_ONCE = 18  # uncompressed long prompts that fit into the pool
-MAX_OUTPUT_TOKENS = 256
-RESERVE = 6 << 30  # bytes that an engine needs in addition to weights and pool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of the workloads.
-
-    Args:
-        pool: tokens that the KV pool holds, in blocks of `block`.
-        alone: (prompt length, rounds) of workloads with a single request.
-        together: (requests, prompt length, rounds) of workloads that decode together.
-        short: requests, prompt length and rounds of the workload that is not compressed.
-        crowd: requests, prompt length and output tokens of the workload that exceeds the pool.
-        steps: decode steps to time per workload.
-        budget_tokens: the budget in tokens per layer.
-        min_prompt: the plugin's threshold in tokens.
-    """
-
-    pool: int
-    block: int = 16
-    alone: tuple[tuple[int, int], ...]
-    together: tuple[tuple[int, int, int], ...]
-    short: tuple[int, int, int] = (16, 512, 7)
-    crowd: tuple[int, int, int]
-    steps: int = 48
-    budget_tokens: int = 1024
-    min_prompt: int = 1024
-
-    @property
-    def budgets(self) -> dict[str, float | int]:
-        return {"0.1": 0.1, f"{self.budget_tokens} tokens": self.budget_tokens}
+FULL, PLUGIN = "full cache", "plugin"
+AT_PROMPT_END = {"compress": "cake", "budget": 0.1}
+AFTER_LOOK_AHEAD = {"compress": "cake-chunk", "budget": 0.2}
+"""The recommended preset. Its prompts are packed in a decode step, after 32 output tokens."""
 
 
-def sizes(pool: int) -> Sizes:
-    """Return sizes for a pool of `pool` tokens: 8k, 32k and 128k prompts for the largest pool."""
-    long = pool // FULL_AT_ONCE
-    longer, longest = 4 * long, pool - 2 * long - MAX_OUTPUT_TOKENS
-    return Sizes(
-        pool=pool,
-        alone=((long, 7), (longer, 4), (longest, 1)),
-        together=((FULL_AT_ONCE - 2, long, 1), (4, longer, 1)),
-        crowd=(6 * FULL_AT_ONCE, long, 192),
-    )
+def run_switches(report: Report, device: torch.device) -> None:
+    with turns(report, device, AT_PROMPT_END) as found:
+        found.first_tokens(*found.sizes.prompt_8k)
+        found.trace(found.sizes.prompt_8k[0])
 
 
-DRY = Sizes(
-    pool=1280,
-    block=32,
-    alone=((256, 1),),
-    together=((2, 256, 1),),
-    short=(2, 64, 1),
-    crowd=(6, 256, 8),
-    steps=4,
-    budget_tokens=64,
-    min_prompt=128,
-)
+def run_long(report: Report, device: torch.device) -> None:
+    with turns(report, device, AT_PROMPT_END) as found:
+        found.first_tokens(*found.sizes.prompt_32k)
 
 
-def fit_model(free: int) -> tuple[Model, Sizes]:
-    """Return the largest model that two engines with a pool each can run in `free` bytes.
-
-    Raises:
-        RuntimeError: no model fits.
-    """
-    per_engine = free // 2 - RESERVE
-    model = largest(per_engine)
-    spare = per_engine - model.weights
-    pool = (
-        min(MAX_POOL_TOKENS, spare // model.token_bytes) // (16 * FULL_AT_ONCE) * 16 * FULL_AT_ONCE
-    )
-    return model, sizes(pool)
+def run_gaps(report: Report, device: torch.device) -> None:
+    with turns(report, device, AFTER_LOOK_AHEAD) as found:
+        for count, length, rounds in found.sizes.look_aheads:
+            found.gaps(count, length, rounds)
 
 
-def options(model: Model, workload: Sizes, *, dry: bool) -> dict[str, Any]:
-    """Return arguments of vLLM's `LLM`: its defaults except for the pool and random weights."""
-    common: dict[str, Any] = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 128,
-        "block_size": workload.block,
-        "max_model_len": max(length for length, _ in workload.alone) + MAX_OUTPUT_TOKENS,
-    }
-    if dry:
-        return {
-            **common,
-            "dtype": "float32",
-            "num_gpu_blocks_override": workload.pool // workload.block,
-            "enforce_eager": True,
-            "max_num_batched_tokens": 512,
-            "distributed_executor_backend": "uni",
-        }
-    return {
-        **common,
-        "dtype": "bfloat16",
-        "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": workload.pool * model.token_bytes,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128]},
-    }
+def run_idle(report: Report, device: torch.device) -> None:
+    with turns(report, device, AT_PROMPT_END) as found:
+        found.short_prompts()
 
 
-def run(report: Report, device: torch.device) -> None:
-    model, workload = DRY_MODEL, DRY
+def run_batches(report: Report, device: torch.device) -> None:
+    with turns(report, device, AT_PROMPT_END) as found:
+        found.crowd()
+        for count, length, rounds in found.sizes.together:
+            found.decode_steps(count, length, rounds)
+        found.decode_steps(1, *found.sizes.prompt_128k)
+
+
+@contextmanager
+def turns(report: Report, device: torch.device, settings: dict[str, Any]) -> Iterator["Turns"]:
+    """Start both engines with the largest model that fits, and report what they are."""
+    model, sizes = DRY_MODEL, DRY
     if not report.dry:
-        model, workload = fit_model(torch.cuda.mem_get_info(device)[0])
-    settings = {"compress": "cake", "budget": 0.1, "min_prompt": workload.min_prompt}
-    llm_options = options(model, workload, dry=report.dry)
-    with tempfile.TemporaryDirectory() as folder:
-        path = model.write(Path(folder))
-        with engine_pair(path, settings, **llm_options) as (off, on):
-            for name, engine in ((FULL, off), ("plugin", on)):
-                about = engine.call("about")
-                report.row("engines", engine=name, model=model.name, pool=workload.pool, **about)
-            turns = Turns(report, off, on, settings, workload)
-            turns.short_prompts()
-            for length, rounds in workload.alone[:2]:
-                turns.single(length, rounds)
-            turns.crowd()
-            for count, length, rounds in workload.together:
-                turns.batch(count, length, rounds)
-            for length, rounds in workload.alone[2:]:
-                turns.single(length, rounds)
+        model, sizes = fit_model(torch.cuda.mem_get_info(device)[0])
+    settings = {**settings, "min_prompt": sizes.min_prompt}
+    # The same path in every stage, because vLLM's compile cache depends on it.
+    folder = report.folder / "model"
+    folder.mkdir(exist_ok=True)
+    llm_options = options(model, sizes, dry=report.dry)
+    with engine_pair(model.write(folder), settings, **llm_options) as (off, on):
+        for name, engine in ((FULL, off), (PLUGIN, on)):
+            about = engine.call("about")
+            report.row("engines", engine=name, model=model.name, pool=sizes.pool, **about)
+        yield Turns(report, off, on, settings, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,59 +87,74 @@ class Turns:
     settings: dict[str, Any]
     sizes: Sizes
 
+    def first_tokens(self, length: int, rounds: int) -> None:
+        """Measure a single request: vLLM, the plugin, and the plugin without each switch."""
+        arguments = {"count": 1, "length": length, "steps": self.sizes.steps}
+        variants = {FULL: self._decoding(self.off, **arguments)}
+        variants[PLUGIN] = self._decoding(self.on, **arguments)
+        absent = [name for name in SWITCHES if not self.on.call("switch", name=name, on=True)]
+        for name in absent:
+            self.report.absent(f"without {name}", "this commit has no such switch")
+        present = [name for name in SWITCHES if name not in absent]
+        for name in present:
+            variants[f"without {name}"] = self._without(name, variants[PLUGIN])
+        workload = f"1 x {length}"
+        found = self._compressing(workload, rounds, variants, prompts=len(variants) - 1)
+        self._check(f"{workload}: first token", found, PLUGIN, "first_token_s", 0.02)
+        for figure in ("first_token_s", "step_ms"):
+            for name in present:
+                self._compare(workload, found, f"without {name}", PLUGIN, figure)
+            self._compare(workload, found, PLUGIN, FULL, figure)
+
+    def trace(self, length: int) -> None:
+        """Save a profile of one prompt: from its forward pass to the copy of its first token."""
+        path = self.report.folder / f"trace_{length}.json.gz"
+        self.on.call("trace", length=length, path=str(path), seed=self.report.seed)
+        self.report.row("traces", of=f"1 x {length}", file=path.name)
+
+    def gaps(self, count: int, length: int, rounds: int) -> None:
+        """Measure the longest wait for a token while all requests decode and are packed."""
+        arguments = {"count": count, "length": length, "output_tokens": self.sizes.gap_tokens}
+        variants = {
+            name: self._calling(engine, "gaps", **arguments)
+            for name, engine in ((FULL, self.off), (PLUGIN, self.on))
+        }
+        workload = f"{count} x {length}, decoding"
+        found = self._compressing(workload, rounds, variants, prompts=count)
+        for figure in ("longest_gap_ms", "median_gap_ms"):
+            self._compare(workload, found, PLUGIN, FULL, figure)
+
     def short_prompts(self) -> None:
         """Measure the plugin's cost for prompts under the threshold."""
         count, length, rounds = self.sizes.short
         arguments = {"count": count, "length": length, "steps": 4 * self.sizes.steps}
-        found = self._rounds(
-            rounds,
-            {FULL: self._decoding(self.off, **arguments)}
-            | {"idle": self._decoding(self.on, **arguments)},
-        )
-        workload = f"{count} prompts of {length}, nothing to compress"
-        self._rows(workload, found)
-        self._ratio(f"{workload}: decode step", found, "idle", "step_ms", 1.01)
-        self._ratio(f"{workload}: first tokens", found, "idle", "first_token_s", 1.01)
+        variants = {
+            name: self._decoding(engine, **arguments)
+            for name, engine in ((FULL, self.off), (PLUGIN, self.on))
+        }
+        workload = f"{count} x {length}, nothing to compress"
+        found = self._compressing(workload, rounds, variants, prompts=0)
+        self._check(f"{workload}: decode step", found, PLUGIN, "step_ms", 0.01)
+        self._check(f"{workload}: first tokens", found, PLUGIN, "first_token_s", 0.01)
 
-    def single(self, length: int, rounds: int) -> None:
-        """Measure time to first token and decode step of a single request."""
-        self._compare(1, length, rounds, check_first_token=True)
-
-    def batch(self, count: int, length: int, rounds: int) -> None:
-        """Measure the decode step of a batch that fills the pool."""
-        self._compare(count, length, rounds, check_first_token=False)
-
-    def _compare(self, count: int, length: int, rounds: int, *, check_first_token: bool) -> None:
+    def decode_steps(self, count: int, length: int, rounds: int) -> None:
+        """Measure the decode step of a batch, by budget."""
         arguments = {"count": count, "length": length, "steps": self.sizes.steps}
-        workloads, budgets = {FULL: self._decoding(self.off, **arguments)}, self.sizes.budgets
+        variants, budgets = {FULL: self._decoding(self.off, **arguments)}, self.sizes.budgets
         for name, budget in budgets.items():
-            workloads[name] = self._decoding(self.on, budget=budget, **arguments)
-        before = self.on.call("compressed")
-        found = self._rounds(rounds, workloads)
+            variants[name] = self._decoding(self.on, budget=budget, **arguments)
         workload = f"{count} x {length}"
-        self._rows(workload, found)
-        expected = count * len(budgets) * (rounds + 1)
-        compressed = self.on.call("compressed") - before
-        self.report.check(f"{workload}: requests compressed", compressed, ("==", expected))
+        found = self._compressing(workload, rounds, variants, prompts=count * len(budgets))
         for name in budgets:
-            speedup = median(found[FULL], "step_ms") / median(found[name], "step_ms")
-            self.report.row("decode steps", batch=count, tokens=length, budget=name, faster=speedup)
-            if check_first_token:
-                check = f"{workload}: first token, budget {name}"
-                self._ratio(check, found, name, "first_token_s", 1.02)
+            faster = median(found[FULL], "step_ms") / median(found[name], "step_ms")
+            self.report.row("decode steps", batch=count, tokens=length, budget=name, faster=faster)
 
     def crowd(self) -> None:
         """Measure concurrency and throughput with more requests than the full cache holds."""
         count, length, output_tokens = self.sizes.crowd
-        arguments = {
-            "count": count,
-            "length": length,
-            "output_tokens": output_tokens,
-            "seed": self.report.seed,
-        }
-        self._use(0.1)
+        arguments = {"count": count, "length": length, "output_tokens": output_tokens}
         found = {
-            name: engine.call("serve", **arguments)
+            name: engine.call("serve", seed=self.report.seed, **arguments)
             for name, engine in ((FULL, self.off), ("0.1", self.on))
         }
         workload = f"{count} requests of {length}, one pool"
@@ -224,59 +167,82 @@ class Turns:
             ratio = found["0.1"][figure] / max(found[FULL][figure], 1e-9)
             self.report.check(f"{workload}: {figure}, times", ratio, (">=", goal), measured=True)
 
-    # -- turns ---------------------------------------------------------------------------------
+    # -- variants ------------------------------------------------------------------------------
 
-    def _use(self, budget: float | int) -> None:
-        self.on.call("configure", settings={**self.settings, "budget": budget})
+    def _calling(
+        self, engine: EngineProcess, method: str, **arguments: Any
+    ) -> Callable[[int], Figures]:
+        """Return a function that calls a method of `Engine` for a round number."""
 
-    def _decoding(
-        self, engine: EngineProcess, *, budget: float | int | None = None, **arguments: Any
-    ) -> Callable[[int], dict[str, Any]]:
-        """Return a function that runs `Engine.decode` for a round number."""
-
-        def run_round(number: int) -> dict[str, Any]:
-            if budget is not None:
-                self._use(budget)
-            figures: dict[str, Any] = engine.call(
-                "decode", seed=self.report.seed + number, **arguments
-            )
+        def run_round(number: int) -> Figures:
+            figures: Figures = engine.call(method, seed=self.report.seed + number, **arguments)
             return figures
 
         return run_round
 
-    def _rounds(
-        self, rounds: int, workloads: dict[str, Callable[[int], dict[str, Any]]]
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Run every workload in every round, in alternating order, after one warm-up round."""
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in workloads}
-        for number in range(rounds + 1):
-            order = list(workloads) if number % 2 else list(reversed(workloads))
-            for name in order:
-                figures = workloads[name](number)
-                if number:
-                    found[name].append(figures)
+    def _decoding(
+        self, engine: EngineProcess, *, budget: float | int | None = None, **arguments: Any
+    ) -> Callable[[int], Figures]:
+        """Return a function that runs `Engine.decode` for a round number."""
+        decode = self._calling(engine, "decode", **arguments)
+        if budget is None:
+            return decode
+
+        def run_round(number: int) -> Figures:
+            self.on.call("configure", settings={**self.settings, "budget": budget})
+            return decode(number)
+
+        return run_round
+
+    def _without(self, switch: str, inner: Callable[[int], Figures]) -> Callable[[int], Figures]:
+        """Return `inner` with a switch of the plugin turned off while it runs."""
+
+        def run_round(number: int) -> Figures:
+            self.on.call("switch", name=switch, on=False)
+            try:
+                return inner(number)
+            finally:
+                self.on.call("switch", name=switch, on=True)
+
+        return run_round
+
+    # -- results -------------------------------------------------------------------------------
+
+    def _compressing(
+        self, workload: str, rounds: int, variants: Variants, *, prompts: int
+    ) -> dict[str, list[Figures]]:
+        """Run the rounds, report all figures, and check how many prompts each compressed."""
+        before = self.on.call("compressed")
+        found = alternate(rounds, variants)
+        compressed = self.on.call("compressed") - before
+        expected = prompts * (rounds + 1)
+        self.report.check(f"{workload}: requests compressed", compressed, ("==", expected))
+        self.report.keep_rounds(workload, found)
+        for name, figures in found.items():
+            medians = {key: median(figures, key) for key in figures[0]}
+            self.report.row("requests", of=workload, variant=name, rounds=rounds, **medians)
         return found
 
-    def _rows(self, workload: str, found: dict[str, list[dict[str, Any]]]) -> None:
-        for name, rounds in found.items():
-            medians = {key: median(rounds, key) for key in rounds[0]}
-            self.report.row("requests", of=workload, cache=name, rounds=len(rounds), **medians)
-
-    def _ratio(
+    def _compare(
         self,
-        name: str,
-        found: dict[str, list[dict[str, Any]]],
-        cache: str,
+        workload: str,
+        found: dict[str, list[Figures]],
+        variant: str,
+        baseline: str,
         figure: str,
-        goal: float,
     ) -> None:
-        """Check the median over rounds of a figure relative to the full cache's in that round."""
-        pairs = zip(found[cache], found[FULL], strict=True)
-        ratios = [compressed[figure] / full[figure] for compressed, full in pairs]
-        note = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
-        self.report.check(name, statistics.median(ratios), ("<=", goal), measured=True, note=note)
+        """Report the paired difference of a figure between two variants."""
+        result = difference(found, variant, baseline, figure)
+        of = f"{workload}: {figure}"
+        self.report.row("differences", of=of, variant=variant, than=baseline, **result._asdict())
 
-
-def median(rounds: list[dict[str, Any]], figure: str) -> float:
-    middle: float = statistics.median(figures[figure] for figures in rounds)
-    return middle
+    def _check(
+        self, name: str, found: dict[str, list[Figures]], variant: str, figure: str, goal: float
+    ) -> None:
+        """Check that a figure exceeds the full cache's by at most `goal`."""
+        result = difference(found, variant, FULL, figure)
+        undecided = result.low <= goal < result.high
+        note = f"{result}; the interval contains the goal" if undecided else str(result)
+        self.report.check(
+            f"{name}, increase", result.median, ("<=", goal), measured=True, note=note
+        )

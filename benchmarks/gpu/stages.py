@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,18 @@ from typing import TextIO
 ROOT = Path(__file__).parents[2]
 LIMITS = {  # seconds, in run order: correctness comes before timing
     "correctness": 900,
+    "window-scores": 200,
+    "packed-attention": 200,
     "kernels": 400,
     "tokens": 500,
-    "serving": 900,
+    "switches": 500,
+    "long": 400,
+    "gaps": 400,
+    "idle": 400,
+    "batches": 600,
+    "server": 500,
 }
+KERNEL_STAGES = ("kernels", "window-scores", "packed-attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +69,37 @@ def run_inside(options: RunOptions, stage: str) -> None:
     """Run one stage in this process."""
     import torch
 
-    from benchmarks.gpu import correctness, kernels, serving, tokens
     from benchmarks.gpu.machine import clocks_checked
     from benchmarks.gpu.report import Report
 
     dry = options.origin.dry
     if not dry and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device: add --dry-run")
-    modules = {
-        "correctness": correctness,
-        "kernels": kernels,
-        "tokens": tokens,
-        "serving": serving,
-    }
     report = Report(stage, options.out, dry, options.origin.commit, options.seed)
-    if dry and stage == "kernels":
+    if dry and stage in KERNEL_STAGES:
         interpret()
     with clocks_checked(report):
-        modules[stage].run(report, torch.device("cpu" if dry else "cuda"))
+        functions()[stage](report, torch.device("cpu" if dry else "cuda"))
     report.finish()
+
+
+def functions() -> dict[str, Callable[..., None]]:
+    """Return the function of every stage, which takes the report and the device."""
+    from benchmarks.gpu import correctness, kernels, packed, server, serving, tokens
+
+    return {
+        "correctness": correctness.run,
+        "window-scores": kernels.run_window_scores,
+        "packed-attention": packed.run,
+        "kernels": kernels.run,
+        "tokens": tokens.run,
+        "switches": serving.run_switches,
+        "long": serving.run_long,
+        "gaps": serving.run_gaps,
+        "idle": serving.run_idle,
+        "batches": serving.run_batches,
+        "server": server.run,
+    }
 
 
 def interpret() -> None:
@@ -99,7 +119,7 @@ def environment(stage: str, *, dry: bool) -> dict[str, str]:
     variables["PYTHONPATH"] = os.pathsep.join(
         filter(None, [*python_path, str(ROOT), str(ROOT / "kernels")])
     )
-    if dry and stage == "kernels":
+    if dry and stage in KERNEL_STAGES:
         variables["TRITON_INTERPRET"] = "1"
     if dry:
         variables.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")

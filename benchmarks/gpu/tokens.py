@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.texts import passage
-from benchmarks.gpu.engine_process import NEVER, EngineProcess, TokenIds, engine_pair
+from benchmarks.gpu.engine import TokenIds
+from benchmarks.gpu.engine_process import NEVER, EngineProcess, engine_pair
 from benchmarks.gpu.models import DRY as DRY_MODEL
 from benchmarks.gpu.report import Report
 

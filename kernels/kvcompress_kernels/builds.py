@@ -60,6 +60,8 @@ class Build:
         aligned: arguments that are multiples of 16: all pointers and some strides.
         wide_loads: whether the compiled kernel must use 16-byte loads from global memory.
         tensor_cores: whether the compiled kernel must use tensor-core instructions.
+        logits: attention logits in one iteration of the main loop; 0 if it computes none.
+        prefetches: whether the main loop must load the next keys while it uses the current ones.
     """
 
     name: str
@@ -71,3 +73,5 @@ class Build:
     aligned: tuple[str, ...] = ()
     wide_loads: bool = True
     tensor_cores: bool = False
+    logits: int = 0
+    prefetches: bool = False

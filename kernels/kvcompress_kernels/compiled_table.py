@@ -8,6 +8,12 @@ SEPARATOR = " \N{MIDDLE DOT} "
 """Separator between the figures of several architectures in one cell."""
 ABSENT = "-"
 """Figure of a kernel that is not built for an architecture."""
+HEAD = (
+    "Each cell lists one number per architecture, in the order of the section's title. "
+    '"Shared" is bytes per\nprogram. "Barriers", "per logit" (instructions) and "copies in flight" '
+    "describe one iteration of the kernel's\nmain loop.\n"
+)
+"""First lines of a table file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +27,11 @@ class Compiled:
         loads_16: 16-byte loads from global memory, through registers or straight to shared.
         tensor: tensor-core instructions.
         instructions: instructions in total.
+        programs: programs that fit on one streaming multiprocessor at the same time.
+        barriers: barriers in one iteration of the main loop.
+        per_logit: instructions of the main loop for each logit; None if it computes no logits.
+        copies_in_flight: smallest number of asynchronous copies from global memory that the main
+            loop leaves in flight when it waits for one; None if it does not wait.
     """
 
     registers: int
@@ -29,8 +40,25 @@ class Compiled:
     loads_16: int
     tensor: int
     instructions: int
+    programs: int
+    barriers: int
+    per_logit: float | None
+    copies_in_flight: int | None
 
 
+HEADINGS = (
+    "kernel",
+    "registers",
+    "shared",
+    "spills",
+    "16-byte loads",
+    "tensor",
+    "instructions",
+    "programs per SM",
+    "barriers",
+    "per logit",
+    "copies in flight",
+)
 NUMBERS = [field.name for field in fields(Compiled)]
 
 
@@ -41,19 +69,24 @@ def section(
     lines = [
         f"## Triton {version}: {SEPARATOR.join(f'sm_{sm}' for sm in architectures)}",
         "",
-        "| kernel | registers | shared | spills | 16-byte loads | tensor | instructions |",
+        f"| {' | '.join(HEADINGS)} |",
         "| --- |" + " ---: |" * len(NUMBERS),
     ]
     for name, by_architecture in rows.items():
         cells = [name]
         for number in NUMBERS:
             figures = [
-                str(getattr(by_architecture[sm], number)) if sm in by_architecture else ABSENT
+                _figure(by_architecture[sm], number) if sm in by_architecture else ABSENT
                 for sm in architectures
             ]
             cells.append(SEPARATOR.join(figures))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _figure(kernel: Compiled, number: str) -> str:
+    value = getattr(kernel, number)
+    return "none" if value is None else str(value)
 
 
 def sections(text: str) -> dict[str, str]:

@@ -4,7 +4,10 @@
 
 Compiles each `Build` with Triton's own ptxas for each architecture and disassembles it with
 cuobjdump. Exits with 1 if a kernel does not compile, spills registers, needs more shared memory
-than the GPU has, or lacks the 16-byte loads or tensor-core instructions that it was written for.
+than the GPU has, or lacks the 16-byte loads, tensor-core instructions or prefetches that it was
+written for. The main loop of a kernel is its largest loop that copies asynchronously from global
+memory, or else its largest loop.
+
 Triton caches compiled kernels, so a second run takes seconds.
 """
 
@@ -29,14 +32,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcompress_kernels.builds import ARCHITECTURES, Build
-from kvcompress_kernels.compiled_table import Compiled, differences, section, sections
+from kvcompress_kernels.compiled_table import HEAD, Compiled, differences, section, sections
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Maximum bytes of shared memory per program, by architecture."""
+SHARED_PER_SM = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+"""Shared memory per SM in bytes. CUDA reserves 1 KiB of it per program."""
+REGISTERS_PER_SM, WARPS_PER_SM, PROGRAMS_PER_SM = 65536, 64, 32
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(
-    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\S+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\S+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
 )
+"""An instruction's address, name and operands."""
 JOBS = 2
 
 
@@ -70,19 +77,61 @@ def compiled(build: Build, sm: int) -> Compiled:
     usage_match = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", usage)
     if usage_match is None:
         raise RuntimeError(f"{build.name}: cuobjdump printed no register count:\n{usage}")
-    operations = Counter(INSTRUCTION.findall(listing))
+    operations = Counter(op for _, op, _ in INSTRUCTION.findall(listing))
 
     def count(*starts: str, part: str = "") -> int:
         return sum(n for op, n in operations.items() if op.startswith(starts) and part in op)
 
+    registers, shared = int(usage_match[1]), int(kernel.metadata.shared)
+    loop = main_loop(listing)
+    waits = [re.search(r"SB0, 0x([0-9a-f]+)", rest) for op, rest in loop if op == "DEPBAR.LE"]
+    issued = len(loop) * build.warps * 32
     return Compiled(
-        registers=int(usage_match[1]),
-        shared=int(kernel.metadata.shared),
+        registers=registers,
+        shared=shared,
         spills=count("LDL", "STL") + int(usage_match[2]),
         loads_16=count("LDG", "LDGSTS", part="128"),
         tensor=count("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "TCGEN"),
         instructions=sum(operations.values()),
+        programs=programs_per_sm(sm, registers, shared, build.warps),
+        barriers=sum(op.startswith("BAR.") for op, _ in loop),
+        per_logit=round(issued / build.logits, 1) if build.logits else None,
+        copies_in_flight=min((int(wait[1], 16) for wait in waits if wait), default=None),
     )
+
+
+def programs_per_sm(sm: int, registers: int, shared: int, warps: int) -> int:
+    """Return how many programs fit on one SM at the same time.
+
+    Args:
+        sm: compute capability.
+        registers: per thread. A warp's registers are allocated in units of 256.
+        shared: bytes of shared memory per program.
+        warps: warps per program.
+    """
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS_PER_SM // per_warp // warps
+    by_shared = SHARED_PER_SM[sm] // (shared + 1024)
+    return min(by_registers, by_shared, WARPS_PER_SM // warps, PROGRAMS_PER_SM)
+
+
+def main_loop(listing: str) -> list[tuple[str, str]]:
+    """Return the name and operands of each instruction of the main loop; empty without a loop.
+
+    Args:
+        listing: disassembled kernel.
+    """
+    lines = [(int(at, 16), op, rest.strip()) for at, op, rest in INSTRUCTION.findall(listing)]
+    loops = []
+    for index, (at, op, rest) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if op.startswith("BRA") and target and int(target[1], 16) < at:
+            start = next(i for i, line in enumerate(lines) if line[0] == int(target[1], 16))
+            loops.append([line[1:] for line in lines[start : index + 1]])
+    # Skip the padding after EXIT, which branches to itself.
+    loops = [loop for loop in loops if all(op != "EXIT" for op, _ in loop)]
+    copying = [loop for loop in loops if any(op.startswith("LDGSTS") for op, _ in loop)]
+    return max(copying or loops, key=len, default=[])
 
 
 def _dumped(flag: str, binary: bytes) -> str:
@@ -112,6 +161,8 @@ def faults(build: Build, sm: int, kernel: Compiled) -> list[str]:
         problems.append("no 16-byte loads")
     if build.tensor_cores and not kernel.tensor:
         problems.append("no tensor cores")
+    if build.prefetches and not kernel.copies_in_flight:
+        problems.append("no prefetches: the main loop waits for all of its copies")
     return problems
 
 
@@ -184,7 +235,8 @@ def main() -> int:
     if args.write:
         tables = sections(args.write.read_text()) if args.write.exists() else {}
         tables[triton.__version__] = text
-        args.write.write_text("\n".join(tables[x] for x in sorted(tables, reverse=True)))
+        newest_first = (tables[x] for x in sorted(tables, reverse=True))
+        args.write.write_text("\n".join([HEAD, *newest_first]))
     if args.check:
         committed = sections(args.check.read_text()).get(triton.__version__, "")
         wrong += differences(text, committed, report_missing=not args.once and not args.only)

@@ -13,12 +13,15 @@ from benchmarks.gpu import (
     machine,
     models,
     ops,
+    packed,
     prompt,
     report,
-    serving,
+    stages,
     tokens,
     vllm_log,
+    workloads,
 )
+from benchmarks.gpu import rounds as rounds_module
 from benchmarks.gpu.summary import failures, page, table
 
 EIGHT_B = prompt.Shape(tokens=8192)
@@ -65,6 +68,7 @@ def test_ops_are_launched_as_in_the_engine():
         "column_sums": 32,
         "select": 1,
         "select_chunks": 1,
+        "count_highest": 1,
         "move_kept": 1,
         "merge_evicted": 32,
         "page_tables": 1,
@@ -126,6 +130,32 @@ def test_a_figure_passes_or_fails_its_goal(figure, goal, result):
     assert report.verdict(figure, goal) == result
 
 
+def test_packed_attention_matches_its_reference_in_the_layout_of_cuda(tmp_path):
+    stage_report = report.Report("packed-attention", tmp_path, True, "abc", 0)
+    packed.run(stage_report, CPU)
+    checks = {check["name"]: check["result"] for check in stage_report.data["checks"]}
+    assert checks == {
+        "packed_attention, 2 x 150: largest error": "pass",
+        "packed_attention, 2 x 150: FlashAttention": "absent",
+    }
+    (row,) = stage_report.data["tables"]["packed attention of one layer"]
+    assert (row["requests"], row["tokens"]) == (2, 150)
+
+
+def test_packed_pages_hold_four_times_as_many_tokens_as_pages_of_16_bits():
+    layer = packed.Layer()
+    step = packed.Step(layer, 1, 8192 + 16, 16, CPU, 0)
+    assert step.width * layer.block * packed.SMALLER == 8192
+    assert layer.page_bytes == 65536
+    output = step.run(None, torch.zeros_like(step.query))
+    assert step.error(output) < packed.TOLERANCE
+    assert step.error(output + 1) > packed.TOLERANCE
+
+
+def test_every_stage_has_a_function_and_a_limit():
+    assert list(stages.functions()) == list(stages.LIMITS)
+
+
 # -- the machine -------------------------------------------------------------------------------
 
 
@@ -163,27 +193,33 @@ def test_bytes_of_weights_and_tokens_match_a_known_model():
     ("gib", "name"), [(140, "8B"), (79, "8B"), (46, "3B"), (23, "1B")], ids=str
 )
 def test_two_engines_and_their_pools_fit(gib, name):
-    model, sizes = serving.fit_model(gib << 30)
+    model, sizes = workloads.fit_model(gib << 30)
     assert model.name.endswith(name)
     assert 2 * (model.weights + sizes.pool * model.token_bytes) < gib << 30
-    longest = max(length for length, _ in sizes.alone)
-    assert longest + serving.MAX_OUTPUT_TOKENS <= min(sizes.pool, model.positions)
+    assert sizes.max_prompt + workloads.MAX_OUTPUT_TOKENS <= min(sizes.pool, model.positions)
     assert all(
-        count * (length + serving.MAX_OUTPUT_TOKENS) <= sizes.pool
-        for count, length, _ in sizes.together
+        count * (length + workloads.MAX_OUTPUT_TOKENS) <= sizes.pool
+        for count, length, _ in (*sizes.together, *sizes.look_aheads)
     )
     count, length, _ = sizes.crowd
     assert count * length > 5 * sizes.pool
 
 
 def test_the_largest_pool_serves_8k_32k_and_128k():
-    sizes = serving.sizes(serving.MAX_POOL_TOKENS)
-    assert [length for length, _ in sizes.alone] == [8192, 32768, 130816]
+    sizes = workloads.sizes(workloads.MAX_POOL_TOKENS)
+    assert [length for length, _ in (sizes.prompt_8k, sizes.prompt_32k)] == [8192, 32768]
+    assert sizes.prompt_128k[0] == sizes.max_prompt == 130816
+
+
+def test_goals_of_one_percent_have_forty_rounds_or_more():
+    sizes = workloads.sizes(workloads.MAX_POOL_TOKENS)
+    for _, rounds in (sizes.prompt_8k, sizes.short[1:]):
+        assert rounds >= rounds_module.ONE_PERCENT_ROUNDS >= 40
 
 
 def test_a_gpu_too_small_for_any_model_is_an_error():
     with pytest.raises(RuntimeError, match="GiB per engine are free: free GPU memory"):
-        serving.fit_model(12 << 30)
+        workloads.fit_model(12 << 30)
 
 
 # -- tokens ------------------------------------------------------------------------------------

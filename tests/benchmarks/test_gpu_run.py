@@ -15,7 +15,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import ops, stages
 from benchmarks.gpu.engine_process import EngineProcess
 
-DRY = ["--dry-run", "--seed", "3", "--commit", "abc", "--stages", "correctness", "kernels"]
+DRY = ["correctness", "kernels", "--dry-run", "--seed", "3", "--commit", "abc"]
 
 
 def read_json(folder, name):
@@ -69,7 +69,7 @@ def test_an_interrupted_run_continues_with_its_unfinished_stages(tmp_path, capfd
     assert results.count("dry") == len([op for op in ops.OPS if op.goal])
     rows = kernels["tables"]["ops as the engine launches them"]
     assert [row["op"] for row in rows] == [op.name for op in ops.OPS]
-    assert [row["launches"] for row in rows] == [2, 2, 2, 2, *[3] * 6, 1, 1, 1, 3, 1]
+    assert [row["launches"] for row in rows] == [2, 2, 2, 2, *[3] * 6, 1, 1, 1, 1, 3, 1]
     assert "no figure below is a measurement" in (tmp_path / "summary.md").read_text()
 
 
@@ -108,9 +108,21 @@ def test_a_complete_stage_runs_again_only_for_another_commit(ran, tmp_path):
     names = list(stages.LIMITS)
     assert ran("--commit", "a") == [f"{name} a" for name in names]
     assert ran("--commit", "a") == []
-    assert ran("--commit", "b", "--stages", "serving", "kernels") == ["kernels b", "serving b"]
+    assert ran("idle", "kernels", "--commit", "b") == ["kernels b", "idle b"]
     (tmp_path / "tokens.json").unlink()
-    assert ran("--commit", "b") == ["correctness b", "tokens b"]
+    assert ran("tokens", "idle", "--commit", "b") == ["tokens b"]
+
+
+def test_complete_stages_run_again_on_request(ran):
+    ran("--commit", "a")
+    assert ran("idle", "--commit", "a") == []
+    assert ran("idle", "--commit", "a", "--again") == ["idle a"]
+
+
+def test_an_unknown_stage_is_an_error(ran, capsys):
+    with pytest.raises(SystemExit):
+        ran("serving")
+    assert "unknown stages ['serving']; known are correctness" in capsys.readouterr().err
 
 
 def test_an_unfinished_stage_runs_again(ran, tmp_path):
@@ -122,14 +134,14 @@ def test_an_unfinished_stage_runs_again(ran, tmp_path):
 
 def test_no_stage_starts_without_time_left(ran, capsys):
     assert ran("--commit", "a", "--seconds", "1") == []
-    assert "FAIL   serving: no time was left for it" in capsys.readouterr().out
+    assert "FAIL   server: no time was left for it" in capsys.readouterr().out
 
 
 def test_summary_summarises_a_folder_without_running_stages(ran, tmp_path):
     ran("--commit", "a")
     (tmp_path / "summary.md").unlink()
     assert ran("--commit", "b", "--summary") == []
-    assert "## serving" in (tmp_path / "summary.md").read_text()
+    assert "## batches" in (tmp_path / "summary.md").read_text()
 
 
 def test_a_stopped_stage_is_killed_with_its_child_processes(tmp_path, monkeypatch):

@@ -286,7 +286,7 @@ def test_worker_that_packs_nothing_is_detected(run_doctor_in_process, tiny, monk
 
 
 def test_scheduler_that_plans_nothing_is_detected(run_doctor_in_process, tiny, monkeypatch):
-    monkeypatch.setattr(Planner, "_prefill_schedule", lambda self, request: None)
+    monkeypatch.setattr(Planner, "_prefill_schedule", lambda self, *_: None)
     found = checks(run_doctor_in_process("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
     assert not found["blocks"]["ok"]

@@ -30,7 +30,7 @@ from vllm_kvcompress.engine.worker import cpu as worker_cpu
 
 def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
     """Let CPU engines that start later use `backend`; return counters of its kernel calls."""
-    counters = SimpleNamespace(calls=0, plans=0, splits=set())
+    counters = SimpleNamespace(calls=0, plans=0, splits=set(), log_sums=0)
     chosen = AttentionBackendEnum[backend]
     monkeypatch.setattr(
         CpuPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: chosen.get_path())
@@ -50,6 +50,8 @@ def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
         assert options["fa_version"] == version
         assert len(seqused_k) == len(block_table) == len(cu_seqlens_q) - 1
         group, size = q.shape[1] // k.shape[2], k.shape[1]
+        # the kernels compute it in every call
+        log_sums = torch.full((q.shape[1], len(q)), torch.nan)
         for request_index, tokens in enumerate(seqused_k.tolist()):
             start, stop = cu_seqlens_q[request_index : request_index + 2].tolist()
             assert tokens <= max_seqlen_k
@@ -68,8 +70,13 @@ def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
             if (sinks := options.get("s_aux")) is not None:
                 sink = sinks.float()[:, None, None].expand(-1, stop - start, 1)
                 logits = torch.cat([logits, sink], -1)
+            log_sums[:, start:stop] = logits.logsumexp(-1)
             weights = logits.softmax(-1)[..., :tokens]
             out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+        if not options.get("return_softmax_lse"):
+            return out
+        counters.log_sums += 1
+        return out, log_sums
 
     def store(key, value, key_cache, value_cache, slots, *_):
         valid_slots = slots[slots >= 0]

@@ -141,6 +141,28 @@ def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
     assert graphs.padded
 
 
+def test_queries_are_stored_only_in_steps_with_a_look_ahead(start):
+    """Without graphs, prefill and decode steps of other requests store no queries."""
+    opened, _ = start(additional_config=settings("cake", 0.1, lookahead=5))
+    with opened as llm:
+        ring, stored, launched = llm.compressor.pool.ring, [], []
+        store, compute = ring.store, ring._compute_indices
+        ring.store = lambda layer, query: (stored.append(layer), store(layer, query))
+        ring._compute_indices = lambda: (launched.append(1), compute())
+        llm.generate([PROMPTS[2]], 12)  # too short to be compressed
+        assert (stored, launched) == ([], [])
+        llm.submit("long", PROMPTS[0], 30)
+        steps = []
+        while llm.running() or not steps:
+            stored.clear()
+            llm.step()
+            steps.append(len(stored))
+        # the end of the prefill and five output tokens, each with all layers
+        layers = len(llm.compressor.pool.layer_offset)
+        assert steps == [layers] * 6 + [0] * 24
+        assert llm.compressor.compressed == 1
+
+
 @pytest.mark.skipif(not v2_drafts(), reason="this vLLM's Model Runner V2 does not draft")
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_trap_08_prompt_end_padded_with_drafts_is_observed(

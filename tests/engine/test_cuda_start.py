@@ -117,9 +117,10 @@ def test_device_bytes_count_the_page_pools_tables(checkpoints_folder):
         layers, kv_heads, heads, longest, dim = 4, 2, 4, 1000, 32
         # 5 request slots and slot 0, 16 rows (5 rounded up), and 32 blocks of 4 bytes
         assert tables == (5 + 1 + 16) * layers * 32 * 4
-        scores = layers * kv_heads * longest * 12 + 4 * heads * longest * 4
-        # of 16 prompts, plus one copy for the layers that share a launch
-        queries = (16 + 1) * layers * 32 * heads * dim * 4
+        # one launch scores all layers of a prompt this short
+        scores = layers * kv_heads * longest * 12 + 4 * heads * layers * longest * 4
+        # of 16 prompts, and a copy of those of the 4 prompts that share a launch
+        queries = (16 + 4) * layers * 32 * heads * dim * 4
         pages = page_plan(llm.worker.settings.budget_spec(layers, longest), 32).pages
         # protected tokens in the window may need one more page per layer, and rounding another
         staged = (pages + 2 * layers) * 32 * 2 * dim * 4

@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
@@ -419,3 +420,54 @@ def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
         samples = [list(sample.token_ids) for sample in result.outputs]
         assert samples == [list(single.outputs[0].token_ids) for single in pair]
         assert samples[0] != samples[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "request_args"),
+    [
+        ("cake-chunk", {"lookahead": 32}, {}),
+        ("cake", {"lookahead": 12, "window": 40}, {}),
+        ("snapkv", {"lookahead": 0}, {}),
+        ("chunkkv", {"lookahead": 0}, {"kv_protect": ["20:28"]}),
+        ("cake", {"lookahead": 0, "decode_budget": 96, "decode_interval": 32}, {}),
+    ],
+)
+def test_prompts_that_end_together_are_packed_together(
+    method, options, request_args, checkpoints_folder, monkeypatch
+):
+    """Together they keep the tokens that each keeps alone, and have the same outputs."""
+    prompts = [tokens(length, seed=length) for length in (217, 204, 250)]
+    groups, kept = [], {}
+    with engine(
+        make("llama-gqa", checkpoints_folder),
+        additional_config=settings(method, BUDGET, **options),
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+    ) as llm:
+        packer = llm.compressor.packer
+        pack = packer._pack
+        monkeypatch.setattr(packer, "_pack", lambda jobs: (groups.append(len(jobs)), pack(jobs))[1])
+        packer.observers.append(
+            lambda request, slots, counts: kept.setdefault(
+                (request.prompt_tokens, request.tokens), (slots.clone(), counts.clone())
+            )
+        )
+        num_output = options["lookahead"] + 70
+        alone = [llm.generate_each([(prompt, request_args)], num_output)[0] for prompt in prompts]
+        assert set(groups) == {1}
+        assert {prompt for prompt, _ in kept} >= {len(prompt) for prompt in prompts}
+        kept_alone, kept = kept, {}
+        groups.clear()
+        assert (
+            llm.generate_each([(prompt, request_args) for prompt in prompts], num_output) == alone
+        )
+        assert groups[0] == len(prompts)
+        assert kept.keys() == kept_alone.keys()
+        for key, (slots, counts) in kept.items():
+            slots_alone, counts_alone = kept_alone[key]
+            assert torch.equal(counts, counts_alone)
+            width = min(slots.shape[2], slots_alone.shape[2])
+            assert torch.equal(slots[..., :width], slots_alone[..., :width])
+            assert (slots[..., width:] == -1).all()

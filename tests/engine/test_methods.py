@@ -8,7 +8,7 @@ from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.planning.memory import layers_per_batch
+from vllm_kvcompress.planning import memory
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -119,15 +119,16 @@ VARIANTS["custom, reads keys and values"] = {"scorer": "lagkv", "scorer_params":
 
 
 @pytest.mark.parametrize("preset", VARIANTS)
-def test_engine_and_offline_keep_the_same_tokens(preset, model, plain):
+def test_engine_and_offline_keep_the_same_tokens(preset, model, plain, monkeypatch):
     """The engine computes the prompt in three chunks; offline gets all of it, layer by layer."""
     shape, prompt = SHAPES[NAME], PROMPTS[0]
     config = settings(preset.partition(",")[0], 0.4, **VARIANTS[preset])
-    assert layers_per_batch(1024, len(prompt)) == 2
+    monkeypatch.setattr(memory, "_MIN_SCORED_TOKENS", 0)
     with engine(
         model, additional_config=config, max_num_batched_tokens=150, max_num_seqs=4,
         max_model_len=1024, enable_prefix_caching=False,
     ) as llm:  # fmt: skip
+        assert llm.compressor.packer.rows_per_launch(len(prompt)) == 2
         seen, selections = record(llm), watch_selections(llm)
         llm.submit("r", prompt, NEW)
         while not llm.compressor.compressed:

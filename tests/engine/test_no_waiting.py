@@ -43,9 +43,10 @@ def scales_on(device: str) -> Scales:
     return Scales([0.1 + 0.01 * layer for layer in range(LAYERS)], [1.0] * LAYERS, device)
 
 
-def pool_on(device: str) -> PagePool:
+def pool_on(device: str, *, packs_groups: bool = False) -> PagePool:
     store = torch.zeros(LAYERS, 200, KV_HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16, device=device)
-    return PagePool([*store], max_requests=3, max_rows=4, max_blocks=80, block_size=BLOCK)
+    sizes = dict(max_requests=3, max_rows=4, max_blocks=80, block_size=BLOCK)
+    return PagePool([*store], **sizes, packs_groups=packs_groups)
 
 
 def warm_up_of(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
@@ -250,7 +251,7 @@ def test_each_layer_gets_separate_pages():
     counts = torch.tensor([3, 0, 1, 2, 2], dtype=torch.int32)
     destinations = pool.destination([7, 4])[:8]
     assert destinations[:LAYERS].tolist() == [200 * layer + 7 for layer in range(LAYERS)]
-    table = pool.assign("r", destinations, counts, 9)
+    (table,) = pool.assign([page_pool.PackedBlocks("r", [7, 4], 9)], counts[None])
     expected = destinations.split(counts.tolist())
     for layer, pages in enumerate(expected):
         assert table[layer].tolist() == [*pages.tolist(), *[0] * (80 - len(pages))]
@@ -262,4 +263,54 @@ def test_each_layer_gets_separate_pages():
 def test_a_prompt_can_keep_only_its_tail():
     pool = pool_on("cpu")
     none = torch.zeros(LAYERS, dtype=torch.int32)
-    assert not pool.assign("r", pool.destination([]), none, 2).any()
+    (table,) = pool.assign([page_pool.PackedBlocks("r", [], 2)], none[None])
+    assert not table.any()
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_several_requests_are_assigned_as_if_alone(groups):
+    """Stale lengths in the slots do not matter."""
+    alone, together = pool_on("cpu", packs_groups=True), pool_on("cpu", packs_groups=True)
+    for pool in (alone, together):
+        for lengths in (pool._num_packed, pool._first_block, pool._group_tokens):
+            lengths[1:] = 77
+    requests = [
+        page_pool.PackedBlocks("a", [7, 4], 9),
+        page_pool.PackedBlocks("b", [], 2),
+        page_pool.PackedBlocks("c", [3, 11, 5], 3),
+    ]
+    counts = torch.tensor([[3, 0, 1, 2, 2], [0] * 5, [0, 9, 1, 2, 3]], dtype=torch.int32)
+    tokens = counts * 40 if groups else None
+    tables = together.assign(requests, counts, tokens)
+    for row, request in enumerate(requests):
+        row_tokens = None if tokens is None else tokens[row : row + 1]
+        (table,) = alone.assign([request], counts[row : row + 1], row_tokens)
+        assert torch.equal(tables[row], table)
+    for name in ("_packed", "_num_packed", "_first_block", "_group_tokens"):
+        assert torch.equal(getattr(together, name), getattr(alone, name)), name
+    assert torch.equal(together._num_packed[together.slots(["a", "b", "c"])], counts * (not groups))
+    assert together.have_groups(together.slots(["a"])) == groups
+    assert together._slots_with_pages == alone._slots_with_pages == {1, 2, 3}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_several_requests_are_assigned_with_one_upload_and_one_launch(groups, monkeypatch):
+    names, uploads = launches(monkeypatch), []
+
+    def uploaded(values, device, dtype):
+        uploads.append(list(values))
+        return torch.empty(len(values), dtype=dtype, device="meta")
+
+    monkeypatch.setattr(page_pool, "async_tensor_h2d", uploaded)
+    pool = pool_on("meta", packs_groups=groups)
+    requests = [page_pool.PackedBlocks("a", [7, 4], 9), page_pool.PackedBlocks("b", [3, 11, 5], 3)]
+    counts = torch.empty(2, LAYERS, dtype=torch.int32, device="meta")
+    with no_uploads_or_reads():
+        pool.assign(requests, counts, counts if groups else None)
+    assert names == ["_assign_pages_kernel"]
+    assert uploads == [[1, 9, 0, 2, 3, 2, 7, 4, 3, 11, 5]]
+    # A request that has a slot keeps it.
+    with no_uploads_or_reads():
+        again = page_pool.PackedBlocks("b", [8], 4)
+        pool.assign([again], counts[:1], counts[:1] if groups else None)
+    assert uploads[1:] == [[2, 4, 0, 8]]

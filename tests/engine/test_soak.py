@@ -362,6 +362,8 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         manager, compressor = llm.manager, llm.compressor
         leftovers = [
             manager.planner.schedules,
+            manager.planner._tentative,
+            manager.planner.nothing_to_pack,
             manager._packed,
             manager._with_groups,
             manager._zero,

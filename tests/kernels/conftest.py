@@ -4,7 +4,8 @@
   with the same strides and overlaps, call the op, and copy its outputs back. ``-m gpu`` runs
   only these tests, and skips them without a GPU.
 * With ``TRITON_INTERPRET=1``, the Triton kernels run in Triton's interpreter on the CPU tensors.
-* Otherwise the ops run their CPU code.
+* Otherwise the ops run their CPU code. A test marked `gpu` then fails if it calls an op that the
+  fixtures would not have moved to a GPU.
 
 Memory that a Triton kernel's op allocates is filled with NaN, or with the largest integer.
 """
@@ -12,10 +13,12 @@ Memory that a Triton kernel's op allocates is filled with NaN, or with the large
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -39,6 +42,7 @@ if INTERPRETED:
     faster_interpreter.install_caches()
 
 
+@cache
 def ops() -> set[Callable[..., Any]]:
     """Return the public ops: the public functions that an op's package defines."""
     packages = (m.name for m in iter_modules(kvcompress_kernels.__path__) if m.ispkg)
@@ -142,17 +146,61 @@ def _always_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(contract, "runs_triton", lambda tensor: True)
 
 
+@pytest.fixture
+def wrap_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Return a function that wraps every op in all imported modules of this folder.
+
+    A test may call helpers of another test module, whose ops must run on the same device.
+    """
+
+    def wrap_in_all_modules(wrapper: Callable[..., Any]) -> None:
+        public, folder = ops(), str(Path(__file__).parent)
+        for module in list(sys.modules.values()):
+            if not str(vars(module).get("__file__")).startswith(folder):
+                continue
+            for name, x in list(vars(module).items()):
+                if inspect.isfunction(x) and x in public:
+                    monkeypatch.setattr(module, name, wrapper(x))
+
+    return wrap_in_all_modules
+
+
 @pytest.fixture(autouse=True)
 def _run_ops_on_device(
-    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    device: torch.device,
+    wrap_ops: Callable[[Callable[..., Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not KERNELS_RUN or request.node.get_closest_marker("gpu") is None:
+    if request.node.get_closest_marker("gpu") is None:
         return
-    public = ops()
-    for name, x in list(vars(request.module).items()):
-        if inspect.isfunction(x) and x in public:
-            op = run_on_device(x, device) if ON_GPU else x
-            monkeypatch.setattr(request.module, name, with_poisoned_memory(op))
+    running: list[str] = []
+
+    def wrapper(op: Callable[..., Any]) -> Callable[..., Any]:
+        on_device = run_on_device(op, device) if ON_GPU else op
+        on_device = with_poisoned_memory(on_device) if KERNELS_RUN else on_device
+
+        @wraps(op)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running.append(op.__name__)
+            try:
+                return on_device(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    def runs_triton(tensor: torch.Tensor) -> bool:
+        caller = sys._getframe(1).f_globals["__name__"]
+        is_op = caller.count(".") == 1  # not a helper, which takes the device as an argument
+        assert running or tensor.is_cuda or not is_op, (
+            f"with a GPU, this test would run the CPU code of {caller}: the test got the function"
+            " before the fixture could wrap it, for example as a default argument"
+        )
+        return INTERPRETED or tensor.is_cuda
+
+    wrap_ops(wrapper)
+    monkeypatch.setattr(contract, "runs_triton", runs_triton)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -46,6 +46,21 @@ def paged_values(v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=F
     return view, pages
 
 
+def paged_rows(paged, x, block, **options):
+    """Store rows ``[N, Hkv, S, D]`` with `paged_keys` or `paged_values`, and return (cache, pages).
+
+    The pages ``[N, ceil(S / block)]`` are part of a wider table, whose other page ids are invalid.
+    """
+    rows, heads, tokens, dim = x.shape
+    width = -(-tokens // block)
+    padded = torch.full((heads, rows, width * block, dim), torch.nan, dtype=x.dtype)
+    padded[:, :, :tokens] = x.transpose(0, 1)
+    cache, pages = paged(padded.flatten(1, 2), block, **options)
+    table = torch.full((rows, width + 3), len(cache) + 1000)
+    table[:, :width] = pages.view(rows, width)
+    return cache, table[:, :width]
+
+
 class LargestStorage(TorchDispatchMode):
     """Record the bytes of the largest storage that any operator returned."""
 

@@ -13,6 +13,7 @@ MORE_TESTS = (
     "per_token_ops",
     "float8",
     "window_layers",
+    "window_log_sums",
     "large_caches",
     "merged_rows",
     "overflow",

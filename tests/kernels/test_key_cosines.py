@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
-from kvcompress_kernels.key_cosines import key_cosines, reference
-from paging import LargestStorage, paged_keys
+from kvcompress_kernels.key_cosines import key_cosines, key_cosines_of_rows, reference
+from paging import LargestStorage, paged_keys, paged_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +24,17 @@ def compare(k, block=16, **kwargs):
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, reference.run(*arguments), **TOLERANCE)
     return got
+
+
+def compare_rows(k, block=16, **kwargs):
+    """Compare the rows ``[N, Hkv, S, d]`` of one call with one call per row, bit for bit."""
+    keys, pages = paged_rows(paged_keys, k, block, **kwargs)
+    tokens = k.shape[2]
+    together = key_cosines_of_rows(keys, pages, tokens)
+    assert together.shape == k.shape[:3]
+    for got, row_pages in zip(together, pages, strict=True):
+        assert torch.equal(got, key_cosines(keys, row_pages, tokens))
+    return together
 
 
 def test_more_tiles_than_the_anchor_kernel_loads_at_once():
@@ -88,3 +99,16 @@ def test_cpu_code_holds_one_tile_besides_its_result(monkeypatch):
 def test_invalid_arguments_are_rejected(pages, table, tokens, message):
     with pytest.raises(ValueError, match=f"key_cosines: .*{message}"):
         key_cosines(pages, torch.arange(table), tokens)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (torch.arange(3), r"pages must be \[N, W\] of N > 0 rows; got \(3,\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"N > 0 rows; got \(0, 3\)"),
+        (torch.zeros(2, 2, dtype=torch.int64), r"pages must be \[2, 3\]; got \(2, 2\)"),
+    ],
+)
+def test_pages_of_rows_are_checked(pages, message):
+    with pytest.raises(ValueError, match=f"key_cosines: .*{message}"):
+        key_cosines_of_rows(torch.zeros(3, 2, 8, 16), pages, 40)

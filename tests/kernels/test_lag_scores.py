@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels import builds
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
-from kvcompress_kernels.lag_scores import lag_scores, reference
-from paging import LargestStorage, paged_keys, paged_values
+from kvcompress_kernels.lag_scores import lag_scores, lag_scores_of_rows, reference
+from paging import LargestStorage, paged_keys, paged_rows, paged_values
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +91,33 @@ def test_any_shape(kv_heads, tokens, dim, sinks, lag, block, seed):
 @pytest.mark.parametrize(("tokens", "parts"), [(1, 0), (4, 0), (131, 0), (259, 0), (260, 1)])
 def test_scored_partition_needs_a_full_partition_after_it(tokens, parts):
     assert score(*random(2, tokens, 4), 4, 128).shape == (2, parts, 128)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "dim", "sinks", "lag", "block", "interleave"),
+    [
+        (2, 75, 4, 4, 16, 16, False),
+        (3, 50, 80, 0, 7, 7, True),
+        (1, 101, 33, 3, 9, 1, False),
+        (1, 20, 20, 9, 1, 16, True),
+        (1, 3300, 2, 4, 1027, 16, False),
+        (2, 30, 8, 4, 16, 16, False),  # no scored partition
+    ],
+)
+def test_rows_equal_calls_with_one_row(rows, kv_heads, tokens, dim, sinks, lag, block, interleave):
+    inputs = [random(kv_heads, tokens, dim, seed=seed) for seed in range(rows)]
+    k, v = (torch.stack(x) for x in zip(*inputs, strict=True))
+    options = {"interleave": interleave, "dtype": torch.bfloat16}
+    keys, pages = paged_rows(paged_keys, k, block, **options)
+    values, _ = paged_rows(paged_values, v, block, **options)
+    together = lag_scores_of_rows(keys, values, pages, tokens, sinks=sinks, lag=lag)
+    parts = max((tokens - sinks) // lag - 1, 0)
+    assert together.shape == (rows, kv_heads, parts, lag)
+    assert (together.dtype, together.is_contiguous()) == (torch.float32, True)
+    for got, row_pages in zip(together, pages, strict=True):
+        want = lag_scores(keys, values, row_pages, tokens, sinks=sinks, lag=lag)
+        assert torch.equal(got, want)
 
 
 def test_tokens_outside_all_partitions_are_ignored():
@@ -198,3 +225,16 @@ KEYS, VALUES = torch.zeros(3, 2, 8, 16), torch.zeros(3, 2, 16, 8)
 def test_invalid_arguments_are_rejected(keys, values, table, tokens, sinks, lag, message):
     with pytest.raises(ValueError, match=f"lag_scores: {message}"):
         lag_scores(keys, values, torch.arange(table), tokens, sinks=sinks, lag=lag)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (torch.arange(3), r"pages must be \[N, W\] of N > 0 rows; got \(3,\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"N > 0 rows; got \(0, 3\)"),
+        (torch.zeros(2, 2, dtype=torch.int64), r"pages must be \[2, 3\]; got \(2, 2\)"),
+    ],
+)
+def test_pages_of_rows_are_checked(pages, message):
+    with pytest.raises(ValueError, match=f"lag_scores: .*{message}"):
+        lag_scores_of_rows(KEYS, VALUES, pages, 40, sinks=4, lag=8)

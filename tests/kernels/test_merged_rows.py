@@ -54,6 +54,28 @@ def test_batched_layers_merge_like_single_layers(dtype, counts, min_kept):
             assert (x[row, :, count:] == 0).all()
 
 
+def test_launch_sizes_do_not_change_a_layer(triton_runs, monkeypatch):
+    """A batch has more tiles, more counting programs and longer rows than a layer needs alone."""
+    from kvcompress_kernels.merge_evicted import triton
+
+    sizes = [(300, 3), (170, 12), (300, 1)]
+    keys, values, pages, lengths, kept, num_kept = batch(sizes, 2, 8, torch.float32)
+    cache, pages = (keys, values), pages[:, :-1]
+    alone = [
+        merge_evicted(
+            *cache, pages[i : i + 1, : -(-tokens // 16)], tokens, kept[i : i + 1, :, :count],
+            num_kept[i : i + 1], count,
+        )
+        for i, (tokens, count) in enumerate(sizes)
+    ]  # fmt: skip
+    monkeypatch.setattr(triton, "SEGMENT", 128)
+    together = merge_evicted(*cache, pages, 300, kept, num_kept, 1, lengths=lengths)
+    for i, (layer, (_, count)) in enumerate(zip(alone, sizes, strict=True)):
+        for got, want in zip(together[:2], layer[:2], strict=True):
+            torch.testing.assert_close(got[i, :, :count], want[0], rtol=0, atol=0)
+        assert torch.equal(together.threshold[i], layer.threshold[0])
+
+
 @pytest.mark.parametrize("beta", [0.7, 0.25])
 def test_threshold_is_updated_by_each_eviction(beta):
     """A NaN threshold becomes the mean, and a row without evicted tokens keeps its threshold.

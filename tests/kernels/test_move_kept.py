@@ -56,12 +56,12 @@ def same(a, b):
     return torch.equal(raw(a), raw(b))
 
 
-def gather(k, v, pages, kept, *, op=move_kept):
+def gather(k, v, pages, kept, *, op=None):
     """Copy one layer's kept tokens to new pages, and return these."""
     count = kept.shape[1] // k.shape[3]
     into = k.new_empty(count, *k.shape[1:]), v.new_empty(count, *v.shape[1:])
     destinations, counts = torch.arange(count)[None], torch.tensor([count], dtype=torch.int32)
-    op(k, v, pages[None], kept[None], counts, destinations, into=into)
+    (op or move_kept)(k, v, pages[None], kept[None], counts, destinations, into=into)
     return into
 
 

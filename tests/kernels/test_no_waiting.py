@@ -10,11 +10,17 @@ import torch
 
 import kvcompress_kernels
 from host_sync import launches, no_uploads_or_reads
+from kvcompress_kernels.apportion import apportion, apportion_by_preference, round_to_pages
+from kvcompress_kernels.apportion import triton as apportion_triton
+from kvcompress_kernels.assign_pages import assign_pages
+from kvcompress_kernels.assign_pages import triton as assign_pages_triton
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import triton as column_sums_triton
-from kvcompress_kernels.key_cosines import key_cosines
+from kvcompress_kernels.count_highest import count_highest
+from kvcompress_kernels.count_highest import triton as count_highest_triton
+from kvcompress_kernels.key_cosines import key_cosines, key_cosines_of_rows
 from kvcompress_kernels.key_cosines import triton as key_cosines_triton
-from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.lag_scores import lag_scores, lag_scores_of_rows
 from kvcompress_kernels.lag_scores import triton as lag_scores_triton
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
@@ -30,7 +36,7 @@ from kvcompress_kernels.quantise_kept import triton as quantise_kept_triton
 from kvcompress_kernels.select import select, select_chunks
 from kvcompress_kernels.select import triton as select_triton
 from kvcompress_kernels.value_norms import triton as value_norms_triton
-from kvcompress_kernels.value_norms import value_norms
+from kvcompress_kernels.value_norms import value_norms, value_norms_of_rows
 from kvcompress_kernels.value_scores import triton as value_scores_triton
 from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
 from kvcompress_kernels.window_scores import triton as window_scores_triton
@@ -43,7 +49,10 @@ from kvcompress_kernels.window_scores import (
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="uses meta tensors")
 
 TRITON_MODULES = (
+    apportion_triton,
+    assign_pages_triton,
     column_sums_triton,
+    count_highest_triton,
     key_cosines_triton,
     lag_scores_triton,
     move_kept_triton,
@@ -96,13 +105,44 @@ def packed(max_query_tokens, **options):
     packed_attention(*ROWS, flat, None, *GROUPS, *batch, **options)
 
 
+WHOLE = on_device(2, 9, dtype=torch.int64)
+TAUS = {"tau1": 1.6, "tau2": 0.4}
+PACKED = on_device(9, 4, 7), on_device(9, 4), on_device(9)
+
+
+def assign(**options):
+    """Run `assign_pages` on two requests."""
+    requests, blocks = on_device(2, 3, dtype=torch.int64), on_device(5, dtype=torch.int64)
+    assign_pages(requests, blocks, on_device(4), 1, on_device(2, 4), *PACKED, **options)
+
+
 CALLS = {
+    "apportion": lambda: [
+        apportion(weights, total, caps, 8)
+        for weights in (WHOLE, WHOLE.double())
+        for total in (100, WHOLE[:, :1], WHOLE[0, 0])
+        for caps in (30, WHOLE)
+    ],
+    "apportion_by_preference": lambda: [
+        apportion_by_preference(WHOLE.float(), WHOLE.float(), 100, caps, **TAUS)
+        for caps in (30, WHOLE)
+    ],
+    "round_to_pages": lambda: [
+        round_to_pages(WHOLE, pages=9, page_tokens=16, tail=-4, floor_pages=1, max_pages=caps)
+        for caps in (30, WHOLE)
+    ],
+    "assign_pages": lambda: [
+        assign(),
+        assign(out_group_tokens=PACKED[1]),
+        assign(group_tokens=on_device(2, 4), out_group_tokens=PACKED[1]),
+    ],
     "window_scores": lambda: [
         window_scores(QUERY, K, TABLE, 200, scale, variance=pooled, maximum=maximum, pooled=pooled)
         for scale in (0.1, -0.1)
         for maximum, pooled in ((False, False), (True, False), (True, True))
     ],
     "column_sums": lambda: column_sums(QUERY, K, TABLE, 200, 0.1),
+    "count_highest": lambda: [count_highest(SCORES, 300, every) for every in (2, 6)],
     "value_scores": lambda: [
         value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2") for fast in (False, True)
     ],
@@ -110,8 +150,11 @@ CALLS = {
         WEIGHTS, V, TABLES, 200, lengths=COUNTS, fast=False, reduce="mean"
     ),
     "value_norms": lambda: value_norms(V, TABLE, 200),
+    "value_norms_of_rows": lambda: value_norms_of_rows(V, TABLES, 200),
     "key_cosines": lambda: key_cosines(K, TABLE, 200),
+    "key_cosines_of_rows": lambda: key_cosines_of_rows(K, TABLES, 200),
     "lag_scores": lambda: lag_scores(K, V, TABLE, 200, sinks=4, lag=30),
+    "lag_scores_of_rows": lambda: lag_scores_of_rows(K, V, TABLES, 200, sinks=4, lag=30),
     "merge_evicted": lambda: merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
     "move_kept": lambda: [
         move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)
@@ -150,22 +193,35 @@ CALLS = {
         window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=more, maximum=more)
         for more in (False, True)
     ],
-    "window_scores_of_rows": lambda: [
-        window_scores_of_rows(
-            torch.stack([QUERY] * 3),
-            K,
-            TABLES,
-            200,
-            0.1,
-            lengths=on_device(3),
-            variance=more,
-            maximum=more,
-            pooled=more,
-        )
-        for more in (False, True)
-    ],
+    "window_scores_of_rows": lambda: (
+        [
+            window_scores_of_rows(
+                torch.stack([QUERY] * 3),
+                K,
+                TABLES,
+                200,
+                0.1,
+                lengths=on_device(3),
+                variance=more,
+                maximum=more,
+                pooled=more,
+            )
+            for more in (False, True)
+        ]
+        + [
+            window_scores_of_rows(
+                torch.stack([QUERY] * 3),
+                K,
+                TABLES,
+                200,
+                0.1,
+                variance=True,
+                row_log_sums=on_device(3, 8, 32, dtype=torch.float32),
+            )
+        ]
+    ),
 }
-LAUNCHERS = {"run", "run_rows", "chunks"}
+LAUNCHERS = {"run", "run_rows", "run_preferences", "run_pages", "chunks"}
 """Functions of the Triton modules that the public ops call."""
 
 
@@ -191,6 +247,35 @@ def test_ops_read_and_upload_nothing(call, launched):
     with no_uploads_or_reads():
         CALLS[call]()
     assert launched
+
+
+OF_ROWS = {
+    "value_scores": (
+        lambda weights, tables: value_scores_of_rows(
+            weights, V, tables, 200, fast=False, reduce="mean"
+        ),
+        4,
+    ),
+    "value_norms": (lambda _, tables: value_norms_of_rows(V, tables, 200), 1),
+    "key_cosines": (lambda _, tables: key_cosines_of_rows(K, tables, 200), 3),
+    "lag_scores": (lambda _, tables: lag_scores_of_rows(K, V, tables, 200, sinks=4, lag=30), 2),
+}
+"""Ops that take rows of one length, and their number of launches."""
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_number_of_launches_does_not_depend_on_the_rows(rows, op, launched):
+    run, num_launches = OF_ROWS[op]
+    run(on_device(rows, 8, 200, dtype=torch.float32), on_device(rows, 13, dtype=torch.int64))
+    assert len(launched) == num_launches
+
+
+@pytest.mark.parametrize(("layers", "every"), [(1, 1), (5, 5), (80, 1)])
+def test_number_of_launches_does_not_depend_on_the_updates(layers, every, launched):
+    """Each of the four digits takes two launches."""
+    count_highest(on_device(layers, 200, dtype=torch.float32), 20, every)
+    assert len(launched) == 8
 
 
 WAITS = {

@@ -304,13 +304,13 @@ def test_layouts_of_vllms_cpu_kernels(offsets, dim, cache, dtype):
 
 
 @pytest.mark.parametrize("packed", [700, 3000])
-def test_long_rows_are_split(packed):
+def test_long_rows_are_split(packed, device):
     """A workspace is ready for the next call, and the same call gives the same bits."""
     shape = Shape(
         packed=(packed, 70, 0, 1100), ordinary=(700, 20, 3, 1), queries=(1,) * 4, kv_heads=1
     )
     batch = Batch(shape)
-    memory = workspace(3, 1, 64, rows=6, device="cpu")
+    memory = workspace(3, 1, 64, rows=6, device=device)
     got = batch.check(workspace=memory)
     other = Batch(replace(shape, packed=(1500,), ordinary=(600,), queries=(2,)))
     second = other.check(workspace=memory)

@@ -63,7 +63,7 @@ def flat_ids(layout, layers, blocks):
     return torch.arange(layers, dtype=i32), layers
 
 
-def tables_of(table, lengths, packed, count, first, layer_offset, stride, block, *, op=page_tables):
+def tables_of(table, lengths, packed, count, first, layer_offset, stride, block, *, op=None):
     """Run the op with one slot per row and zeroed buffers of the batch's size."""
     (rows, width), layers = table.shape, len(layer_offset)
     out, out_lengths = (
@@ -71,7 +71,7 @@ def tables_of(table, lengths, packed, count, first, layer_offset, stride, block,
         torch.zeros(layers, rows, dtype=i32),
     )
     slots, live = torch.arange(rows, dtype=i32), torch.tensor(rows, dtype=i32)
-    op(
+    (op or page_tables)(
         table,
         lengths,
         packed,

@@ -51,6 +51,18 @@ def test_dtypes_and_strides(op, interleave, dtype, device):
     assert got.isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "dim", "block", "interleave"),
+    [(3, 129, 80, 7, False), (1, 17, 33, 1, True), (2, 261, 20, 16, True), (2, 1, 256, 32, False)],
+)
+def test_rows_equal_calls_with_one_row(op, rows, kv_heads, tokens, dim, block, interleave):
+    x = torch.stack([op.random(kv_heads, tokens, dim, seed=seed) for seed in range(rows)])
+    got = op.compare_rows(x, block, interleave=interleave, dtype=torch.bfloat16)
+    assert (got.dtype, got.is_contiguous()) == (torch.float32, True)
+    assert got.isfinite().all()
+
+
 @prop
 @given(
     st.integers(1, 4),

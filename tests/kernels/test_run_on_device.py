@@ -1,7 +1,15 @@
 """Copying a test's tensors to a device and back, tested with a second copy on the CPU."""
 
+import os
+from functools import wraps
+
 import pytest
 import torch
+
+import test_merged_rows
+from kvcompress_kernels import value_norms as unwrapped
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture
@@ -55,3 +63,33 @@ def test_tensors_on_another_device_are_not_copied(run_on_copies):
     x = torch.empty(3, device="meta")
     result, _ = run_on_copies(lambda x: x, x)
     assert result is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ops_in_helpers_of_other_test_modules_run_on_the_device(wrap_ops, device_runner, dtype):
+    """On an H200, `merge_one` of another module ran the CPU code, whose sums round differently.
+
+    Results of Triton kernels and of CPU code were then compared bit for bit.
+    """
+    calls = []
+
+    def on_copies(op):
+        @wraps(op)
+        def run(*args, **kwargs):
+            calls.append(op.__name__)
+            return op(*args, **kwargs)
+
+        return device_runner(run, torch.device("cpu"))
+
+    wrap_ops(on_copies)
+    counts = [9, 40, 1]
+    test_merged_rows.test_batched_layers_merge_like_single_layers(dtype, counts, 1)
+    assert calls == ["merge_evicted"] * (1 + len(counts))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs on CPU tensors")
+def test_op_that_would_stay_on_the_cpu_is_an_error():
+    values, pages = torch.ones(1, 1, 16, 8), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=r"CPU code of kvcompress_kernels\.value_norms"):
+        unwrapped.value_norms(values, pages, 16)

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from kvcompress_kernels.value_norms import cpu as value_norms_cpu
-from kvcompress_kernels.value_norms import reference, value_norms
-from paging import LargestStorage, paged_values
+from kvcompress_kernels.value_norms import reference, value_norms, value_norms_of_rows
+from paging import LargestStorage, paged_rows, paged_values
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +24,17 @@ def compare(v, block=16, **kwargs):
     assert got.is_contiguous()
     torch.testing.assert_close(got, reference.run(*arguments), **TOLERANCE)
     return got
+
+
+def compare_rows(v, block=16, **kwargs):
+    """Compare the rows ``[N, Hkv, S, d]`` of one call with one call per row, bit for bit."""
+    values, pages = paged_rows(paged_values, v, block, **kwargs)
+    tokens = v.shape[2]
+    together = value_norms_of_rows(values, pages, tokens)
+    assert together.shape == v.shape[:3]
+    for got, row_pages in zip(together, pages, strict=True):
+        assert torch.equal(got, value_norms(values, row_pages, tokens))
+    return together
 
 
 def test_equal_values_have_equal_norms():
@@ -72,3 +83,16 @@ def test_cpu_code_holds_one_tile_besides_its_result(monkeypatch):
 def test_invalid_arguments_are_rejected(pages, table, tokens, message):
     with pytest.raises(ValueError, match=f"value_norms: .*{message}"):
         value_norms(pages, torch.arange(table), tokens)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (torch.arange(3), r"pages must be \[N, W\] of N > 0 rows; got \(3,\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"N > 0 rows; got \(0, 3\)"),
+        (torch.zeros(2, 2, dtype=torch.int64), r"pages must be \[2, 3\]; got \(2, 2\)"),
+    ],
+)
+def test_pages_of_rows_are_checked(pages, message):
+    with pytest.raises(ValueError, match=f"value_norms: .*{message}"):
+        value_norms_of_rows(torch.zeros(3, 2, 16, 8), pages, 40)

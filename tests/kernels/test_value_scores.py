@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels.value_scores import cpu as value_scores_cpu
 from kvcompress_kernels.value_scores import reference, value_scores, value_scores_of_rows
-from paging import LargestStorage, paged_values
+from paging import LargestStorage, paged_rows, paged_values
 
 pytestmark = pytest.mark.gpu
 
@@ -221,6 +221,27 @@ def test_batched_rows_score_like_single_rows(lengths, fast, reduce):
     for i, ((h, _), row_cache, length) in enumerate(zip(rows, caches, lengths, strict=True)):
         assert torch.equal(together[i, :, :length], value_scores(h, *row_cache, length, **options))
         assert not together[i, :, length:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "dim", "block", "fast", "reduce"),
+    [
+        (2, 37, 8, 16, False, "l2"),
+        (1, 101, 33, 7, True, "mean"),
+        (1, 1030, 4, 16, False, "mean"),  # two splits
+        (3, 1, 20, 1, True, "l2"),
+    ],
+)
+def test_rows_without_lengths_equal_single_calls(rows, kv_heads, tokens, dim, block, fast, reduce):
+    inputs = [random(3 * kv_heads, kv_heads, tokens, dim, seed=seed) for seed in range(rows)]
+    weights, v = (torch.stack(x) for x in zip(*inputs, strict=True))
+    values, pages = paged_rows(paged_values, v, block, dtype=torch.bfloat16)
+    options = {"fast": fast, "reduce": reduce}
+    together = value_scores_of_rows(weights, values, pages, tokens, **options)
+    assert together.shape == (rows, kv_heads, tokens)
+    for got, h, row_pages in zip(together, weights, pages, strict=True):
+        assert torch.equal(got, value_scores(h, values, row_pages, tokens, **options))
 
 
 def test_kv_heads_are_independent():

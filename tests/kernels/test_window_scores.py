@@ -213,6 +213,51 @@ def test_variance_is_optional():
     assert full.shift.item() == pytest.approx(full.variance.sum().item(), rel=1e-6)
 
 
+def test_last_row_is_optional():
+    view, pages = paged_keys(torch.randn(2, 40, 8), 16)
+    q = torch.randn(4, 4, 8)
+    full = window_scores(q, view, pages, 40, 0.3, **OPTIONS)
+    less = window_scores(q, view, pages, 40, 0.3, **OPTIONS, last=False)
+    assert less.last is None
+    assert full.last.shape == (4, 40)
+    for name in set(full._fields) - {"last"}:
+        assert torch.equal(getattr(less, name), getattr(full, name)), name
+
+
+def grouped_scores(scores, kv_heads):
+    """Return the means over the query heads of each KV head, and their maximum."""
+    lines = {name: getattr(scores, name).unflatten(0, (kv_heads, -1)) for name in LINES}
+    maximum = lines.pop("maximum").amax(1)
+    return {name: part.mean(1) for name, part in lines.items()} | {"maximum": maximum}
+
+
+LINES = ("total", "variance", "recent", "last", "maximum")
+"""Results with one line per head."""
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "w", "tokens"),
+    [(6, 2, 8, 75), (4, 4, 3, 40), (4, 1, 70, 150), (7, 1, 20, 64), (2, 1, 130, 200)],
+    ids=["3", "1", "several tiles of heads", "not a power of two", "several chunks of rows"],
+)
+def test_lines_of_kv_heads(heads, kv_heads, w, tokens):
+    """With equal keys, lines are equal bit for bit in all columns."""
+    k = torch.randn(kv_heads, tokens, 8)
+    q = torch.randn(w, heads, 8)
+    for keys in (k, k[:, :1].expand_as(k)):
+        arguments = q, *paged_keys(keys, 16), tokens, 0.3
+        for pooled in (False, True):
+            full = window_scores(*arguments, **OPTIONS, pooled=pooled)
+            got = window_scores(*arguments, **OPTIONS, pooled=pooled, grouped=True)
+            for name, want in grouped_scores(full, kv_heads).items():
+                torch.testing.assert_close(getattr(got, name), want, rtol=1e-6, atol=1e-8)
+            assert torch.equal(got.entropy, full.entropy)
+            torch.testing.assert_close(got.shift, full.shift, rtol=1e-6, atol=0.0)
+    for name in set(LINES) - {"recent", "maximum"}:
+        line = getattr(got, name)[:, : tokens - w]
+        assert torch.equal(line, line[:, :1].expand_as(line)), name
+
+
 def test_gqa_equals_repeated_kv_heads():
     k = torch.randn(2, 50, 8)
     q = torch.randn(7, 6, 8)

@@ -171,11 +171,12 @@ def test_equal_keys_get_equal_scores_at_any_position():
 def test_reads_of_each_aggregate():
     window, maximum, pooled = Reads.WINDOW, Reads.MAXIMUM, Reads.POOLED
     expected = {"mean": window, "max": window | maximum, "defensive": window | maximum | pooled}
-    assert {x: SnapKV(aggregate=x).reads for x in AGGREGATES} == expected
+    assert {x: SnapKV(aggregate=x).reads & ~Reads.KV_HEADS for x in AGGREGATES} == expected
+    assert all(Reads.KV_HEADS in SnapKV(aggregate=x).reads for x in AGGREGATES)
     assert {x: Caote(aggregate=x).reads & ~Reads.VALUES for x in AGGREGATES} == expected
-    assert SnapKV(value_norm=True).reads == window | Reads.VALUES
+    assert SnapKV(value_norm=True).reads == window | Reads.KV_HEADS | Reads.VALUES
     assert Caote(base="h2o").reads == Reads.COLUMN_SUMS | Reads.VALUES
-    assert Caote(base="tova").reads == Reads.WINDOW | Reads.VALUES
+    assert Caote(base="tova").reads == Reads.WINDOW | Reads.LAST | Reads.VALUES
 
 
 @pytest.mark.parametrize("scorer", [SnapKV, Caote, FastCaote])

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import methods_reference as ref
+from kvcompress_kernels.count_highest import count_highest
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.d2o import D2O
 from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
-from vllm_kvcompress.methods.allocators.highest import Global, count_highest, ranked, shares
+from vllm_kvcompress.methods.allocators.highest import Global, ranked, shares
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
@@ -78,7 +79,10 @@ def test_dynamickv_updates_after_the_last_layer_too(layers):
 
 def test_count_highest_by_layer():
     scores = torch.tensor([[[3.0, 1.0, 1.0]], [[1.0, 2.0, torch.nan]]])
-    assert [count_highest(ranked(scores), keep).tolist() for keep in range(7)] == [
+    ranked_scores = ranked(scores).flatten(1)
+    assert [
+        count_highest(ranked_scores, keep, layers_per_update=2)[0].tolist() for keep in range(7)
+    ] == [
         [0, 0],
         [1, 0],
         [1, 1],
@@ -87,6 +91,16 @@ def test_count_highest_by_layer():
         [3, 2],
         [3, 3],
     ]
+
+
+@pytest.mark.parametrize("allocator", [DynamicKV(), Global()], ids=["dynamickv", "global"])
+def test_scores_may_have_any_strides(allocator):
+    scores = torch.rand(92, 2, 6, generator=torch.Generator().manual_seed(5)).permute(2, 1, 0)
+    found = [
+        allocator.allocate(budget_spec(6, 20, 8, 100), LayerStats(scores=layers)).tolist()
+        for layers in (scores, scores.contiguous())
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stats", [None, LayerStats(), LayerStats(scores=torch.zeros(3, 1, 92))])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 from fractions import Fraction
 
@@ -9,9 +10,16 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from host_sync import launches
+from kvcompress_kernels.apportion.reference import apportioned, water_fill
 from vllm_kvcompress.methods import budgets
-from vllm_kvcompress.methods.budget_spec import BudgetSpec
+from vllm_kvcompress.methods.allocators.cake import Cake
+from vllm_kvcompress.methods.allocators.d2o import D2O
+from vllm_kvcompress.methods.allocators.highest import Global
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
+from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
@@ -26,43 +34,6 @@ def apportion(weights, total, caps, floor=0):
 
 def round_to_pages(tokens, plan):
     return budgets.round_to_pages(torch.tensor(tokens), plan).tolist()
-
-
-def water_fill(weights, rest, free):
-    """Return step 3 of docs/methods.md 2.0 in exact rationals."""
-    x = [Fraction(0)] * len(weights)
-    for shares in (weights, [1] * len(weights)):
-        active = [i for i in range(len(free)) if shares[i] > 0 and x[i] < free[i]]
-        left = rest - sum(x)
-        while active and left > 0:
-            lam = Fraction(left) / sum(Fraction(shares[i]) for i in active)
-            full = [i for i in active if lam * Fraction(shares[i]) >= free[i]]
-            if not full:
-                for i in active:
-                    x[i] = lam * Fraction(shares[i])
-                return x
-            for i in full:
-                x[i] = Fraction(free[i])
-                left -= free[i]
-            active = [i for i in active if i not in full]
-    return x
-
-
-def exact_apportion(weights, total, caps, floor=0):
-    """Return docs/methods.md 2.0 in exact rationals."""
-    if sum(caps) <= total:
-        return list(caps)
-    floors = [min(floor, c) for c in caps]
-    free = [c - g for c, g in zip(caps, floors, strict=True)]
-    rest = total - sum(floors)
-    x = water_fill(weights, rest, free)
-    n = [math.floor(v) for v in x]
-    by_fraction = sorted(range(len(x)), key=lambda i: (n[i] - x[i], i))
-    while sum(n) < rest:
-        for i in by_fraction:
-            if sum(n) < rest and n[i] < free[i]:
-                n[i] += 1
-    return [g + v for g, v in zip(floors, n, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +124,7 @@ def test_apportion_equals_exact_rationals(case):
     fraction = sorted({v - math.floor(v) for v in x})
     assume(all(b - a > Fraction(1, 10**8) for a, b in itertools.pairwise(fraction)))
     tied = len({v - math.floor(v) for v in x}) < len(x)
-    got, want = apportion(weights, total, caps, floor), exact_apportion(weights, total, caps, floor)
+    got, want = apportion(weights, total, caps, floor), apportioned(weights, total, caps, floor)
     if not tied:
         assert got == want
     else:
@@ -237,7 +208,7 @@ def plans_with_tokens(draw):
     assume(plan is not None)
     weights = draw(st.lists(st.floats(0, 100), min_size=layers, max_size=layers))
     past, base = tokens - window, plan.budget_spec.budget - window
-    past_budgets = exact_apportion(
+    past_budgets = apportioned(
         [Fraction(w) for w in weights], layers * min(base, past), [past] * layers
     )
     return plan, [b + window for b in past_budgets]
@@ -285,3 +256,54 @@ def test_page_rounding_does_not_change_full_pages(layers, full_blocks, block, da
         pages=sum(wanted),
     )
     assert round_to_pages([x * block + tail for x in wanted], p) == wanted
+
+
+# -- launches ---------------------------------------------------------------------------------
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts operators that launch a kernel: all except views and allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        allocates = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        self.launched += not (func.is_view or allocates)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="uses meta tensors")
+@pytest.mark.parametrize(
+    ("allocator", "has_caps", "operators", "kernels"),
+    [
+        (Cake(), False, 0, 2),
+        (Cake(), True, 5, 3),
+        (D2O(), False, 11, 2),
+        (Global(), False, 7, 10),
+    ],
+)
+@pytest.mark.parametrize("layers", [4, 32])
+def test_page_counts_take_few_launches(
+    allocator, has_caps, operators, kernels, layers, monkeypatch
+):
+    """`has_caps`: the layers hold different numbers of pages."""
+
+    def on_device(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    spec = BudgetSpec(num_layers=layers, tokens=8192, window=32, budget=819)
+    statistics = LayerStats(
+        entropy=on_device(layers),
+        shift=on_device(layers),
+        column_variance=on_device(layers, 32),
+        scores=on_device(layers, 8, spec.past),
+    )
+    caps = on_device(layers, dtype=torch.int64) if has_caps else None
+    launched = launches(monkeypatch)
+    with CountOperators() as counted:
+        pages = layer_pages(allocator, page_plan(spec, 16), statistics, caps)
+    assert (pages.shape, pages.dtype) == ((layers,), torch.int64)
+    assert counted.launched == operators
+    assert len(launched) == kernels

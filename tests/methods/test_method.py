@@ -10,7 +10,7 @@ from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
-from vllm_kvcompress.methods.kept_slots import kept_slots
+from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.scorers.position import StreamingLLM
 from vllm_kvcompress.methods.selectors import TopK
@@ -24,14 +24,14 @@ def layer_pages(allocator, plan, stats):
 
 def kept_positions(scores, plan, pages, selector):
     """Return the kept positions of one layer."""
+    in_pages = kept_in_pages(plan, torch.tensor([pages], dtype=torch.int32))
     kept = kept_slots(
         scores[None],
         plan.tokens,
-        torch.tensor([pages], dtype=torch.int32),
+        in_pages,
         window=plan.window,
         tail=plan.tail,
-        page_tokens=plan.page_tokens,
-        max_layer_pages=pages,
+        width=int(in_pages),
         selector=selector,
     )
     assert kept.dtype == torch.int32

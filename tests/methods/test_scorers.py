@@ -74,14 +74,15 @@ def test_names_and_reads():
         "lagkv": LagKV,
         "random": Random,
     }
-    window, both = Reads.WINDOW, Reads.WINDOW | Reads.VARIANCE
+    grouped = Reads.WINDOW | Reads.KV_HEADS
+    both = grouped | Reads.VARIANCE
     sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
     nothing, keys = Reads.NOTHING, Reads.KEYS
     assert [s().reads for s in SCORERS.values()] == [
         nothing,
         sums,
-        window,
-        window,
+        grouped | Reads.LAST,
+        grouped,
         both,
         both | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM,
         values,

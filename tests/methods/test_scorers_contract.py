@@ -16,12 +16,13 @@ from vllm_kvcompress.settings.method_of import method_of
 LAYERS, HEADS, KV_HEADS, TOKENS, DIM, WINDOW = 2, 4, 2, 60, 8, 5
 STATS_BY_READS = {
     "nothing": (Reads.NOTHING, set()),
-    "window": (Reads.WINDOW, {"total", "recent", "last"}),
-    "variance": (Reads.WINDOW | Reads.VARIANCE, {"total", "variance", "recent", "last"}),
-    "maximum": (Reads.WINDOW | Reads.MAXIMUM, {"total", "recent", "last", "maximum"}),
+    "window": (Reads.WINDOW, {"total", "recent"}),
+    "last": (Reads.WINDOW | Reads.LAST, {"total", "recent", "last"}),
+    "variance": (Reads.WINDOW | Reads.VARIANCE, {"total", "variance", "recent"}),
+    "maximum": (Reads.WINDOW | Reads.MAXIMUM, {"total", "recent", "maximum"}),
     "pooled": (
         Reads.WINDOW | Reads.MAXIMUM | Reads.POOLED,
-        {"total", "recent", "last", "maximum"},
+        {"total", "recent", "maximum"},
     ),
     "column_sums": (Reads.COLUMN_SUMS, {"sums"}),
     "keys": (Reads.KEYS, {"keys"}),

@@ -15,6 +15,7 @@ from vllm_kvcompress.planning.memory import (
     reserved_bytes,
     ring_bytes,
     ring_slots,
+    scored_tokens,
     table_bytes,
     table_columns,
 )
@@ -126,7 +127,7 @@ def test_a_maximum_takes_one_more_tensor(aggregate):
         CompressionConfig.parse({"compress": "snapkv", "budget": 0.2, "scorer_params": params})
         for params in ({}, {"aggregate": aggregate})
     )
-    tensor_bytes = SIZES.heads * SIZES.longest * 4
+    tensor_bytes = SIZES.heads * scored_tokens(SIZES.layers, SIZES.longest) * 4
     assert extra_bytes(SIZES, with_maximum) - extra_bytes(SIZES, plain) == tensor_bytes
 
 

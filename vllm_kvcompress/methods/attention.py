@@ -7,10 +7,18 @@ from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 
 
-def split_window_scores(layers: PagedLayers, query: torch.Tensor, num_output: int) -> WindowScores:
+def split_window_scores(
+    layers: PagedLayers,
+    query: torch.Tensor,
+    num_output: int,
+    *,
+    last: bool = False,
+    grouped: bool = False,
+) -> WindowScores:
     """Return the attention of the last `num_output` queries, with the earlier queries' maximum.
 
-    The earlier queries see only the tokens before the last `num_output` tokens.
+    The earlier queries see only the tokens before the last `num_output` tokens. `last` also returns
+    the attention of the last query, and `grouped` returns one line per KV head.
     """
     tokens, block_size = layers.max_tokens - num_output, layers.key_pages.shape[3]
     earlier_maximum = window_scores_of_rows(
@@ -22,6 +30,8 @@ def split_window_scores(layers: PagedLayers, query: torch.Tensor, num_output: in
         lengths=None if layers.lengths is None else layers.lengths - num_output,
         variance=False,
         maximum=True,
+        last=False,
+        grouped=grouped,
         sinks=layers.sinks,
     ).maximum  # frees the other statistics before the last queries are scored
     assert earlier_maximum is not None
@@ -35,21 +45,19 @@ def split_window_scores(layers: PagedLayers, query: torch.Tensor, num_output: in
         layers.scale,
         lengths=layers.lengths,
         variance=True,
+        last=last,
+        grouped=grouped,
         sinks=layers.sinks,
     )
     return scores._replace(maximum=maximum)
 
 
-def slice_past(part: torch.Tensor | None, past: int) -> torch.Tensor | None:
-    """Return the first `past` columns of ``[H, S]``, or None for None."""
-    return None if part is None else part[:, :past]
-
-
 def zero_after_past(part: torch.Tensor, layers: PagedLayers, window: int) -> torch.Tensor:
     """Return ``[N, Hq, max_tokens - w]`` with 0 in the columns after each layer's own past."""
-    assert layers.lengths is not None
-    column = torch.arange(layers.max_tokens - window, device=part.device)
     past = part[..., : layers.max_tokens - window]
+    if layers.lengths is None:
+        return past
+    column = torch.arange(past.shape[2], device=part.device)
     return past.where((column < (layers.lengths - window)[:, None])[:, None], 0)
 
 

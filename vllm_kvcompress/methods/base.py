@@ -28,6 +28,8 @@ class Reads(enum.Flag):
     """Attention of the observation window."""
     VARIANCE = enum.auto()
     """Variance of the attention over the window's queries. Only together with WINDOW."""
+    LAST = enum.auto()
+    """Attention of the window's last query alone. Only together with WINDOW."""
     MAXIMUM = enum.auto()
     """Maximum of the attention over the window's queries. Only together with WINDOW."""
     POOLED = enum.auto()
@@ -37,6 +39,12 @@ class Reads(enum.Flag):
 
     All other statistics then cover the output's queries. This matters only if the window reaches
     back into the prompt. Scorers only.
+    """
+    KV_HEADS = enum.auto()
+    """The scorer needs one line per KV head of the window's statistics, not one per query head.
+
+    Each line is the mean over the KV head's query heads, and in MAXIMUM their maximum. Only
+    together with WINDOW. Scorers only.
     """
     COLUMN_SUMS = enum.auto()
     """Column sums of the whole causal attention. Every prompt token must be computed."""
@@ -102,6 +110,10 @@ class Allocator(Protocol):
         """Return why the part needs all tokens of a prompt; empty if it does not."""
         ...
 
+    def __hash__(self) -> int:
+        """Hash the parameters: budgets that depend on lengths alone are cached by allocator."""
+        ...
+
     def allocate(self, spec: BudgetSpec, stats: LayerStats | None) -> torch.Tensor:
         """Return the number of past tokens to keep in each layer.
 
@@ -122,13 +134,15 @@ class Scorer(Protocol):
     def needs_whole_prompt(self) -> str:
         """Return why the part needs all tokens of a prompt; empty if it does not.
 
-        If it is empty, `score` may get several layers of different lengths at once
-        (`AttentionStats`).
+        If it is empty, `score` may get layers of different lengths (`AttentionStats`).
         """
         ...
 
     def score(self, stats: AttentionStats) -> torch.Tensor:
-        """Return ``[Hkv, P]`` float32 scores. Tokens with higher scores are kept."""
+        """Return ``[Hkv, P]`` float32 scores. Tokens with higher scores are kept.
+
+        Several layers come as one layer with the heads of all of them (`AttentionStats`).
+        """
         ...
 
 

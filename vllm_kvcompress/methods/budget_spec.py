@@ -1,5 +1,6 @@
 """Inputs of a method's parts: budget, layer statistics, attention statistics, keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,13 +78,19 @@ class PagedKeys:
 
     Args:
         key_pages: ``[N, Hkv, D, block_size]``, rotated.
-        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order; for several
+            layers ``[layers, ceil(tokens / block_size)]``.
         tokens: prompt length S.
     """
 
     key_pages: torch.Tensor
     pages: torch.Tensor
     tokens: int
+
+    @property
+    def pages_by_layer(self) -> torch.Tensor:
+        """Return `pages` as ``[layers, ceil(tokens / block_size)]``, also for one layer."""
+        return self.pages.view(-1, self.pages.shape[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,33 +100,40 @@ class PagedValues:
     Args:
         value_pages: ``[N, Hkv, block_size, D]``.
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order; for several
-            layers ``[layers, ceil(tokens / block_size)]``, with `AttentionStats.lengths` tokens
-            each.
+            layers ``[layers, ceil(tokens / block_size)]``. If the layers differ in length, each
+            has `AttentionStats.lengths` tokens.
         tokens: prompt length S, or that of the longest layer.
-        scale: factor on the cached values of one layer. It is 1 for several layers, whose values
-            are not compared.
+        scale: factor on the cached values: one number, or ``[layers]`` float32. If the layers
+            differ in length, it may be 1, because scores are then compared only within a layer.
     """
 
     value_pages: torch.Tensor
     pages: torch.Tensor
     tokens: int
-    scale: float = 1.0
+    scale: float | torch.Tensor = 1.0
+
+    @property
+    def pages_by_layer(self) -> torch.Tensor:
+        """Return `pages` as ``[layers, ceil(tokens / block_size)]``, also for one layer."""
+        return self.pages.view(-1, self.pages.shape[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStats:
-    """Attention statistics of one layer for a scorer, reduced to one number per key.
+    """Attention statistics of one layer or several for a scorer, reduced to one number per key.
 
     Several layers come as one layer with ``num_layers`` times the heads, each layer's heads side by
-    side. If their lengths differ, S is the longest. Columns that a shorter layer does not have are
-    0. The window's columns in `maximum` are still the last w, and in `last` every column is at its
-    slot.
+    side. A layer's scores must not depend on the other layers. If the layers' lengths differ, S is
+    the longest. Columns that a shorter layer does not have are 0. The window's columns in `maximum`
+    are still the last w, and in `last` every column is at its slot.
+
+    For a scorer with `Reads.KV_HEADS`, the window's statistics may have Hkv instead of Hq lines.
 
     Args:
         num_kv_heads: KV heads of the layer, or of all layers together.
         past: past tokens, P.
         device: device of the scores.
-        layer: index of the layer, or of the first of several.
+        layers: index of each layer. Callers may leave it empty if they set `lengths`.
         num_layers: number of layers.
         lengths: ``[num_layers]`` int32, tokens of each layer; None if all have S.
         num_queries: window queries in all statistics but `maximum`; 0 if attention was not read.
@@ -128,7 +142,8 @@ class AttentionStats:
             None if attention was not read.
         variance: ``[Hq, P]`` float32, over queries, ddof 1; None unless a part reads it.
         recent: ``[Hq, w]`` float32, the window's attention to itself, summed over its queries.
-        last: ``[Hq, S]`` float32, attention of the last query to every key.
+        last: ``[Hq, S]`` float32, attention of the last query to every key; None unless the scorer
+            reads it.
         maximum: ``[Hq, S]`` float32, the maximum attention of a window query to every key. Past
             columns may be pooled per query (`WindowScores`). None unless a part reads it.
         sums: ``[Hq, S]`` float32, column sums of the whole causal attention; None unless a part
@@ -140,7 +155,7 @@ class AttentionStats:
     num_kv_heads: int
     past: int
     device: torch.device
-    layer: int = 0
+    layers: Sequence[int] = (0,)
     num_layers: int = 1
     lengths: torch.Tensor | None = None
     num_queries: int = 0

@@ -17,15 +17,36 @@ def max_layer_pages(plan: PagePlan, pages: torch.Tensor) -> int:
     return int(pages.max()) if pages.device.type == "cpu" else plan.max_layer_pages
 
 
+def max_kept_in_pages(plan: PagePlan, pages: torch.Tensor) -> int:
+    """Return an upper bound on the tokens that any layer keeps in its pages.
+
+    Args:
+        pages: ``[L]``, pages of each layer.
+    """
+    return min(max_layer_pages(plan, pages) * plan.page_tokens, plan.max_tokens_in_pages)
+
+
+def kept_in_pages(plan: PagePlan, counts: torch.Tensor) -> torch.Tensor:
+    """Return ``[L]`` int32, the tokens that each layer keeps in its pages.
+
+    Args:
+        counts: ``[L]`` int32, pages of each layer.
+    """
+    in_pages = counts * plan.page_tokens
+    if plan.packed_page_tokens is None:
+        return in_pages
+    # The last page may be partly filled.
+    return in_pages.clamp(max=plan.max_tokens_in_pages)
+
+
 def kept_slots(
     scores: torch.Tensor,
     lengths: int | torch.Tensor,
-    counts: torch.Tensor,
+    in_pages: torch.Tensor,
     *,
     window: int,
-    tail: int,
-    page_tokens: int,
-    max_layer_pages: int,
+    tail: int | torch.Tensor,
+    width: int,
     selector: Selector,
     protected: ProtectedTokens | None = None,
 ) -> torch.Tensor:
@@ -36,35 +57,38 @@ def kept_slots(
     Args:
         scores: ``[N, Hkv, W]`` float32; the scores before the window come first.
         lengths: tokens of every layer, or ``[N]`` int32 of each layer.
-        counts: ``[N]`` int32 pages, on the device of the scores.
+        in_pages: ``[N]`` int32, tokens that each layer keeps in its pages (`kept_in_pages`), on the
+            device of the scores.
         window: last tokens of each layer, always kept.
-        tail: last tokens of each layer that lie in no page of `counts`. Window and tail may
-            overlap.
-        page_tokens: tokens in a packed page. A page that holds more tokens than a block may be
-            partly filled.
-        max_layer_pages: pages that no layer exceeds.
+        tail: last tokens of each layer that lie in no page. One number, or ``[N]`` int32 of each
+            layer, none larger than the window.
+        width: maximum tokens that any layer keeps in its pages, n.
+        selector: chooses the slots before the window.
         protected: slots before the window and the tail that are kept whatever their score.
 
     Returns:
-        ``[N, Hkv, n]`` int32, ascending, with -1 after the ``counts[l] * page_tokens`` kept slots,
-        at most all slots before the tail. n is their upper bound for `max_layer_pages`.
+        ``[N, Hkv, n]`` int32, ascending, with -1 after the last kept slot.
     """
-    kept_after, window_in_pages = max(window, tail), max(window - tail, 0)
-    past = lengths - kept_after
-    in_pages, width = counts.to(torch.int32) * page_tokens, max_layer_pages * page_tokens
-    if isinstance(lengths, int) and width > lengths - tail:
-        width = lengths - tail
-        in_pages = in_pages.clamp(max=width)
-    keep = in_pages - window_in_pages
-    if protected is None:
-        best = selector.select(scores, past, keep, kept_after, width)
+    if isinstance(tail, int):
+        kept_after, padding, num_window = max(window, tail), 0, max(window - tail, 0)
+        in_window: int | torch.Tensor = num_window
     else:
-        best = protected.select(selector, scores, past, keep, kept_after, width)
-    offset = torch.arange(window_in_pages, dtype=torch.int32, device=scores.device)
-    shape = *scores.shape[:2], window_in_pages
+        # Layers with a longer tail have fewer window tokens in pages. Their unused entries may lie
+        # past column n, so select with padding and cut it off.
+        kept_after, padding, num_window, in_window = window, window, window, window - tail
+    past, keep = lengths - kept_after, in_pages - in_window
+    columns = width + padding
+    if protected is None:
+        best = selector.select(scores, past, keep, kept_after, columns)
+    else:
+        best = protected.select(selector, scores, past, keep, kept_after, columns)
+    offset = torch.arange(num_window, dtype=torch.int32, device=scores.device)
+    shape = *scores.shape[:2], num_window
     index = (keep[:, None, None] + offset).long().expand(shape)
-    first_slot = past if isinstance(past, int) else past[:, None, None]
-    return best.scatter(2, index, (first_slot + offset).expand(shape))
+    slots = (past if isinstance(past, int) else past[:, None, None]) + offset
+    if isinstance(in_window, torch.Tensor):
+        slots = slots.where(offset < in_window[:, None, None], -1)
+    return best.scatter(2, index, slots.expand(shape))[..., :width]
 
 
 def append_tail(

@@ -6,7 +6,8 @@ layer's share stays on the device of the statistics: the host launches the work 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
@@ -15,14 +16,18 @@ from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.methods.attention import (
     move_window_last,
-    slice_past,
     split_window_scores,
     zero_after_past,
 )
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.methods.budget_spec import AttentionStats, LayerStats, PagedKeys, PagedValues
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
-from vllm_kvcompress.methods.kept_slots import append_tail, kept_slots, max_layer_pages
+from vllm_kvcompress.methods.kept_slots import (
+    append_tail,
+    kept_in_pages,
+    kept_slots,
+    max_kept_in_pages,
+)
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.presets import Merge
@@ -33,21 +38,75 @@ _UNDECLARED = "its scorer does not declare needs_whole_prompt = ''"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerObservation:
-    """Scores and statistics of one layer, kept on the device until all layers are observed.
+class LayerObservations:
+    """Scores and statistics of N layers, kept on the device until all layers are observed.
 
     Args:
-        scores: ``[Hkv, P]`` float32; None if the selector uses another layer's scores.
-        entropy, shift: float32 scalars, CAKE's H and V (`LayerStats`); None unless the allocator
+        scores: ``[N, Hkv, P]`` float32. Rows of layers that reuse another layer's scores are not
+            initialised. None if no layer is scored.
+        entropy, shift: ``[N]`` float32, CAKE's H and V (`LayerStats`); None unless the allocator
             reads them.
-        column_variance: ``[Hq]`` float32, D2O's variance; ``[Hkv]`` if only the mean over a KV
-            head's query heads is known; None unless the allocator reads it.
+        column_variance: ``[N, Hq]`` float32, D2O's variance; ``[N, Hkv]`` if only the mean over a
+            KV head's query heads is known; None unless the allocator reads it.
     """
 
     scores: torch.Tensor | None
     entropy: torch.Tensor | None = None
     shift: torch.Tensor | None = None
     column_variance: torch.Tensor | None = None
+
+    def __getitem__(self, layers: slice) -> "LayerObservations":
+        """Return the observations of some of the layers, as views."""
+        return LayerObservations(
+            scores=_sliced(self.scores, layers),
+            entropy=_sliced(self.entropy, layers),
+            shift=_sliced(self.shift, layers),
+            column_variance=_sliced(self.column_variance, layers),
+        )
+
+
+def join_observations(
+    parts: Sequence[LayerObservations], counts: Sequence[int]
+) -> LayerObservations:
+    """Return the observations of consecutive layers in one object.
+
+    Args:
+        parts: observations of the first layers, of the next layers and so on.
+        counts: number of layers in each part.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return LayerObservations(
+        scores=_joined_scores(parts, counts),
+        entropy=_joined([part.entropy for part in parts]),
+        shift=_joined([part.shift for part in parts]),
+        column_variance=_joined([part.column_variance for part in parts]),
+    )
+
+
+def _joined_scores(
+    parts: Sequence[LayerObservations], counts: Sequence[int]
+) -> torch.Tensor | None:
+    """Return the scores of all layers; rows of layers without scores are not initialised."""
+    scores = _present(part.scores for part in parts)
+    if not scores or len(scores) == len(parts):
+        return torch.cat(scores) if scores else None
+    all_scores = scores[0].new_empty(sum(counts), *scores[0].shape[1:])
+    start = 0
+    for part, count in zip(parts, counts, strict=True):
+        if part.scores is not None:
+            all_scores[start : start + count].copy_(part.scores)
+        start += count
+    return all_scores
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = _present(parts)
+    return torch.cat(present) if present else None
+
+
+def _sliced(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if values is None else values[rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +162,7 @@ class Method:
         allocator_window: int | None = None,
         *,
         scored_by_output: bool = False,
+        row_log_sums: torch.Tensor | None = None,
     ) -> WindowScores:
         """Return the attention of the last queries of several layers to the tokens before them.
 
@@ -111,14 +171,17 @@ class Method:
             allocator_window, scored_by_output: as in `PagePlan`. Entropy and shift use the last
                 `allocator_window` queries. A scorer with `Reads.PROMPT_MAXIMUM` takes only the
                 maximum from the prompt's queries when output tokens score the prompt.
+            row_log_sums: ``[N, Hq, w]`` float32, the natural logarithm of each query's softmax sum
+                over the scaled logits; None if it is not known.
         """
+        last, grouped = (flag in self.scorer.reads for flag in (Reads.LAST, Reads.KV_HEADS))
         cache_args = layers.key_pages, layers.pages, layers.max_tokens, layers.scale
         if (
             scored_by_output
             and allocator_window is not None
             and Reads.PROMPT_MAXIMUM in self.scorer.reads
         ):
-            return split_window_scores(layers, query, allocator_window)
+            return split_window_scores(layers, query, allocator_window, last=last, grouped=grouped)
         if Reads.VARIANCE not in self.allocator.reads:
             allocator_window = None
         reads = self.reads if allocator_window is None else self.scorer.reads
@@ -129,13 +192,25 @@ class Method:
             variance=Reads.VARIANCE in reads,
             maximum=Reads.MAXIMUM in reads,
             pooled=Reads.POOLED in reads,
+            last=last,
+            grouped=grouped,
             sinks=layers.sinks,
+            row_log_sums=row_log_sums,
         )
         if allocator_window is None:
             return scores
         last_queries = query[:, query.shape[1] - allocator_window :]
+        if row_log_sums is not None:
+            row_log_sums = row_log_sums[:, :, query.shape[1] - allocator_window :]
         allocator_scores = window_scores_of_rows(
-            last_queries, *cache_args, lengths=layers.lengths, variance=True, sinks=layers.sinks
+            last_queries,
+            *cache_args,
+            lengths=layers.lengths,
+            variance=True,
+            last=False,
+            grouped=True,
+            sinks=layers.sinks,
+            row_log_sums=row_log_sums,
         )
         return scores._replace(entropy=allocator_scores.entropy, shift=allocator_scores.shift)
 
@@ -147,7 +222,7 @@ class Method:
         sums: torch.Tensor | None,
         *,
         scored: bool = True,
-    ) -> list[LayerObservation]:
+    ) -> LayerObservations:
         """Score several layers whose keys and values are all in their pages.
 
         Args:
@@ -159,11 +234,11 @@ class Method:
             scored: whether to compute scores, and not only the allocator's statistics.
 
         Returns:
-            One observation per layer. The first ``length - w`` columns of its scores ``[Hkv,
+            The layers' observations. The first ``length - w`` columns of a layer's scores ``[Hkv,
             max_tokens - w]`` are valid.
 
         Raises:
-            ValueError: the scorer does not return ``[Hkv, P]`` float32.
+            ValueError: the scorer does not return float32 scores of the expected shape.
         """
         entropy = shift = variance = None
         if attention is not None and Reads.VARIANCE in self.allocator.reads:
@@ -171,110 +246,46 @@ class Method:
         if sums is not None and Reads.COLUMN_SUMS in self.allocator.reads:
             means = Reads.COLUMN_MEANS in self.allocator.reads
             variance = _variances(column_means(sums) if means else sums, layers.lengths)
-        scores: Iterable[torch.Tensor | None] = [None] * len(layers.pages)
-        if scored and layers.lengths is None:
-            scores = [
-                self._score_one(layers, index, window, attention, sums)
-                for index in range(len(layers))
-            ]
-        elif scored:
-            scores = self._score_together(layers, window, attention, sums)
-        return [
-            LayerObservation(
-                scores=layer_scores,
-                entropy=None if entropy is None else entropy[index],
-                shift=None if shift is None else shift[index],
-                column_variance=None if variance is None else variance[index],
-            )
-            for index, layer_scores in enumerate(scores)
-        ]
+        return LayerObservations(
+            scores=self._scores_of(layers, window, attention, sums) if scored else None,
+            entropy=entropy,
+            shift=shift,
+            column_variance=variance,
+        )
 
-    def _score_one(
+    def _scores_of(
         self,
         layers: PagedLayers,
-        index: int,
         window: int,
         attention: WindowScores | None,
         sums: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the ``[Hkv, P]`` scores of one layer that has lost no tokens."""
-        keys = values = None
+        """Return the ``[N, Hkv, max_tokens - w]`` scores of all layers."""
+        num_layers, heads = len(layers), layers.key_pages.shape[1]
+        past, tokens = layers.max_tokens - window, layers.max_tokens
+        stats = AttentionStats(
+            num_kv_heads=num_layers * heads,
+            num_layers=num_layers,
+            lengths=layers.lengths,
+            past=past,
+            device=layers.key_pages.device,
+            layers=layers.layers,
+            sums=_folded(sums),
+        )
         if Reads.KEYS in self.scorer.reads:
-            keys = PagedKeys(
-                key_pages=layers.key_pages, pages=layers.pages[index], tokens=layers.max_tokens
-            )
+            keys = PagedKeys(key_pages=layers.key_pages, pages=layers.pages, tokens=tokens)
+            stats = replace(stats, keys=keys)
         if Reads.VALUES in self.scorer.reads:
             values = PagedValues(
                 value_pages=layers.value_pages,
-                pages=layers.pages[index],
-                tokens=layers.max_tokens,
-                scale=layers.value_scales[index],
+                pages=layers.pages,
+                tokens=tokens,
+                scale=layers.value_scale,
             )
-        past = layers.max_tokens - window
-        window_scores = None if attention is None else attention.row(index)
-        return self._score(
-            AttentionStats(
-                num_kv_heads=layers.key_pages.shape[1],
-                past=past,
-                device=layers.key_pages.device,
-                layer=layers.layers[index],
-                num_queries=0 if window_scores is None else window_scores.recent.shape[-1],
-                total=window_scores and window_scores.total[:, :past],
-                variance=slice_past(window_scores and window_scores.variance, past),
-                recent=window_scores and window_scores.recent,
-                last=window_scores and window_scores.last,
-                maximum=window_scores and window_scores.maximum,
-                sums=None if sums is None else sums[index],
-                keys=keys,
-                values=values,
-            )
-        )
-
-    def _score_together(
-        self,
-        layers: PagedLayers,
-        window: int,
-        attention: WindowScores | None,
-        sums: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return ``[N, Hkv, max_tokens - w]`` scores of layers that may differ in length."""
-        num_layers, heads = len(layers), layers.key_pages.shape[1]
-        window_scores = attention
-        assert layers.lengths is not None
-        maximum = None if window_scores is None else window_scores.maximum
-        if maximum is not None:
-            maximum = move_window_last(maximum, layers.lengths, window)
-        if window_scores is not None and window_scores.total.shape[2] > layers.max_tokens - window:
-            # All statistics but the maximum cover fewer queries, whose past includes window tokens.
-            assert window_scores.variance is not None
-            total, variance = (
-                zero_after_past(part, layers, window)
-                for part in (window_scores.total, window_scores.variance)
-            )
-            window_scores = window_scores._replace(total=total, variance=variance)
-        values = None
-        if Reads.VALUES in self.scorer.reads:
-            values = PagedValues(
-                value_pages=layers.value_pages, pages=layers.pages, tokens=layers.max_tokens
-            )
-        scores = self._score(
-            AttentionStats(
-                num_kv_heads=num_layers * heads,
-                num_layers=num_layers,
-                lengths=layers.lengths,
-                past=layers.max_tokens - window,
-                device=layers.key_pages.device,
-                num_queries=0 if window_scores is None else window_scores.recent.shape[-1],
-                total=_folded(window_scores and window_scores.total),
-                variance=_folded(window_scores and window_scores.variance),
-                recent=_folded(window_scores and window_scores.recent),
-                last=_folded(window_scores and window_scores.last),
-                maximum=_folded(maximum),
-                sums=_folded(sums),
-                values=values,
-            )
-        )
-        return scores.reshape(num_layers, heads, -1)
+            stats = replace(stats, values=values)
+        if attention is not None:
+            stats = _with_attention(stats, _align_columns(attention, layers, window))
+        return self._score(stats).view(num_layers, heads, past)
 
     def _score(self, stats: AttentionStats) -> torch.Tensor:
         """Return the scorer's scores after checking shape and dtype.
@@ -292,30 +303,30 @@ class Method:
         return scores
 
     def layer_pages(
-        self, plan: PagePlan, layers: Sequence[LayerObservation], caps: torch.Tensor | None = None
+        self, plan: PagePlan, layers: LayerObservations, caps: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``[L]`` int64, the pages that each layer keeps (`layer_pages`)."""
         return layer_pages(self.allocator, plan, self._stats(layers, plan), caps)
 
-    def _stats(self, layers: Sequence[LayerObservation], plan: PagePlan) -> LayerStats | None:
-        if Reads.SCORES in self.allocator.reads:
-            scores = torch.stack(_present(layer.scores for layer in layers))
-            protected = ProtectedTokens.of(plan.spans, plan.tokens - plan.window, scores.device)
-            if protected is not None:
-                scores = protected.unprotected_scores(scores)
-            return LayerStats(scores=scores)
+    def _stats(self, layers: LayerObservations, plan: PagePlan) -> LayerStats | None:
         if not self.allocator.reads:
             return None
-        if Reads.COLUMN_SUMS in self.allocator.reads:
-            variances = torch.stack(_present(layer.column_variance for layer in layers))
-            return LayerStats(column_variance=variances)
+        scores = None
+        if Reads.SCORES in self.allocator.reads:
+            assert layers.scores is not None
+            scores, past = layers.scores, plan.tokens - plan.window
+            protected = ProtectedTokens.of(plan.spans, past, scores.device)
+            if protected is not None:
+                scores = protected.unprotected_scores(scores)
         return LayerStats(
-            entropy=torch.stack(_present(layer.entropy for layer in layers)),
-            shift=torch.stack(_present(layer.shift for layer in layers)),
+            entropy=layers.entropy,
+            shift=layers.shift,
+            column_variance=layers.column_variance,
+            scores=scores,
         )
 
     def select(
-        self, layers: Sequence[LayerObservation], plan: PagePlan, pages: torch.Tensor
+        self, layers: LayerObservations, plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
         """Return the positions that the layers of an uncompressed prompt keep, including the tail.
 
@@ -324,23 +335,21 @@ class Method:
             positions.
         """
         scores = self.scores(layers)
-        counts = to_device(pages, torch.int32, scores.device)
+        in_pages = kept_in_pages(plan, to_device(pages, torch.int32, scores.device))
         kept = kept_slots(
             scores,
             plan.tokens,
-            counts,
+            in_pages,
             window=plan.window,
             tail=plan.tail,
-            page_tokens=plan.page_tokens,
-            max_layer_pages=max_layer_pages(plan, pages),
+            width=max_kept_in_pages(plan, pages),
             selector=self.selector,
             protected=ProtectedTokens.of(plan.spans, plan.tokens - plan.kept_after, scores.device),
         )
-        in_pages = (counts * plan.page_tokens).clamp(max=plan.tokens - plan.tail)
         return append_tail(kept, plan.tokens, in_pages, plan.tail)
 
     def protected_scores(
-        self, layers: Sequence[LayerObservation], plan: PagePlan, pages: torch.Tensor
+        self, layers: LayerObservations, plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
         """Return the scores used for selection, with +inf for always-kept tokens.
 
@@ -348,8 +357,7 @@ class Method:
             ``[L, Hkv, S]`` float32.
         """
         scores, kept_after = self.scores(layers), plan.kept_after
-        counts = to_device(pages, torch.int32, scores.device)
-        in_pages = (counts * plan.page_tokens).clamp(max=plan.tokens - plan.tail)
+        in_pages = kept_in_pages(plan, to_device(pages, torch.int32, scores.device))
         keep = in_pages - max(plan.window - plan.tail, 0)
         past = plan.tokens - kept_after
         protected = ProtectedTokens.of(plan.spans, past, scores.device)
@@ -362,19 +370,26 @@ class Method:
             best[..., protected.unprotected_slots(past)[0, 0]] = free
         return pad(best, (0, kept_after), value=torch.inf)
 
-    def scores(self, layers: Sequence[LayerObservation]) -> torch.Tensor:
+    def scores(self, layers: LayerObservations) -> torch.Tensor:
         """Return the scores that each layer selects by.
 
         Returns:
             ``[N, Hkv, W]`` float32, W a multiple of 16. Columns after the past tokens are not
             initialised.
         """
-        sources = (self.selector.source(layer) for layer in range(len(layers)))
-        scores = _present(layers[source].scores for source in sources)
-        heads, past = scores[0].shape
-        stacked = scores[0].new_empty(len(layers), heads, -(-past // 16) * 16)
-        torch.stack(scores, out=stacked[..., :past])
-        return stacked
+        scores = layers.scores
+        assert scores is not None
+        num_layers, heads, past = scores.shape
+        sources = [self.selector.source(layer) for layer in range(num_layers)]
+        reuses = sources != list(range(num_layers))
+        if not reuses and past % 16 == 0:
+            return scores
+        aligned = scores.new_empty(num_layers, heads, -(-past // 16) * 16)
+        if reuses:
+            torch.stack([scores[source] for source in sources], out=aligned[..., :past])
+        else:
+            aligned[..., :past].copy_(scores)
+        return aligned
 
 
 def _present(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -386,10 +401,40 @@ def _folded(part: torch.Tensor | None) -> torch.Tensor | None:
     return None if part is None else part.flatten(0, 1)
 
 
+def _align_columns(attention: WindowScores, layers: PagedLayers, window: int) -> WindowScores:
+    """Return the attention with past columns first and the window last, as `AttentionStats` needs.
+
+    Args:
+        attention: as `window_scores_of_rows` returns it. If the maximum comes from another window
+            (`split_window_scores`), the other statistics cover fewer queries, whose past includes
+            tokens of the window.
+    """
+    past, lengths = layers.max_tokens - window, layers.lengths
+    total, variance, maximum = attention.total, attention.variance, attention.maximum
+    if total.shape[2] > past:
+        total = zero_after_past(total, layers, window)
+        variance = None if variance is None else zero_after_past(variance, layers, window)
+    if maximum is not None and lengths is not None:
+        maximum = move_window_last(maximum, lengths, window)
+    return attention._replace(total=total, variance=variance, maximum=maximum)
+
+
+def _with_attention(stats: AttentionStats, attention: WindowScores) -> AttentionStats:
+    return replace(
+        stats,
+        num_queries=attention.recent.shape[-1],
+        total=_folded(attention.total),
+        variance=_folded(attention.variance),
+        recent=_folded(attention.recent),
+        last=_folded(attention.last),
+        maximum=_folded(attention.maximum),
+    )
+
+
 def _variances(sums: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
     """Return ``[N, H]``, the sample variance over each layer's own tokens, as in D2O's code."""
     if lengths is None:
-        return torch.stack([layer_sums.var(-1) for layer_sums in sums])
+        return sums.var(-1)
     count = lengths[:, None, None]
     valid = torch.arange(sums.shape[2], device=sums.device) < count
     mean = sums.where(valid, 0).sum(-1, keepdim=True) / count
@@ -411,10 +456,20 @@ def layer_pages(
     Returns:
         ``[L]`` int64 on the statistics' device, at least `plan.floor_pages` each.
     """
+    if stats is None and caps is None:
+        return _cached_layer_pages(allocator, plan)
     spec = plan.budget_spec
     past = allocator.allocate(spec, stats)
     if caps is not None:
         max_past = (caps * plan.page_tokens + plan.tail - spec.always_kept).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
         past = apportion(past, past.sum(), max_past)
-    return round_to_pages(past + spec.always_kept, plan, caps)
+    return round_to_pages(past, plan, caps, always_kept=spec.always_kept)
+
+
+@lru_cache(maxsize=256)
+def _cached_layer_pages(allocator: Allocator, plan: PagePlan) -> torch.Tensor:
+    """Return the pages per layer of an allocator without statistics, int64 on the CPU, cached."""
+    spec = plan.budget_spec
+    past = allocator.allocate(spec, None)
+    return round_to_pages(past, plan, None, always_kept=spec.always_kept)

@@ -122,6 +122,11 @@ class PagePlan:
         return -(-self.full_blocks * self.block_size // self.page_tokens)
 
     @property
+    def max_tokens_in_pages(self) -> int:
+        """Return an upper bound on the tokens that a layer keeps in its pages."""
+        return self.tokens - self.tail
+
+    @property
     def keeps_all(self) -> bool:
         """Return whether every layer keeps all tokens, so that none has to be scored."""
         return (

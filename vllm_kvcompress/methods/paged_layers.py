@@ -34,7 +34,7 @@ class PagedLayers:
         scale: factor on the attention logits, including that of a quantised key; or ``[N]``
             float32, one per layer.
         layers: index of each layer; needed if `lengths` is None.
-        value_scales: factor on the cached values of each layer; needed if `lengths` is None.
+        value_scale: factor on the cached values: one number, or ``[N]`` float32, one per layer.
         sinks: ``[N, Hq]`` float32, logits of each layer's attention sinks; None without sinks.
     """
 
@@ -45,7 +45,7 @@ class PagedLayers:
     max_tokens: int
     scale: float | torch.Tensor
     layers: Sequence[int] = ()
-    value_scales: Sequence[float] = ()
+    value_scale: float | torch.Tensor = 1.0
     sinks: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -57,11 +57,15 @@ class PagedLayers:
             self,
             pages=self.pages[part],
             lengths=None if self.lengths is None else self.lengths[part],
-            scale=self.scale if isinstance(self.scale, float) else self.scale[part],
+            scale=_part_of(self.scale, part),
             layers=self.layers[part],
-            value_scales=self.value_scales[part],
+            value_scale=_part_of(self.value_scale, part),
             sinks=None if self.sinks is None else self.sinks[part],
         )
+
+
+def _part_of(scale: float | torch.Tensor, part: slice) -> float | torch.Tensor:
+    return scale if isinstance(scale, float) else scale[part]
 
 
 def attention_to_slots(
@@ -103,14 +107,11 @@ def _attention(layers: PagedLayers, query: torch.Tensor) -> torch.Tensor:
             layers.scale,
             lengths=lengths,
             variance=False,
+            last=False,
+            grouped=True,
             sinks=layers.sinks,
         )
-        past, recent = (
-            # float64 as in `group_mean`, so that equal columns stay equal
-            sums.view(len(sums), kv_heads, -1, sums.shape[2]).mean(2, dtype=torch.float64).float()
-            for sums in (scores.total, scores.recent)
-        )
-        attention[..., : layers.max_tokens - count] += past
+        attention[..., : layers.max_tokens - count] += scores.total
         slots = (lengths - count)[:, None] + torch.arange(count, device=lengths.device)
-        attention.scatter_add_(2, slots.long()[:, None].expand(-1, kv_heads, -1), recent)
+        attention.scatter_add_(2, slots.long()[:, None].expand(-1, kv_heads, -1), scores.recent)
     return attention

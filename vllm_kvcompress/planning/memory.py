@@ -29,10 +29,14 @@ _ALIGNMENT = 16
 64 bytes."""
 _MAX_PREFILLS = 16
 """Prompts assumed to keep window queries at once. More of them use memory meant for activations."""
+MAX_SCORED_PROMPTS = 4
+"""Prompts whose layers are scored by one launch. Their window queries are gathered for it."""
 _MAX_SUMMED_REQUESTS = 4
 """Requests whose new queries are gathered together to sum their attention."""
 _LOOKAHEAD_BYTES = 2**30
 """Bytes for the last queries of requests in a look-ahead, unless `lookahead_slots` is set."""
+_MIN_SCORED_TOKENS = 10 * 2**15
+"""Tokens, summed over layers, that one launch may always score: 32 layers of 10,240 tokens."""
 _STAGING_DIVISOR = 8
 """Packing requests again takes a staging buffer of the longest prompt's pages divided by this."""
 
@@ -103,24 +107,40 @@ def _aligned(count: int) -> int:
 
 
 def layers_per_batch(longest: int, tokens: int) -> int:
-    """Return how many layers of a prompt of `tokens` tokens are scored together.
+    """Return how many layers of a prompt of `tokens` tokens are merged together.
 
-    Their ``[Hq, S]`` statistics take no more memory than those of one layer of the longest prompt,
-    which `extra_bytes` reserves. Layers of short prompts share kernel launches, since their kernels
-    finish before the next one could be launched.
+    Their merged tokens take no more memory than those of one layer of the longest prompt, which
+    `extra_bytes` reserves.
     """
     return max(longest // tokens, 1)
 
 
-def requests_per_pack(plan: PagePlan, longest: int) -> int:
-    """Return how many requests with plan `plan` are packed again together.
+def scored_tokens(layers: int, longest: int) -> int:
+    """Return the maximum tokens, summed over layers, that one launch of a kernel scores.
 
-    Their scores take no more memory than those of one longest prompt. Their kept pages wait in a
-    staging buffer, which has space for an eighth of that prompt's pages, or for one request's pages
-    if those are more.
+    Args:
+        layers: layers of a prompt.
+        longest: tokens of the longest sequence.
     """
-    staging_pages = plan.num_layers * longest // (_STAGING_DIVISOR * plan.block_size)
-    return max(min(longest // plan.tokens, staging_pages // max(plan.pages, 1)), 1)
+    return min(max(longest, _MIN_SCORED_TOKENS), layers * longest)
+
+
+def requests_per_pack(plan: PagePlan, longest: int, *, staged: bool) -> int:
+    """Return how many requests with plan `plan` are packed together.
+
+    Their scores take no more memory than those of one longest prompt. A staging buffer for kept
+    pages holds an eighth of that prompt's pages, but at least one request's.
+
+    Args:
+        plan: plan of the requests.
+        longest: tokens of the longest sequence.
+        staged: whether any of the requests is packed in place.
+    """
+    count = longest // plan.tokens
+    if staged:
+        staging_pages = plan.num_layers * longest // (_STAGING_DIVISOR * plan.block_size)
+        count = min(count, staging_pages // max(plan.pages, 1))
+    return max(count, 1)
 
 
 def requests_per_sum(max_tokens: int, longest: int) -> int:
@@ -191,13 +211,13 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
 
     * float32 scores ``[L, Hkv, S]``, once per layer and once stacked, and int32 positions of the
       same size
-    * the statistics of one layer's attention: four ``[Hq, S]`` tensors, a fifth if the method reads
-      a maximum, and two more if it reads a separate prompt maximum
+    * attention statistics of the layers that one launch scores: four ``[Hq, scored_tokens]``
+      tensors, a fifth if the method reads a maximum, and two more if it reads a separate prompt
+      maximum
     * column sums ``[L, Hq, S]`` if the method reads them
     * the staging buffer of a prompt that is packed in place: one KV head's kept pages; with
       merging, all heads' pages and one layer's merged tokens
-    * window queries ``[L, w, Hq, D]`` of several prompts, and one more copy for the layers that are
-      stacked to be scored together
+    * window queries ``[L, w, Hq, D]`` of several prompts, and a copy of those that one launch reads
     * if outputs are bounded, the ring of their last queries
     * if kept tokens are packed in k4v3, the memory of attention over them (`group_bytes`)
 
@@ -220,13 +240,17 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     maximum = any(Reads.MAXIMUM in reads for reads in variant_reads)
     # Copies of two statistics without the columns of the window.
     prompt_maximum = 2 * any(Reads.PROMPT_MAXIMUM in reads for reads in variant_reads)
-    maps = (4 + maximum + prompt_maximum) * sizes.heads * longest * _FLOAT
+    columns = scored_tokens(layers, longest)
+    statistics = (4 + maximum + prompt_maximum) * sizes.heads * columns * _FLOAT
     window = max(lookahead_window(variant) + probe_tokens(variant) for variant in variants)
-    queries = (_MAX_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
+    queries = (
+        (_MAX_PREFILLS + MAX_SCORED_PROMPTS) * layers * window * sizes.heads * dim * sizes.itemsize
+    )
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in reads for reads in variant_reads):
         sums = 0
-    prompt_bytes = scores + maps + queries + sums + _staging_bytes(sizes, settings, longest, blocks)
+    staging = _staging_bytes(sizes, settings, longest, blocks)
+    prompt_bytes = scores + statistics + queries + sums + staging
     if compresses_repeatedly(settings):
         # the slots of protected spans in packed pages
         prompt_bytes += sizes.max_requests * layers * sizes.kv_heads * MAX_SPANS * _INT

@@ -1,8 +1,8 @@
-"""Triton kernels of `key_cosines`. They read K twice.
+"""Triton kernels of `key_cosines`. They read K twice. Each is launched once for N rows.
 
-1. `_sum_kernel`, per tile of tokens and KV head: the sum of the tile's unit keys.
-2. `_anchor_kernel`, per KV head: the normalised sum of the tiles' sums.
-3. `_cosine_kernel`, per tile of tokens and KV head: the cosines.
+1. `_sum_kernel`, per tile of tokens, KV head and row: the sum of the tile's unit keys.
+2. `_anchor_kernel`, per KV head and row: the normalised sum of the tiles' sums.
+3. `_cosine_kernel`, per tile of tokens, KV head and row: the cosines.
 
 All tiles have the same size, each sum has a fixed order, and there are no atomics, so results are
 the same bit for bit in every run.
@@ -20,6 +20,8 @@ from kvcompress_kernels.paged_triton import CHUNK, VARY, known_block, tile_of, t
 
 ROWS = 32
 """Sums of tiles that `_anchor_kernel` loads at a time."""
+_VARY = ["s_pages", *VARY]
+"""Integers that differ by prompt. Triton would specialise for 1 and for multiples of 16."""
 
 
 @triton.jit
@@ -31,13 +33,17 @@ def _inverse_norms(k):  # type: ignore[no-untyped-def]
     return 1.0 / tl.maximum(tl.sqrt(tl.sum(squares, 1)), 1e-12)
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_VARY,
+    do_not_specialize_on_alignment=["pages"],
+)
 def _sum_kernel(  # type: ignore[no-untyped-def]
     keys,
     pages,
     sums,
     tokens,
     block,
+    s_pages,
     s_page,
     s_head,
     s_dim,
@@ -46,14 +52,15 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the sums ``[Hkv, tiles, D]`` of unit keys."""
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Write the sums ``[N, Hkv, tiles, D]`` of unit keys."""
+    tile, head, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
     live = token < tokens
+    pages += n * s_pages
     keys += head * s_head
     k = token_rows(keys, pages, token, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
     scale = _inverse_norms(k)
-    sums += (head * tl.num_programs(0) + tile) * DIM
+    sums += ((n * tl.num_programs(1) + head) * tl.num_programs(0) + tile) * DIM
     for c in tl.static_range(len(k)):
         dim = c * CHUNK + tl.arange(0, CHUNK)
         tl.store(sums + dim, tl.sum(k[c] * scale[:, None], 0), mask=dim < DIM)
@@ -63,7 +70,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def _anchor_kernel(  # type: ignore[no-untyped-def]
     sums, anchors, tokens, tiles, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write the normalised mean of the unit keys, ``[Hkv, D]``."""
+    """Write the normalised mean of the unit keys, ``[N * Hkv, D]``."""
     head = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, PAD)
     sums += head * tiles * DIM
@@ -77,7 +84,10 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
     tl.store(anchors + head * DIM + dim, mean / norm, mask=dim < DIM)
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_VARY,
+    do_not_specialize_on_alignment=["pages"],
+)
 def _cosine_kernel(  # type: ignore[no-untyped-def]
     keys,
     pages,
@@ -85,6 +95,7 @@ def _cosine_kernel(  # type: ignore[no-untyped-def]
     cosines,
     tokens,
     block,
+    s_pages,
     s_page,
     s_head,
     s_dim,
@@ -93,33 +104,37 @@ def _cosine_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the cosines ``[Hkv, tokens]``."""
-    head = tl.program_id(1).to(tl.int64)
+    """Write the cosines ``[N, Hkv, tokens]``."""
+    head, n = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = token < tokens
+    pages += n * s_pages
     keys += head * s_head
     k = token_rows(keys, pages, token, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
     scale = _inverse_norms(k)
     products = tl.zeros(k[0].shape, tl.float32)
+    row = n * tl.num_programs(1) + head
     for c in tl.static_range(len(k)):
         dim = c * CHUNK + tl.arange(0, CHUNK)
-        anchor = tl.load(anchors + head * DIM + dim, mask=dim < DIM, other=0.0)
+        anchor = tl.load(anchors + row * DIM + dim, mask=dim < DIM, other=0.0)
         products += k[c] * anchor[None, :]
-    tl.store(cosines + head * tokens + token, tl.sum(products, 1) * scale, mask=live)
+    tl.store(cosines + row * tokens + token, tl.sum(products, 1) * scale, mask=live)
 
 
-def run(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
+def run_rows(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
     check_cache("key_cosines", key_pages)
     _, kv_heads, dim, block = key_pages.shape
+    rows, pages = len(pages), pages.contiguous()
     config = _config(dim, block)
     tiles = triton.cdiv(tokens, config["TILE"])
-    sums = key_pages.new_empty(kv_heads, tiles, dim, dtype=torch.float32)
-    anchors = sums.new_empty(kv_heads, dim)
-    cosines = sums.new_empty(kv_heads, tokens)
-    sizes = tokens, block, *key_pages.stride()
-    _sum_kernel[tiles, kv_heads](key_pages, pages, sums, *sizes, **config)
-    _anchor_kernel[(kv_heads,)](sums, anchors, tokens, tiles, **_joining(dim))
-    _cosine_kernel[tiles, kv_heads](key_pages, pages, anchors, cosines, *sizes, **config)
+    sums = key_pages.new_empty(rows, kv_heads, tiles, dim, dtype=torch.float32)
+    anchors = sums.new_empty(rows, kv_heads, dim)
+    cosines = sums.new_empty(rows, kv_heads, tokens)
+    sizes = tokens, block, pages.shape[1], *key_pages.stride()
+    grid = tiles, kv_heads, rows
+    _sum_kernel[grid](key_pages, pages, sums, *sizes, **config)
+    _anchor_kernel[(rows * kv_heads,)](sums, anchors, tokens, tiles, **_joining(dim))
+    _cosine_kernel[grid](key_pages, pages, anchors, cosines, *sizes, **config)
     return cosines
 
 
@@ -153,5 +168,5 @@ def _build(name: str, kernel: Any, config: dict[str, Any], kind: str = "*bf16") 
         signature={arg: kinds.get(arg, "i32") for arg in names},
         constexprs=config,
         warps=warps,
-        aligned=tuple(arg for arg in names if arg not in ("tiles", *VARY)),
+        aligned=tuple(arg for arg in names if arg not in ("tiles", "pages", *_VARY)),
     )

@@ -5,6 +5,8 @@ import torch
 from kvcompress_kernels import contract
 from kvcompress_kernels.contract import check_floats, check_pages, require
 
+_NAME = "lag_scores"
+
 
 def lag_scores(
     key_pages: torch.Tensor,
@@ -45,23 +47,80 @@ def lag_scores(
     Raises:
         ValueError: Shapes disagree, `tokens` is 0, or the pages have no float dtype.
     """
-    name = "lag_scores"
-    require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
-    check_floats(name, "key_pages", key_pages)
-    check_floats(name, "value_pages", value_pages)
+    _check(key_pages, value_pages, pages, tokens, sinks, lag)
+    return _run_rows(key_pages, value_pages, pages[None], tokens, sinks, lag)[0]
+
+
+def lag_scores_of_rows(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    *,
+    sinks: int,
+    lag: int,
+) -> torch.Tensor:
+    """Return the `lag_scores` of N rows. A row is one layer of one request.
+
+    A row's scores equal those of a call with that row alone, bit for bit. The number of launches
+    does not depend on N.
+
+    Args:
+        key_pages: as in `lag_scores`.
+        value_pages: as in `lag_scores`.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order.
+        tokens: tokens of every row.
+        sinks: as in `lag_scores`.
+        lag: as in `lag_scores`.
+
+    Returns:
+        ``[N, Hkv, parts, lag]`` float32, as in `lag_scores`.
+
+    Raises:
+        ValueError: As in `lag_scores`, or N is 0.
+    """
+    has_rows = pages.dim() == 2 and len(pages) > 0
+    require(has_rows, _NAME, "pages must be [N, W] with N > 0", tuple(pages.shape))
+    _check(key_pages, value_pages, pages, tokens, sinks, lag, len(pages))
+    return _run_rows(key_pages, value_pages, pages, tokens, sinks, lag)
+
+
+def _check(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    sinks: int,
+    lag: int,
+    *rows: int,
+) -> None:
+    got = tuple(key_pages.shape)
+    require(key_pages.dim() == 4, _NAME, "key_pages must be [N, Hkv, D, bs]", got)
+    check_floats(_NAME, "key_pages", key_pages)
+    check_floats(_NAME, "value_pages", value_pages)
     count, kv_heads, _, block = key_pages.shape
     ok = value_pages.dim() == 4 and value_pages.shape[:3] == (count, kv_heads, block)
     rule = f"value_pages must be [{count}, {kv_heads}, {block}, D]"
-    require(ok, name, rule, tuple(value_pages.shape))
-    require(tokens > 0, name, "tokens must be positive", tokens)
-    require(sinks >= 0 and lag >= 1, name, "sinks >= 0 and lag >= 1 must hold", (sinks, lag))
-    check_pages(name, pages, tokens, block)
+    require(ok, _NAME, rule, tuple(value_pages.shape))
+    require(tokens > 0, _NAME, "tokens must be positive", tokens)
+    require(sinks >= 0 and lag >= 1, _NAME, "sinks >= 0 and lag >= 1 must hold", (sinks, lag))
+    check_pages(_NAME, pages, tokens, block, *rows)
+
+
+def _run_rows(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    sinks: int,
+    lag: int,
+) -> torch.Tensor:
     if contract.runs_triton(key_pages):
-        from kvcompress_kernels.lag_scores.triton import run
+        from kvcompress_kernels.lag_scores.triton import run_rows
     else:
-        from kvcompress_kernels.lag_scores.cpu import run
+        from kvcompress_kernels.lag_scores.cpu import run_rows
 
     parts = max((tokens - sinks) // lag - 1, 0)
     if parts == 0:
-        return key_pages.new_empty(kv_heads, 0, lag, dtype=torch.float32)
-    return run(key_pages, value_pages, pages, parts, sinks, lag)
+        return key_pages.new_empty(len(pages), key_pages.shape[1], 0, lag, dtype=torch.float32)
+    return run_rows(key_pages, value_pages, pages, parts, sinks, lag)

@@ -22,6 +22,21 @@ def run(
     return scores.div_(2)
 
 
+def run_rows(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    parts: int,
+    sinks: int,
+    lag: int,
+) -> torch.Tensor:
+    """Return the scores ``[N, Hkv, parts, lag]`` of N rows, one row at a time."""
+    scores = key_pages.new_empty(len(pages), key_pages.shape[1], parts, lag, dtype=torch.float32)
+    for row_scores, row_pages in zip(scores, pages, strict=True):
+        row_scores.copy_(run(key_pages, value_pages, row_pages, parts, sinks, lag))
+    return scores
+
+
 def _shares(
     cache: torch.Tensor, pages: torch.Tensor, parts: int, sinks: int, lag: int
 ) -> torch.Tensor:

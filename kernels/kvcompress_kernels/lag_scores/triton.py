@@ -1,7 +1,7 @@
-"""Triton kernel of `lag_scores`, launched once for K and once for V.
+"""Triton kernel of `lag_scores`, launched once for K and once for V of N rows.
 
-A program scores one partition of one KV head. It reads the next partition for the minimum and
-maximum, then its own tokens for their standard deviations. Each token is read twice, by two
+A program scores one partition of one KV head and row. It reads the next partition for the minimum
+and maximum, then its own tokens for their standard deviations. Each token is read twice, by two
 adjacent programs, the second time from L2. The softmax over a partition runs in torch.
 """
 
@@ -18,18 +18,28 @@ from kvcompress_kernels.paged_triton import known_block, token_rows
 
 MIN_RANGE = tl.constexpr(reference.MIN_RANGE)
 MAX_SCALED = tl.constexpr(reference.MAX_SCALED)
-VARY = ["sinks", "lag"]
-"""Settings of the method. Triton would specialise for 1 and for multiples of 16."""
+VARY = ["sinks", "lag", "s_part", "s_pages"]
+"""Integers that differ by method and prompt. Triton would specialise for 1 and multiples of 16."""
+ALIGN = 4
+"""Partitions are padded to a multiple of this, so that each starts at a multiple of 16 bytes.
+
+Above 1,024 tokens, torch's CUDA softmax sums in an order that depends on the row's alignment.
+"""
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=VARY,
+    do_not_specialize_on_alignment=["pages"],
+)
 def _spread_kernel(  # type: ignore[no-untyped-def]
     cache,
     pages,
     spread,
     sinks,
     lag,
+    s_part,
     block,
+    s_pages,
     s_page,
     s_head,
     s_slot,
@@ -39,8 +49,9 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the standard deviations ``[Hkv, parts, lag]``."""
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Write the standard deviations ``[N, Hkv, parts, s_part]``, -inf from column `lag` on."""
+    part, head, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    pages += n * s_pages
     cache += head * s_head
     first = sinks + part * lag
     low = tl.full([TILE, PAD], float("inf"), tl.float32)
@@ -57,6 +68,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     inside = (tl.arange(0, PAD) < DIM)[None, :]
     varies = (width >= MIN_RANGE)[None, :]
     width = tl.where(width >= MIN_RANGE, width, 1.0)
+    spread += ((n * tl.num_programs(1) + head) * tl.num_programs(0) + part) * s_part
     for start in range(0, lag, TILE):
         i = start + tl.arange(0, TILE)
         live = i < lag
@@ -67,11 +79,10 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
         y = tl.minimum(tl.maximum(y, -MAX_SCALED), MAX_SCALED)
         y = tl.where(inside, y - (tl.sum(y, 1) / DIM)[:, None], 0.0)
         deviation = tl.sqrt(tl.sum(y * y, 1) / (DIM - 1 if DIM > 1 else 1))
-        here = spread + (head * tl.num_programs(0) + part) * lag + i
-        tl.store(here, deviation, mask=live)
+        tl.store(spread + i, tl.where(live, deviation, -float("inf")), mask=i < s_part)
 
 
-def run(
+def run_rows(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     pages: torch.Tensor,
@@ -79,23 +90,30 @@ def run(
     sinks: int,
     lag: int,
 ) -> torch.Tensor:
-    scores = _shares(key_pages.mT, pages, parts, sinks, lag)
-    scores += _shares(value_pages, pages, parts, sinks, lag)
-    return scores.div_(2)
+    key_shares, value_shares = (
+        _shares(cache, pages, parts, sinks, lag) for cache in (key_pages.mT, value_pages)
+    )
+    return (key_shares + value_shares).div_(2)
 
 
 def _shares(
     cache: torch.Tensor, pages: torch.Tensor, parts: int, sinks: int, lag: int
 ) -> torch.Tensor:
-    """Return the softmax over each partition, ``[Hkv, parts, lag]``, of ``[N, Hkv, block, D]``."""
+    """Return the softmax over each partition, ``[rows, Hkv, parts, lag]``.
+
+    Args:
+        cache: ``[N, Hkv, block, D]``.
+        pages: ``[rows, W]``.
+    """
     check_cache("lag_scores", cache)
     _, kv_heads, block, dim = cache.shape
-    spread = cache.new_empty(kv_heads, parts, lag, dtype=torch.float32)
-    config = _config(dim, block)
-    _spread_kernel[parts, kv_heads](
-        cache, pages, spread, sinks, lag, block, *cache.stride(), **config
-    )
-    return spread.softmax(-1)
+    rows, pages = len(pages), pages.contiguous()
+    s_part = -(-lag // ALIGN) * ALIGN
+    spread = cache.new_empty(rows, kv_heads, parts, s_part, dtype=torch.float32)
+    sizes = sinks, lag, s_part, block, pages.shape[1], *cache.stride()
+    grid = parts, kv_heads, rows
+    _spread_kernel[grid](cache, pages, spread, *sizes, **_config(dim, block))
+    return spread.softmax(-1)[..., :lag]
 
 
 def _config(dim: int, block: int) -> dict[str, Any]:
@@ -119,7 +137,7 @@ def builds(sm: int) -> list[Build]:
                 signature={name: kinds.get(name, "i32") for name in names},
                 constexprs=config,
                 warps=warps,
-                aligned=tuple(name for name in names if name not in VARY),
+                aligned=tuple(name for name in names if name not in ("pages", *VARY)),
             )
         )
     return all_builds

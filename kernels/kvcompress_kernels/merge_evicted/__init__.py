@@ -60,7 +60,8 @@ def merge_evicted(
 
     Returns:
         The kept tokens and the new tau. Tokens that nothing was merged into equal their cached
-        keys and values bit for bit. So do all keys with `values_only`.
+        keys and values bit for bit. So do all keys with `values_only`. A row's result is
+        bitwise the same whatever the other rows and the bounds `tokens`, n and `min_kept` are.
 
     Raises:
         ValueError: Shapes disagree, n is not in [1, tokens], `min_kept` is not in [1, n],

@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 
 from kvcompress_kernels.builds import Build
+from kvcompress_kernels.radix_triton import BINS, BITS, digit_at, matches_prefix, sortable_bits32
 
-BITS = tl.constexpr(8)
-BINS = tl.constexpr(256)
 PART = 16
 """Maximum number of tokens of a chunk that are read or written at once."""
 TOKENS = 1024
@@ -43,15 +42,6 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _in_order32(score):  # type: ignore[no-untyped-def]
-    """Return float32 scores as uint32 of the same order, with NaN as -inf and -0.0 as 0.0."""
-    bits = score.to(tl.uint32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits)
-    bits = tl.where(bits == 0x80000000, 0, bits)
-    return bits ^ tl.where((bits >> 31) == 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
-
-
-@triton.jit
 def _in_order64(score):  # type: ignore[no-untyped-def]
     """Return float64 scores, not NaN, as int64 with the bits of a uint64 of the same order.
 
@@ -60,18 +50,6 @@ def _in_order64(score):  # type: ignore[no-untyped-def]
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int64, bitcast=True)
     lowest = tl.full(bits.shape, -(2**63), tl.int64)
     return bits ^ ((bits >> 63) | lowest)
-
-
-@triton.jit
-def _agrees(key, prefix, shift):  # type: ignore[no-untyped-def]
-    """Return whether `key` matches `prefix` in all digits above the one at `shift`."""
-    return ((key ^ prefix) >> shift) >> BITS == 0
-
-
-@triton.jit
-def _digit(key, shift):  # type: ignore[no-untyped-def]
-    """Return the 8-bit digit of `key` at `shift`."""
-    return ((key >> shift) & (BINS - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -118,16 +96,16 @@ def _select_kernel(  # type: ignore[no-untyped-def]
             column = start + lane
             live = (column >= head) & (column < end)
             # Bound by the width: a multiple of 16 allows loads of four scores.
-            key = _in_order32(tl.load(scores + column, mask=column < width, other=0.0))
-            live &= _agrees(key, prefix, shift)
-            held += tl.histogram(_digit(key, shift), BINS, mask=live)
+            key = sortable_bits32(tl.load(scores + column, mask=column < width, other=0.0))
+            live &= matches_prefix(key, prefix, shift)
+            held += tl.histogram(digit_at(key, shift), BINS, mask=live)
         prefix, room, searching = _narrow(held, prefix, room, searching, shift)
 
     kept, level = 0, 0  # columns above and at the threshold in the tiles so far
     for start in range(0, tl.where(count > 0, n, 0), TILE):
         column = start + lane
         live = (column >= head) & (column < end)
-        key = _in_order32(tl.load(scores + column, mask=column < width, other=0.0))
+        key = sortable_bits32(tl.load(scores + column, mask=column < width, other=0.0))
         above = (live & (key > prefix)) | ((live == 0) & (column < n))
         equal = live & (key == prefix)
         both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
@@ -197,9 +175,11 @@ def _select_chunks_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, tl.where(searching, chunks, 0), TILE):
             live = start + lane < chunks
             key = tl.load(keys + start + lane, mask=live, other=0).to(tl.uint64, bitcast=True)
-            live &= _agrees(key, prefix, shift)
-            held += tl.histogram(_digit(key, shift), BINS, mask=live)
-        short = searching & _agrees(ending, prefix, shift) & (bins == _digit(ending, shift))
+            live &= matches_prefix(key, prefix, shift)
+            held += tl.histogram(digit_at(key, shift), BINS, mask=live)
+        short = (
+            searching & matches_prefix(ending, prefix, shift) & (bins == digit_at(ending, shift))
+        )
         held = held * size - tl.where(short, missing, 0)
         prefix, room, searching = _narrow(held, prefix, room, searching, shift)
 

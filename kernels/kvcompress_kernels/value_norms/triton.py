@@ -1,4 +1,7 @@
-"""Triton kernel of `value_norms`: one program per tile of tokens and KV head. It reads V once."""
+"""Triton kernel of `value_norms`, launched once for N rows. It reads V once.
+
+A program handles one tile of tokens of one KV head and row.
+"""
 
 from itertools import product
 from typing import Any
@@ -10,14 +13,21 @@ import triton.language as tl
 from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
 from kvcompress_kernels.paged_triton import VARY, known_block, tile_of, token_rows
 
+_VARY = ["s_pages", *VARY]
+"""Integers that differ by prompt. Triton would specialise for 1 and for multiples of 16."""
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_VARY,
+    do_not_specialize_on_alignment=["pages"],
+)
 def _norm_kernel(  # type: ignore[no-untyped-def]
     values,
     pages,
     norms,
     tokens,
     block,
+    s_pages,
     s_page,
     s_head,
     s_slot,
@@ -26,25 +36,29 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the norms ``[Hkv, tokens]``."""
-    head = tl.program_id(1).to(tl.int64)
+    """Write the norms ``[N, Hkv, tokens]``."""
+    head, n = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = token < tokens
+    pages += n * s_pages
     values += head * s_head
     v = token_rows(values, pages, token, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
     total = tl.abs(v[0])
     for c in tl.static_range(1, len(v)):
         total += tl.abs(v[c])
-    tl.store(norms + head * tokens + token, tl.sum(total, 1), mask=live)
+    row = n * tl.num_programs(1) + head
+    tl.store(norms + row * tokens + token, tl.sum(total, 1), mask=live)
 
 
-def run(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
+def run_rows(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
     check_cache("value_norms", value_pages)
     _, kv_heads, block, dim = value_pages.shape
-    norms = value_pages.new_empty(kv_heads, tokens, dtype=torch.float32)
+    rows, pages = len(pages), pages.contiguous()
+    norms = value_pages.new_empty(rows, kv_heads, tokens, dtype=torch.float32)
     config = _config(dim, block)
-    grid = triton.cdiv(tokens, config["TILE"]), kv_heads
-    _norm_kernel[grid](value_pages, pages, norms, tokens, block, *value_pages.stride(), **config)
+    grid = triton.cdiv(tokens, config["TILE"]), kv_heads, rows
+    sizes = tokens, block, pages.shape[1], *value_pages.stride()
+    _norm_kernel[grid](value_pages, pages, norms, *sizes, **config)
     return norms
 
 
@@ -68,7 +82,7 @@ def builds(sm: int) -> list[Build]:
                 signature={name: kinds.get(name, "i32") for name in names},
                 constexprs=config,
                 warps=warps,
-                aligned=tuple(name for name in names if name not in VARY),
+                aligned=tuple(name for name in names if name not in ("pages", *_VARY)),
             )
         )
     return all_builds

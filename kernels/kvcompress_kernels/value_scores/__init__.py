@@ -65,7 +65,7 @@ def value_scores_of_rows(
     """Return the `value_scores` of N rows. A row is one layer of one request.
 
     The host need not know the length of each row. A row's scores equal those of a call with that
-    row alone.
+    row alone, bit for bit. The number of launches does not depend on N.
 
     Args:
         weights: ``[N, Hq, tokens]`` float32. Columns past a row's length are not read.
@@ -73,7 +73,8 @@ def value_scores_of_rows(
         pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order. Pages past a
             row's length are not read.
         tokens: length of all rows, or an upper bound on `lengths`.
-        lengths: ``[N]`` int32: 0 < length <= tokens (unchecked, because a check would sync).
+        lengths: ``[N]`` int32: 0 < length <= tokens (unchecked, because a check would sync). None
+            if all rows have `tokens`.
         fast: as in `value_scores`.
         reduce: as in `value_scores`.
 

@@ -42,7 +42,10 @@ def _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BL
     return tl.load(values + at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=VARY,
+    do_not_specialize_on_alignment=["tokens"],
+)
 def heaviest_kernel(  # type: ignore[no-untyped-def]
     weights, tokens, heaviest, rests, width, SPLIT: tl.constexpr
 ):
@@ -65,7 +68,10 @@ def heaviest_kernel(  # type: ignore[no-untyped-def]
     tl.store(rests + out, rest)
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=VARY,
+    do_not_specialize_on_alignment=["pages", "tokens"],
+)
 def sum_kernel(  # type: ignore[no-untyped-def]
     weights,
     values,
@@ -147,7 +153,10 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=VARY,
+    do_not_specialize_on_alignment=["pages", "tokens"],
+)
 def join_kernel(  # type: ignore[no-untyped-def]
     weights,
     values,
@@ -246,7 +255,10 @@ def _distance(v, output, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sqrt(tl.sum(squares, 1))
 
 
-@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=VARY,
+    do_not_specialize_on_alignment=["pages", "tokens"],
+)
 def score_kernel(  # type: ignore[no-untyped-def]
     weights,
     values,

@@ -147,7 +147,7 @@ def _build(
         constexprs=config,
         warps=warps,
         stages=stages,
-        aligned=tuple(arg for arg in signature if arg not in VARY),
+        aligned=tuple(arg for arg in signature if arg not in ("pages", "tokens", *VARY)),
         wide_loads=wide_loads,
         tensor_cores=kernel is sum_kernel,
     )

@@ -6,7 +6,7 @@ import torch
 
 from kvcompress_kernels import contract
 from kvcompress_kernels.contract import check_floats, check_pages, require
-from kvcompress_kernels.window_scores.result import WindowScores
+from kvcompress_kernels.window_scores.result import Outputs, WindowScores
 
 __all__ = [
     "WindowScores",
@@ -28,6 +28,8 @@ def window_scores(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    last: bool = True,
+    grouped: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> WindowScores:
     """Return the attention of the last w queries to the prompt, reduced over these w rows.
@@ -51,6 +53,9 @@ def window_scores(
         variance: also return the variance; needs ``w >= 2``.
         maximum: also return the maximum over the rows.
         pooled: return the maximum over the pooled rows; needs `maximum`.
+        last: return the attention of the last row.
+        grouped: return one line per KV head instead of one per query head. It is the mean over the
+            KV head's query heads; in `maximum` it is their maximum.
         sinks: ``[Hq]`` float32 attention sink logits, or None. A sink adds a term to each row's
             softmax sum, so that the row's attention sums to less than 1 (gpt-oss; a logit of 0 is
             the SoftMax-off-by-one of Xiao et al. 2024, arXiv:2309.17453).
@@ -68,6 +73,8 @@ def window_scores(
         variance=variance,
         maximum=maximum,
         pooled=pooled,
+        last=last,
+        grouped=grouped,
         sinks=None if sinks is None else sinks[None],
     )
     return scores
@@ -83,6 +90,8 @@ def window_scores_of_layers(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    last: bool = True,
+    grouped: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> list[WindowScores]:
     """Return the `window_scores` of N layers of one prompt. On a GPU they share their launches.
@@ -100,6 +109,8 @@ def window_scores_of_layers(
         variance: as in `window_scores`.
         maximum: as in `window_scores`.
         pooled: as in `window_scores`.
+        last: as in `window_scores`.
+        grouped: as in `window_scores`.
         sinks: ``[N, Hq]`` float32 attention sink logits, or None.
 
     Raises:
@@ -118,6 +129,8 @@ def window_scores_of_layers(
         variance=variance,
         maximum=maximum,
         pooled=pooled,
+        last=last,
+        grouped=grouped,
         sinks=sinks,
     )
     return [scores.row(index) for index in range(len(queries))]
@@ -134,11 +147,14 @@ def window_scores_of_rows(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    last: bool = True,
+    grouped: bool = False,
     sinks: torch.Tensor | None = None,
+    row_log_sums: torch.Tensor | None = None,
 ) -> WindowScores:
     """Return the `window_scores` of N rows, stacked. A row is one layer of one request.
 
-    The host need not know the length of each row.
+    Lengths stay on the device, so the call does not sync.
 
     Args:
         query: ``[N, w, Hq, D]`` any float dtype, rotated, in position order.
@@ -152,7 +168,14 @@ def window_scores_of_rows(
         variance: as in `window_scores`.
         maximum: as in `window_scores`.
         pooled: as in `window_scores`.
+        last: as in `window_scores`.
+        grouped: as in `window_scores`.
         sinks: ``[N, Hq]`` float32 attention sink logits, or None.
+        row_log_sums: ``[N, Hq, w]`` float32, the natural logarithm of each query's softmax sum over
+            its causal keys, ``log sum_j exp(scale * q k_j)``, as FlashAttention returns it; or
+            None. With it, a GPU reads K once instead of twice. The GPU checks each query's
+            attention sum, and scores a layer again without these values if a sum differs from 1 by
+            more than 5e-5. Smaller errors stay in the scores. Unused with `sinks` or `pooled`.
 
     Returns:
         The results of `window_scores` with a leading axis N. A shorter row is 0 in `total` and
@@ -163,15 +186,20 @@ def window_scores_of_rows(
         ValueError: As in `window_scores`, or N is 0.
     """
     w = _check_rows(query, key_pages, pages, tokens, scale, lengths, sinks)
+    if row_log_sums is not None:
+        expected = len(query), query.shape[2], w
+        right = row_log_sums.shape == expected and row_log_sums.dtype == torch.float32
+        got = tuple(row_log_sums.shape), row_log_sums.dtype
+        require(right, _NAME, f"row_log_sums must be {list(expected)} float32", got)
     require(w > 1 or not variance, _NAME, "a variance needs a window of at least 2", w)
     require(maximum or not pooled, _NAME, "pooled needs maximum", (pooled, maximum))
     if contract.runs_triton(query):
         from kvcompress_kernels.window_scores.triton import run_rows
     else:
         from kvcompress_kernels.window_scores.cpu import run_rows
-    return run_rows(
-        query, key_pages, pages, tokens, scale, lengths, variance, maximum, pooled, sinks
-    )
+    outputs = Outputs(variance, maximum, pooled, last, grouped)
+    arguments = query, key_pages, pages, tokens, scale, lengths, outputs, sinks
+    return run_rows(*arguments, row_log_sums)
 
 
 def _check_rows(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.functional import pad
 
-from kvcompress_kernels.window_scores.result import WindowScores
+from kvcompress_kernels.window_scores.result import Outputs, WindowScores
 
 TILE = 512
 """Columns of the prompt in one tile of logits."""
@@ -30,6 +30,7 @@ def run(
     maximum: bool = False,
     pooled: bool = False,
     sinks: torch.Tensor | None = None,
+    last: bool = True,
 ) -> WindowScores:
     w, heads, _ = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
@@ -40,7 +41,7 @@ def run(
     sink = None if sinks is None else sinks.view(kv_heads, group, 1).expand(-1, -1, w)
     log_sum = _log_sum(logits, sink).view(heads, w, 1)
     tiles = [tile.view(heads, w, -1) for tile in logits]
-    return _reduced(tiles, log_sum, past, variance, maximum, pooled)
+    return _reduced(tiles, log_sum, past, variance, maximum, pooled, last)
 
 
 def _log_sum(logits: list[torch.Tensor], sink: torch.Tensor | None) -> torch.Tensor:
@@ -65,20 +66,22 @@ def _reduced(
     variance: bool,
     maximum: bool,
     pooled: bool,
+    last: bool,
 ) -> WindowScores:
     """Reduce tiles of logits ``[Hq, w, columns]`` over the window. `pooled` overwrites them."""
     heads, w, _ = log_sum.shape
     total = log_sum.new_empty(heads, past)
     recent = log_sum.new_empty(heads, w)
-    last = log_sum.new_empty(heads, past + w)
     variances = torch.empty_like(total) if variance else None
-    highest = torch.empty_like(last) if maximum else None
+    last_row = log_sum.new_empty(heads, past + w) if last else None
+    highest = log_sum.new_empty(heads, past + w) if maximum else None
     entropy = log_sum.new_zeros(())
     attention: list[torch.Tensor] = []
     end = 0
     for tile in logits:
         start, end = end, end + tile.shape[-1]
-        last[:, start:end] = (tile[:, -1] - log_sum[:, -1]).exp_()
+        if last_row is not None:
+            last_row[:, start:end] = (tile[:, -1] - log_sum[:, -1]).exp_()
         if end > past:
             inside = (tile[..., max(past - start, 0) :] - log_sum).exp_()
             recent[:, max(start - past, 0) : end - past] = _over_rows(inside)
@@ -101,10 +104,11 @@ def _reduced(
             variances[:, start:stop] = _over_rows(a.square_())
     if highest is not None and pooled:
         _pooled_maximum(attention, highest[:, :past])
-    if variances is None:
-        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last, highest)
-    variances /= w - 1
-    return WindowScores(total, variances, entropy, variances.sum(), recent, last, highest)
+    shift = torch.zeros_like(entropy)
+    if variances is not None:
+        variances /= w - 1
+        shift = variances.sum()
+    return WindowScores(total, variances, entropy, shift, recent, last_row, highest)
 
 
 def run_rows(
@@ -114,13 +118,16 @@ def run_rows(
     tokens: int,
     scale: float | torch.Tensor,
     lengths: torch.Tensor | None,
-    variance: bool,
-    maximum: bool,
-    pooled: bool,
+    outputs: Outputs,
     sinks: torch.Tensor | None = None,
+    row_log_sums: torch.Tensor | None = None,
 ) -> WindowScores:
-    """Score one row at a time, and pad shorter rows with 0."""
-    block = key_pages.shape[3]
+    """Score one row at a time, and pad shorter rows with 0.
+
+    `row_log_sums` is unused, because the CPU code reads K once without it.
+    """
+    block, kv_heads = key_pages.shape[3], key_pages.shape[1]
+    variance, maximum, pooled, last, grouped = outputs
     row_lengths = [tokens] * len(query) if lengths is None else lengths.tolist()
     factors = scale.tolist() if isinstance(scale, torch.Tensor) else [scale] * len(query)
     all_scores: list[WindowScores] = []
@@ -129,13 +136,17 @@ def run_rows(
         query, pages, row_lengths, factors, row_sinks, strict=True
     ):
         used = row_pages[: -(-length // block)]
-        scores = run(row_query, key_pages, used, length, factor, variance, maximum, pooled, sink)
+        scores = run(
+            row_query, key_pages, used, length, factor, variance, maximum, pooled, sink, last
+        )
+        if grouped:
+            scores = _grouped(scores, kv_heads)
         padding = 0, tokens - length
         all_scores.append(
             scores._replace(
                 total=pad(scores.total, padding),
                 variance=None if scores.variance is None else pad(scores.variance, padding),
-                last=pad(scores.last, padding),
+                last=None if scores.last is None else pad(scores.last, padding),
                 maximum=None if scores.maximum is None else pad(scores.maximum, padding),
             )
         )
@@ -145,8 +156,30 @@ def run_rows(
         entropy=torch.stack([scores.entropy for scores in all_scores]),
         shift=torch.stack([scores.shift for scores in all_scores]),
         recent=torch.stack([scores.recent for scores in all_scores]),
-        last=torch.stack([scores.last for scores in all_scores]),
+        last=_stacked(scores.last for scores in all_scores),
         maximum=_stacked(scores.maximum for scores in all_scores),
+    )
+
+
+def _grouped(scores: WindowScores, kv_heads: int) -> WindowScores:
+    """Return one line per KV head.
+
+    Means are computed in float64, so that equal columns have equal means whatever the order.
+    """
+
+    def mean(lines: torch.Tensor) -> torch.Tensor:
+        grouped = lines.view(kv_heads, -1, lines.shape[1])
+        return grouped.mean(1, dtype=torch.float64).float()
+
+    maximum = scores.maximum
+    if maximum is not None:
+        maximum = maximum.view(kv_heads, -1, maximum.shape[1]).amax(1)
+    return scores._replace(
+        total=mean(scores.total),
+        variance=None if scores.variance is None else mean(scores.variance),
+        recent=mean(scores.recent),
+        last=None if scores.last is None else mean(scores.last),
+        maximum=maximum,
     )
 
 

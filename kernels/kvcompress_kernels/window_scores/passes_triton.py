@@ -12,16 +12,22 @@ and a fourth with `pooled` (`pooled_triton.py`). For it, the first two launches 
 factor that rescales a pooled row: the sum of the row over the past, divided by that of the pooled
 row.
 
+If the caller passes each query's log-sum-exp, `columns` runs first and reads K once. It also sums
+each query's attention. `flags` then marks the layers in which a sum is not 1, for example because
+float32 cannot hold a log-sum-exp in the thousands exactly enough. The three launches above follow
+in any case, because the host does not read the marks. Programs of unmarked layers return at once.
+
 The maximum and the log2 of the sum are stored separately. Their sum, the LSE, would have an error
 of 3e-4 in float32 for logits in the thousands, and so would A.
 
 A program handles one KV head. The w rows of up to HEADS of its query heads are the rows of one
 matrix product, so K is read from memory once per KV head. In `columns`, keys are on the M side of
 the product and rows on the N side. A tensor core keeps the N side within four adjacent threads, so
-sums over the window take two shuffles instead of shared memory. Every column uses the same
-operations in the same order whatever its position, its page and the rest of the batch. So equal
-keys get equal scores, and a layer's scores do not depend on the batch. There are no atomics: each
-program writes a partial entropy and shift.
+sums over the window take two shuffles instead of shared memory. The warps of a program share the
+keys of a tile and have all its rows, so no sum over rows or heads crosses warps. Every column uses
+the same operations in the same order whatever its position, its page and the rest of the batch. So
+equal keys get equal scores, and a layer's scores do not depend on the batch. There are no atomics:
+each program writes a partial entropy and shift.
 
 Only the window's own columns and the prompt's last tile need a causal mask or a bound. Loops run
 over unmasked tiles first, then over the EDGE tiles. A NaN in an unused slot only affects its own
@@ -57,7 +63,8 @@ def window_rows(  # type: ignore[no-untyped-def]
 def key_tile(  # type: ignore[no-untyped-def]
     keys,
     pages,
-    column,
+    start,
+    place,
     tokens,
     s_page,
     s_dim,
@@ -67,31 +74,39 @@ def key_tile(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Load keys ``[columns, PAD]`` of one KV head, 0 past the head dim.
+    """Load the keys ``[columns, PAD]`` of columns ``start + place``, 0 past the head dim.
 
-    EDGE also masks pages past the prompt.
+    `start` is a multiple of the number of columns. EDGE also masks pages past the prompt.
     """
     dim = tl.arange(0, PAD)
     live = (dim < DIM)[None, :]
     if BLOCK == 0:
-        page, slot = tl.load(pages), column
+        page, slot = tl.load(pages + tl.zeros_like(place)), start + place
         if EDGE:
-            live &= (column < tokens)[:, None]
+            live &= (slot < tokens)[:, None]
     else:
-        page, slot = column // BLOCK, column % BLOCK
+        if place.shape[0] % BLOCK == 0:
+            # All tiles have the same slots, so the compiler can compute them once, before the loop.
+            page, slot = start // BLOCK + place // BLOCK, place % BLOCK
+        else:
+            page, slot = (start + place) // BLOCK, (start + place) % BLOCK
         if EDGE:
             listed = page * BLOCK < tokens
             live &= listed[:, None]
             page = tl.load(pages + page, mask=listed, other=0)
         else:
             page = tl.load(pages + page)
-    # Convert to int64 first: page * s_page exceeds 2**31 in an ordinary cache.
-    at = page.to(tl.int64) * s_page + slot.to(tl.int64) * s_slot
-    at = at[:, None] + (dim.to(tl.int64) * s_dim)[None, :]
-    return tl.load(keys + at, mask=live, other=0.0)  # [COLUMNS, PAD]
+    inside = (slot.to(tl.int64) * s_slot)[:, None] + (dim.to(tl.int64) * s_dim)[None, :]
+    # page * s_page exceeds 2**31 in an ordinary cache. As a product of two int32 it takes one
+    # instruction.
+    at = page.to(tl.int32).to(tl.int64) * s_page
+    return tl.load(keys + inside + at[:, None], mask=live, other=0.0)  # [COLUMNS, PAD]
 
 
-@triton.jit(do_not_specialize=[*VARIES, "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*VARIES, "splits"],
+    do_not_specialize_on_alignment=["pages", "lengths"],
+)
 def partials_kernel(  # type: ignore[no-untyped-def]
     query,  # [N, w, Hq, D]
     keys,  # [pages, Hkv, D, block]
@@ -102,6 +117,7 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     sums,  # [N, splits, Hq * w]
     past_sums,  # [N, splits, Hq * w], sums over the past, or None without `pooled`
     pooled_sums,  # [N, splits, Hq * w], sums of the pooled rows, times 5
+    flags,  # [N] int32, 0 where there is nothing to do, or None
     factor,  # scale / ln 2
     w,
     group,
@@ -129,6 +145,8 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     kv = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
+    if flags is not None and tl.load(flags + row) == 0:
+        return
     tokens = tl.load(lengths + row).to(tl.int32)
     if factors is not None:
         factor = tl.load(factors + row)
@@ -160,10 +178,18 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     pooled_sum = tl.zeros([HEADS * WINDOW], tl.float32)
     whole = tl.maximum(first, tl.minimum(first + SPAN, past // COLUMNS * COLUMNS))
     stop = tl.minimum(first + SPAN, tokens)
+    place = tl.arange(0, COLUMNS)
     for EDGE in tl.static_range(2):
-        for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
-            column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
-            k = key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+        for start in tl.range(
+            whole if EDGE else first,
+            stop if EDGE else whole,
+            COLUMNS,
+            num_stages=1 if EDGE else None,
+        ):
+            column = start + place
+            k = key_tile(
+                keys, pages, start, place, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE
+            )
             k = widened(k, q.dtype)
             if q.dtype != k.dtype:
                 s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
@@ -195,7 +221,10 @@ def partials_kernel(  # type: ignore[no-untyped-def]
         tl.store(pooled_sums + at, pooled_sum, mask=real)
 
 
-@triton.jit(do_not_specialize=["lines", "splits", "w"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["lines", "splits", "w"],
+    do_not_specialize_on_alignment=["lengths"],
+)
 def log_sum_kernel(  # type: ignore[no-untyped-def]
     tops,
     sums,
@@ -206,6 +235,7 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     log_sums,  # [N, Hq * w]
     shares,  # [N, Hq * w], factor on the sum of five columns, or None without `pooled`
     sinks,  # [N, Hq] divided by ln 2, or None
+    flags,  # as in `partials_kernel`
     lines,
     splits,
     w,
@@ -215,6 +245,8 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
 ):
     """Join the partial maxima and sums of each row, and write its maximum and log2 of its sum."""
     row = tl.program_id(1).to(tl.int64)
+    if flags is not None and tl.load(flags + row) == 0:
+        return
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     real = line < lines
     line = tl.minimum(line, lines - 1)
@@ -250,27 +282,76 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
         tl.store(shares + row * lines + line, share, mask=real)
 
 
-@triton.jit
-def put(out, line, size, column, values, live, heads_live):  # type: ignore[no-untyped-def]
-    """Store ``[COLUMNS, HEADS]`` values in lines of `size` elements."""
-    at = (line * size)[None, :] + column[:, None]
-    tl.store(out + at, values, mask=live[:, None] & heads_live[None, :])
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["lines", "splits"],
+    do_not_specialize_on_alignment=["lengths"],
+)
+def flags_kernel(  # type: ignore[no-untyped-def]
+    row_sums,  # [N, splits, Hq * w]
+    lengths,  # [N]
+    flags,  # [N] int32
+    lines,
+    splits,
+    SPAN: tl.constexpr,
+    LINES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MAX_ERROR: tl.constexpr,
+):
+    """Write 1 for each layer in which a query's attention does not sum to 1, else 0."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.cdiv(tl.load(lengths + row).to(tl.int32), SPAN)
+    wrong = tl.zeros([LINES], tl.int32)
+    for first in range(0, lines, LINES):
+        line = first + tl.arange(0, LINES)
+        total = tl.zeros([LINES], tl.float32)
+        for start in range(0, count, SPLITS):
+            split = start + tl.arange(0, SPLITS)
+            at = (row * splits + split)[:, None] * lines + line[None, :]
+            live = (split < count)[:, None] & (line < lines)[None, :]
+            total += tl.sum(tl.load(row_sums + at, mask=live, other=0.0), 0)
+        right = tl.abs(total - 1.0) <= MAX_ERROR  # false for NaN
+        wrong = tl.maximum(wrong, tl.where((line < lines) & (right == 0), 1, 0))
+    tl.store(flags + row, tl.max(wrong, 0))
 
 
-@triton.jit(do_not_specialize=[*VARIES, "size"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def put(  # type: ignore[no-untyped-def]
+    out, line, size, column, values, live, heads_live, GROUPED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Store ``[COLUMNS, HEADS]`` values in lines of `size` elements, or ``[COLUMNS]`` in one line.
+
+    Without EDGE, all columns are stored.
+    """
+    if GROUPED:
+        if EDGE:
+            tl.store(out + line * size + column, values, mask=live)
+        else:
+            tl.store(out + line * size + column, values)
+    else:
+        at = (line * size)[None, :] + column[:, None]
+        mask = live[:, None] & heads_live[None, :] if EDGE else heads_live[None, :]
+        tl.store(out + at, values, mask=mask)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*VARIES, "size"],
+    do_not_specialize_on_alignment=["pages", "lengths"],
+)
 def columns_kernel(  # type: ignore[no-untyped-def]
     query,
     keys,
     pages,
     lengths,
     factors,
-    row_tops,
-    log_sums,
-    total_out,  # [N, Hq, size - w]
-    variance_out,  # [N, Hq, size - w] or None
-    recent_out,  # [N, Hq, w]
-    last_out,  # [N, Hq, size]
-    maximum_out,  # [N, Hq, size] or None
+    row_tops,  # [N, Hq * w], or None
+    log_sums,  # [N, Hq * w]; without `row_tops`, the natural logsumexp of each line
+    row_sums,  # [N, splits, Hq * w], sums of each line of A, or None
+    flags,  # as in `partials_kernel`
+    total_out,  # [N, lines, size - w], with Hq lines, or Hkv * tiles if GROUPED
+    variance_out,  # [N, lines, size - w] or None
+    recent_out,  # [N, lines, w]
+    last_out,  # [N, lines, size] or None
+    maximum_out,  # [N, lines, size] or None
     entropies,  # [N, Hkv * tiles * splits]
     shifts,  # the same; None without `variance_out`
     factor,
@@ -294,12 +375,15 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,  # of WINDOW rows, in a window
+    GROUPED: tl.constexpr,  # whether to reduce over the program's query heads
 ):
     """Reduce the attention of one span of columns over the window's rows."""
     tiles = tl.cdiv(group, HEADS)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     kv = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
+    if flags is not None and tl.load(flags + row) == 0:
+        return
     tokens = tl.load(lengths + row).to(tl.int32)
     if factors is not None:
         factor = tl.load(factors + row)
@@ -310,12 +394,16 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     keys += kv * s_head
     pages += row * s_pages
     query += row * s_query_row + kv * group * s_query_head
-    row_tops += (row * tl.num_programs(1) + kv) * group * w
+    if row_tops is not None:
+        row_tops += (row * tl.num_programs(1) + kv) * group * w
     log_sums += (row * tl.num_programs(1) + kv) * group * w
 
     local = tile * HEADS + tl.arange(0, HEADS)
     heads_live = local < group
-    line = (row * tl.num_programs(1) + kv) * group + local
+    if GROUPED:
+        line = (row * tl.num_programs(1) + kv) * tiles + tile
+    else:
+        line = (row * tl.num_programs(1) + kv) * group + local
     each = tl.arange(0, HEADS * WINDOW)
     head, i = tile * HEADS + each // WINDOW, each % WINDOW
     q = tl.trans(
@@ -323,23 +411,42 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     )  # [PAD, ROWS]
     # Rows past the last one get A = 2 ** -1e30 = 0, and A * log A = -0 instead of NaN.
     real = (head < group) & (i < w)
-    top = tl.load(row_tops + head * w + i, mask=real, other=1e30)
-    log_sum = tl.load(log_sums + head * w + i, mask=real, other=0.0)
+    if row_tops is None:
+        log_sum = tl.load(log_sums + head * w + i, mask=real, other=1e30) * 1.4426950408889634
+        # Treat a query whose log-sum-exp is NaN or infinite as masked. Its sum of 0 marks the
+        # layer.
+        log_sum = tl.where(tl.abs(log_sum) < 1e30, log_sum, 1e30)
+        top = log_sum
+    else:
+        top = tl.load(row_tops + head * w + i, mask=real, other=1e30)
+        log_sum = tl.load(log_sums + head * w + i, mask=real, other=0.0)
 
-    entropy = tl.zeros([COLUMNS], tl.float32)
-    shift = tl.zeros([COLUMNS], tl.float32)
+    # These sums add up over all tiles without crossing threads.
+    entropy = tl.zeros([COLUMNS, 8], tl.float32)
+    shift = tl.zeros([COLUMNS, HEADS], tl.float32)
+    row_sum = tl.zeros([COLUMNS // 16, 8, HEADS * WINDOW], tl.float32)
+    # Multiply by these instead of dividing, which takes ten times as long.
+    per_head, per_pair = 1.0 / group, 1.0 / tl.maximum(w - 1, 1)
     whole = tl.maximum(first, tl.minimum(first + SPAN, past // COLUMNS * COLUMNS))
     stop = tl.minimum(first + SPAN, tokens)
+    place = tl.arange(0, COLUMNS)
     for EDGE in tl.static_range(2):
-        for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
-            column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
-            k = key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
-            k = widened(k, q.dtype, (column < tokens)[:, None])
+        for start in tl.range(
+            whole if EDGE else first,
+            stop if EDGE else whole,
+            COLUMNS,
+            num_stages=1 if EDGE else None,
+        ):
+            column = start + place
+            old, known = column < past, column < tokens
+            k = key_tile(
+                keys, pages, start, place, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE
+            )
+            k = widened(k, q.dtype, known[:, None])
             total = tl.zeros([COLUMNS, HEADS], tl.float32)
             squares = tl.zeros([COLUMNS, HEADS], tl.float32)
             last = tl.zeros([COLUMNS, HEADS], tl.float32)
             maximum = tl.zeros([COLUMNS, HEADS], tl.float32)
-            mass = tl.zeros([COLUMNS], tl.float32)
             for chunk in range(CHUNKS):
                 q_now, top_now, log_sum_now = q, top, log_sum
                 if CHUNKS > 1:
@@ -364,47 +471,65 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                     s = tl.dot(k.to(tl.float32), q_now.to(tl.float32), input_precision="ieee")
                 else:
                     s = tl.dot(k, q_now, input_precision="ieee")  # [COLUMNS, ROWS]
-                s = tl.fma(s, factor, -top_now[None, :]) - log_sum_now[None, :]
-                s = tl.reshape(s, [COLUMNS, HEADS, WINDOW])
-                at = chunk * WINDOW + tl.arange(0, WINDOW)[None, None, :]
+                s = tl.fma(s, factor, -top_now[None, :])
+                if row_tops is not None:
+                    s -= log_sum_now[None, :]
                 if EDGE:
-                    s = tl.where(column[:, None, None] <= past + at, s, float("-inf"))
+                    seen_by = past + chunk * WINDOW + i
+                    s = tl.where(column[:, None] <= seen_by[None, :], s, float("-inf"))
                 a = tl.exp2(s)
+                if row_sums is not None:
+                    pairs = tl.reshape(a, [COLUMNS // 16, 2, 8, HEADS * WINDOW])
+                    row_sum += tl.sum(pairs, 1)
+                # 0 * -1e30 is 0, and 0 * -inf would be NaN.
+                mass = a * (tl.maximum(s, -1e30) if EDGE else s)
+                mass = tl.sum(tl.reshape(mass, [COLUMNS, HEADS * WINDOW // 8, 8]), 1)
+                entropy += tl.where(old[:, None], mass, 0.0) if EDGE else mass
+                a = tl.reshape(a, [COLUMNS, HEADS, WINDOW])
                 part = tl.sum(a, 2)
-                logs = tl.where(a == 0.0, 0.0, s) if EDGE else s
-                mass += tl.sum(tl.sum(a * logs, 2), 1)
-                last += tl.sum(tl.where(at == w - 1, a, 0.0), 2)
+                at = chunk * WINDOW + tl.arange(0, WINDOW)[None, None, :]
+                if last_out is not None:
+                    last += tl.sum(a * tl.where(at == w - 1, 1.0, 0.0), 2)
                 if maximum_out is not None:
                     maximum = tl.maximum(maximum, tl.max(a, 2))
                 if variance_out is not None:
                     # Sum squares about the chunk's mean, then combine with earlier chunks (Chan).
+                    # Rows past the last one weigh 0. An explicit fma gives the same bits in both
+                    # loops.
                     seen = chunk * WINDOW
                     rows = tl.minimum(w - seen, WINDOW)
-                    mean = part / rows
-                    off = tl.where(at < w, a - mean[:, :, None], 0.0)
+                    weight = tl.where(at < w, 1.0 / rows, 0.0)
+                    off = tl.fma(-part[:, :, None], weight, a)
                     squares += tl.sum(off * off, 2)
                     if CHUNKS > 1:
-                        apart = mean - total / tl.maximum(seen, 1)
+                        apart = part / rows - total / tl.maximum(seen, 1)
                         squares += apart * apart * (seen * (rows / (seen + rows)))
                 total += part
 
-            old = column < past
-            put(total_out, line, size - w, column, total, old, heads_live)
             if variance_out is not None:
-                squares = squares / (w - 1)
-                put(variance_out, line, size - w, column, squares, old, heads_live)
-                spread = tl.sum(squares, 1)
-                shift += tl.where(old, spread, 0.0) if EDGE else spread
-            entropy += tl.where(old, mass, 0.0) if EDGE else mass
-            known = column < tokens
-            put(last_out, line, size, column, last, known, heads_live)
+                shift += tl.where(old[:, None], squares, 0.0) if EDGE else squares
+            if GROUPED:
+                total = tl.sum(total, 1) * per_head
+                squares = tl.sum(squares, 1) * per_head
+                last = tl.sum(last, 1) * per_head
+                maximum = tl.max(maximum, 1)
+            put(total_out, line, size - w, column, total, old, heads_live, GROUPED, EDGE)
+            if variance_out is not None:
+                variance = squares * per_pair
+                put(variance_out, line, size - w, column, variance, old, heads_live, GROUPED, EDGE)
+            if last_out is not None:
+                put(last_out, line, size, column, last, known, heads_live, GROUPED, EDGE)
             if maximum_out is not None:
-                put(maximum_out, line, size, column, maximum, known, heads_live)
+                put(maximum_out, line, size, column, maximum, known, heads_live, GROUPED, EDGE)
             if EDGE:
                 own = (column >= past) & known
-                put(recent_out, line, w, column - past, total, own, heads_live)
+                put(recent_out, line, w, column - past, total, own, heads_live, GROUPED, EDGE)
 
     part = (row * tl.num_programs(1) + kv) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(entropies + part, tl.sum(entropy, 0) * -0.6931471805599453)
+    tl.store(entropies + part, tl.sum(tl.sum(entropy, 1), 0) * -0.6931471805599453)
     if variance_out is not None:
-        tl.store(shifts + part, tl.sum(shift, 0))
+        tl.store(shifts + part, tl.sum(tl.sum(shift, 1), 0) * per_pair)
+    if row_sums is not None:
+        lines = tl.num_programs(1) * group * w
+        at = (row * (tl.num_programs(0) // tiles) + split) * lines + (kv * group + head) * w + i
+        tl.store(row_sums + at, tl.sum(tl.sum(row_sum, 1), 0), mask=real)

@@ -18,7 +18,10 @@ from kvcompress_kernels.float8_triton import widened
 from kvcompress_kernels.window_scores.passes_triton import VARIES, key_tile, put, window_rows
 
 
-@triton.jit(do_not_specialize=[*VARIES, "size"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*VARIES, "size"],
+    do_not_specialize_on_alignment=["pages", "lengths"],
+)
 def pooled_kernel(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -28,7 +31,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
     row_tops,
     log_sums,
     shares,
-    maximum_out,  # [N, Hq, size]; the window's own columns are not pooled
+    maximum_out,  # [N, lines, size] as in `columns_kernel`; the window's columns are not pooled
     factor,
     w,
     group,
@@ -50,6 +53,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """Write the maximum over the pooled rows for one span of columns."""
     tiles = tl.cdiv(group, HEADS)
@@ -72,7 +76,10 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
     shares += lines
 
     local = tile * HEADS + tl.arange(0, HEADS)
-    line = (row * tl.num_programs(1) + kv) * group + local
+    if GROUPED:
+        line = (row * tl.num_programs(1) + kv) * tiles + tile
+    else:
+        line = (row * tl.num_programs(1) + kv) * group + local
     each = tl.arange(0, HEADS * WINDOW)
     head = tile * HEADS + each // WINDOW
     for start in range(first, tl.minimum(first + SPAN, tokens), COLUMNS):
@@ -97,7 +104,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
                 # Clamp to the past. A column of the window reads itself.
                 near = tl.where(old, tl.maximum(tl.minimum(near, past - 1), 0), column)
                 k = key_tile(
-                    keys, pages, near, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, True
+                    keys, pages, 0, near, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, True
                 )
                 k = widened(k, q.dtype, (near < tokens)[:, None])
                 if q.dtype != k.dtype:
@@ -109,4 +116,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
             pooled *= tl.where(old[:, None], share[None, :], 1.0)
             pooled = tl.reshape(pooled, [COLUMNS, HEADS, WINDOW])
             maximum = tl.maximum(maximum, tl.max(pooled, 2))
-        put(maximum_out, line, size, column, maximum, column < tokens, local < group)
+        if GROUPED:
+            maximum = tl.max(maximum, 1)
+        known = column < tokens
+        put(maximum_out, line, size, column, maximum, known, local < group, GROUPED, True)

@@ -20,6 +20,7 @@ def run(
     maximum: bool = False,
     pooled: bool = False,
     sinks: torch.Tensor | None = None,
+    last: bool = True,
 ) -> WindowScores:
     past = tokens - len(query)
     a = attention(query, cached_keys(key_pages, pages, tokens), scale, sinks)  # [Hq, w, tokens]
@@ -33,7 +34,7 @@ def run(
         entropy=-torch.xlogy(before, before).sum().float(),
         shift=a.new_zeros(()).float() if variances is None else variances.sum(),
         recent=a[:, :, past:].sum(1).float(),
-        last=a[:, -1].float(),
+        last=a[:, -1].float() if last else None,
         maximum=highest.float() if maximum else None,
     )
 

@@ -1,7 +1,8 @@
 """Launch the Triton passes of `window_scores` for N rows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,15 +21,19 @@ from kvcompress_kernels.builds import (
 from kvcompress_kernels.contract import require
 from kvcompress_kernels.window_scores.passes_triton import (
     columns_kernel,
+    flags_kernel,
     log_sum_kernel,
     partials_kernel,
 )
 from kvcompress_kernels.window_scores.pooled_triton import pooled_kernel
-from kvcompress_kernels.window_scores.result import WindowScores
+from kvcompress_kernels.window_scores.result import Outputs, WindowScores
 
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SPAN = 1024
 """Columns per program. It is fixed, so that a layer's scores do not depend on the batch."""
 LOG_SUM = {"SPAN": SPAN, "LINES": 32, "SPLITS": 64}
+FLAGS = {"SPAN": SPAN, "LINES": 256, "SPLITS": 8, "MAX_ERROR": 5e-5}
+"""`MAX_ERROR`: a layer is scored again if an attention sum differs from 1 by more than this."""
 
 
 def run_rows(
@@ -38,12 +43,15 @@ def run_rows(
     tokens: int,
     scale: float | torch.Tensor,
     lengths: torch.Tensor | None,
-    variance: bool,
-    maximum: bool,
-    pooled: bool,
+    outputs: Outputs,
     sinks: torch.Tensor | None = None,
+    row_log_sums: torch.Tensor | None = None,
 ) -> WindowScores:
-    """Score N rows with three launches, or four with `pooled`."""
+    """Score N rows with three launches, or four with a pooled maximum.
+
+    With `row_log_sums` there are five launches. The last three return at once if all sums are
+    right.
+    """
     name, (rows, w, heads, dim) = "window_scores", query.shape
     block = key_pages.shape[3]
     pages = pages.contiguous()
@@ -66,27 +74,26 @@ def run_rows(
         numbers=(factor, w, heads // key_pages.shape[1]),
         strides=(*query.stride(), pages.stride(0), *key_pages.stride()),
         layout=0 if pages.shape[1] == 1 else block,
-        splits=triton.cdiv(tokens, SPAN),
+        tokens=tokens,
+        ragged=ragged,
         dim=dim,
         itemsize=max(query.itemsize, key_pages.itemsize),
     )
-    row_tops, log_sums, shares = _log_sums(arguments, pooled, sinks)
-    scores = _columns(arguments, tokens, ragged, (row_tops, log_sums), variance, maximum, pooled)
-    if pooled:
-        shapes = _pooled_shapes(*arguments.model, architecture(query.device))
-        pooled_kernel[arguments.grid(shapes["HEADS"])](
-            *arguments.tensors,
-            row_tops,
-            log_sums,
-            shares,
-            scores.maximum,
-            *arguments.numbers,
-            tokens,
-            *arguments.strides,
-            BLOCK=arguments.layout,
-            **shapes,
-        )
-    return scores
+    if sinks is not None or outputs.pooled:
+        row_log_sums = None
+    columns = _Columns(arguments, outputs, one_pass=row_log_sums is not None)
+    if row_log_sums is not None and columns.one_pass:
+        flags = columns.launch_with_log_sums(row_log_sums.contiguous())
+        row_tops, log_sums, _ = _log_sums(arguments, flags=flags)
+        columns.launch(row_tops, log_sums, flags=flags)
+        return columns.scores()
+    row_tops, log_sums, shares = _log_sums(arguments, outputs.pooled, sinks)
+    columns.launch(row_tops, log_sums)
+    scores = columns.scores()
+    if shares is None:
+        return scores
+    maximum = _pooled_maximum(arguments, (row_tops, log_sums, shares), outputs.grouped)
+    return scores._replace(maximum=maximum)
 
 
 class _KernelArguments(NamedTuple):
@@ -97,7 +104,8 @@ class _KernelArguments(NamedTuple):
         numbers: factor of all rows, w, and query heads per KV head.
         strides: strides of the query, the pages and the key pages.
         layout: tokens per page, or 0 if each row is one page.
-        splits: number of spans of `SPAN` columns.
+        tokens: columns of the longest row.
+        ragged: whether rows may be shorter.
         dim: head dimension.
         itemsize: bytes of the wider of queries and keys.
     """
@@ -106,7 +114,8 @@ class _KernelArguments(NamedTuple):
     numbers: tuple[float, int, int]
     strides: tuple[int, ...]
     layout: int
-    splits: int
+    tokens: int
+    ragged: bool
     dim: int
     itemsize: int
 
@@ -124,10 +133,14 @@ class _KernelArguments(NamedTuple):
         assert keys is not None
         return query.shape[0], keys.shape[1], query.shape[2]
 
+    @property
+    def splits(self) -> int:
+        """Return the number of spans of `SPAN` columns."""
+        return -(-self.tokens // SPAN)
+
     def tiles(self, heads: int) -> int:
         """Return the number of tiles of `heads` query heads in a group."""
-        tiles: int = triton.cdiv(self.numbers[2], heads)
-        return tiles
+        return -(-self.numbers[2] // heads)
 
     def grid(self, heads: int, times: int = 1) -> tuple[int, int, int]:
         """Return the grid: tiles of `heads` query heads for every span, KV heads, rows."""
@@ -139,11 +152,29 @@ class _KernelArguments(NamedTuple):
         assert query is not None
         return torch.empty(shape, dtype=torch.float32, device=query.device)
 
+    def result(self, *shape: int) -> torch.Tensor:
+        """Allocate a result. Programs write nothing past a row's length."""
+        return self.new(*shape).zero_() if self.ragged else self.new(*shape)
+
+    def lines(self, heads: int, grouped: bool) -> int:
+        """Return the lines that programs of `heads` query heads write for a row.
+
+        One per query head, or with `grouped` one per program of each KV head.
+        """
+        _, kv_heads, query_heads = self.sizes
+        return kv_heads * self.tiles(heads) if grouped else query_heads
+
 
 def _log_sums(
-    arguments: _KernelArguments, pooled: bool, sinks: torch.Tensor | None
+    arguments: _KernelArguments,
+    pooled: bool = False,
+    sinks: torch.Tensor | None = None,
+    flags: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each line's maximum, log2 of its sum and pooling factor, ``[rows, Hq * w]`` each."""
+    """Return each line's maximum, log2 of its sum and pooling factor, ``[rows, Hq * w]`` each.
+
+    They are not initialised in a row whose flag is 0.
+    """
     (rows, _, heads), (_, w, _), splits = arguments.sizes, arguments.numbers, arguments.splits
     lines = heads * w
     tops, sums = arguments.new(2, rows, splits, lines)
@@ -157,6 +188,7 @@ def _log_sums(
         sums,
         past_sums,
         pooled_sums,
+        flags,
         *arguments.numbers,
         splits,
         *arguments.strides,
@@ -173,6 +205,7 @@ def _log_sums(
         log_sums,
         shares,
         None if sinks is None else sinks / math.log(2),
+        flags,
         lines,
         splits,
         w,
@@ -182,52 +215,125 @@ def _log_sums(
     return row_tops, log_sums, shares
 
 
-def _columns(
+class _Columns:
+    """The launches of `columns_kernel` and their results, except a pooled maximum."""
+
+    def __init__(self, arguments: _KernelArguments, outputs: Outputs, *, one_pass: bool) -> None:
+        query = arguments.tensors[0]
+        assert query is not None
+        self._arguments = arguments
+        self._grouped = outputs.grouped
+        (rows, kv_heads, _), (_, w, _) = arguments.sizes, arguments.numbers
+        sm, tokens, variance = architecture(query.device), arguments.tokens, outputs.variance
+        maximum = outputs.maximum and not outputs.pooled
+        self.one_pass = one_pass and _fits_one_pass(*arguments.model, sm, variance, maximum)
+        shapes = _columns_shapes(*arguments.model, sm, variance, maximum, self.one_pass)
+        self._shapes = shapes
+        heads = shapes["HEADS"]
+        lines = arguments.lines(heads, outputs.grouped)
+        parts = kv_heads * arguments.tiles(heads) * arguments.splits
+        self._total = arguments.result(rows, lines, tokens - w)
+        self._variance = arguments.result(rows, lines, tokens - w) if variance else None
+        self._recent = arguments.new(rows, lines, w)
+        self._last = arguments.result(rows, lines, tokens) if outputs.last else None
+        self._maximum = arguments.result(rows, lines, tokens) if maximum else None
+        self._entropies = arguments.result(rows, parts)
+        self._shifts = arguments.result(rows, parts) if variance else None
+
+    def launch(
+        self,
+        row_tops: torch.Tensor | None,
+        log_sums: torch.Tensor,
+        row_sums: torch.Tensor | None = None,
+        flags: torch.Tensor | None = None,
+    ) -> None:
+        """Write the results of all rows, or with `flags` of the rows whose flag is set."""
+        arguments = self._arguments
+        columns_kernel[arguments.grid(self._shapes["HEADS"])](
+            *arguments.tensors,
+            row_tops,
+            log_sums,
+            row_sums,
+            flags,
+            self._total,
+            self._variance,
+            self._recent,
+            self._last,
+            self._maximum,
+            self._entropies,
+            self._shifts,
+            *arguments.numbers,
+            arguments.tokens,
+            *arguments.strides,
+            BLOCK=arguments.layout,
+            GROUPED=self._grouped,
+            **self._shapes,
+        )
+
+    def launch_with_log_sums(self, row_log_sums: torch.Tensor) -> torch.Tensor:
+        """Write the results of all rows, and return the flags of rows with a wrong logsumexp."""
+        arguments = self._arguments
+        (rows, _, heads), (_, w, _) = arguments.sizes, arguments.numbers
+        row_sums = arguments.new(rows, arguments.splits, heads * w)
+        flags = torch.empty(rows, dtype=torch.int32, device=row_log_sums.device)
+        self.launch(None, row_log_sums, row_sums)
+        lengths = arguments.tensors[3]
+        flags_kernel[(rows,)](
+            row_sums, lengths, flags, heads * w, arguments.splits, **FLAGS, num_warps=4
+        )
+        return flags
+
+    def scores(self) -> WindowScores:
+        """Return the results."""
+        total, variance, recent = self._total, self._variance, self._recent
+        last, maximum = self._last, self._maximum
+        entropy = self._entropies.sum(1, dtype=torch.float64).float()
+        shift = torch.zeros_like(entropy)
+        if self._shifts is not None:
+            shift = self._shifts.sum(1, dtype=torch.float64).float()
+        if self._grouped:
+            kv_heads = self._arguments.sizes[1]
+            total, recent = _joined(total, kv_heads), _joined(recent, kv_heads)
+            variance = None if variance is None else _joined(variance, kv_heads)
+            last = None if last is None else _joined(last, kv_heads)
+            maximum = None if maximum is None else _joined(maximum, kv_heads, torch.maximum)
+        return WindowScores(total, variance, entropy, shift, recent, last, maximum)
+
+
+def _pooled_maximum(
     arguments: _KernelArguments,
-    tokens: int,
-    ragged: bool,
-    sums: tuple[torch.Tensor, torch.Tensor],
-    variance: bool,
-    maximum: bool,
-    pooled: bool,
-) -> WindowScores:
-    """Return the scores, except that a pooled maximum is left unwritten."""
-    (rows, kv_heads, heads), (_, w, _) = arguments.sizes, arguments.numbers
-
-    def result(*shape: int) -> torch.Tensor:
-        # Programs write nothing past a row's length.
-        return arguments.new(*shape).zero_() if ragged else arguments.new(*shape)
-
-    sm = architecture(sums[0].device)
-    shapes = _columns_shapes(*arguments.model, sm, variance, maximum and not pooled)
-    parts = kv_heads * arguments.tiles(shapes["HEADS"]) * arguments.splits
-    total, recent = result(rows, heads, tokens - w), arguments.new(rows, heads, w)
-    last = result(rows, heads, tokens)
-    variances = result(rows, heads, tokens - w) if variance else None
-    entropies = result(rows, parts)
-    shifts = result(rows, parts) if variance else None
-    highest = result(rows, heads, tokens) if maximum else None
-    columns_kernel[arguments.grid(shapes["HEADS"])](
+    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grouped: bool,
+) -> torch.Tensor:
+    """Return the maximum over the pooled rows."""
+    shapes = _pooled_shapes(*arguments.model, architecture(sums[0].device))
+    lines = arguments.lines(shapes["HEADS"], grouped)
+    maximum = arguments.result(arguments.sizes[0], lines, arguments.tokens)
+    pooled_kernel[arguments.grid(shapes["HEADS"])](
         *arguments.tensors,
         *sums,
-        total,
-        variances,
-        recent,
-        last,
-        None if pooled else highest,
-        entropies,
-        shifts,
+        maximum,
         *arguments.numbers,
-        tokens,
+        arguments.tokens,
         *arguments.strides,
         BLOCK=arguments.layout,
+        GROUPED=grouped,
         **shapes,
     )
-    entropy = entropies.sum(1, dtype=torch.float64).float()
-    shift = torch.zeros_like(entropy)
-    if shifts is not None:
-        shift = shifts.sum(1, dtype=torch.float64).float()
-    return WindowScores(total, variances, entropy, shift, recent, last, highest)
+    return _joined(maximum, arguments.sizes[1], torch.maximum) if grouped else maximum
+
+
+def _joined(
+    lines: torch.Tensor,
+    kv_heads: int,
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
+) -> torch.Tensor:
+    """Join the lines that several programs wrote for one KV head.
+
+    Adding one line at a time gives equal columns equal sums. The order of `torch.sum` may differ.
+    """
+    tiles = lines.shape[1] // kv_heads
+    return reduce(join, (lines[:, tile::tiles] for tile in range(tiles)))
 
 
 def _shapes(
@@ -252,7 +358,7 @@ def _shapes(
         "COLUMNS": 64,
         "SPAN": SPAN,
         "num_warps": 4,
-        "num_stages": 3,
+        "num_stages": 5,
     }
 
 
@@ -265,7 +371,8 @@ def _partials_shapes(w: int, group: int, dim: int, itemsize: int, pooled: bool) 
     """
     shapes = _shapes(w, group, dim, itemsize, 64, 128)
     wide = pooled and shapes["HEADS"] * shapes["WINDOW"] == 128
-    return {**shapes, "num_warps": 8 if wide else 4}
+    # More stages would spill on Blackwell.
+    return {**shapes, "num_warps": 8 if wide else 4, "num_stages": 3 if pooled else 5}
 
 
 def _log_sum_warps(pooled: bool) -> int:
@@ -274,21 +381,40 @@ def _log_sum_warps(pooled: bool) -> int:
 
 
 def _columns_shapes(
-    w: int, group: int, dim: int, itemsize: int, sm: int, variance: bool, maximum: bool
+    w: int,
+    group: int,
+    dim: int,
+    itemsize: int,
+    sm: int,
+    variance: bool,
+    maximum: bool,
+    one_pass: bool,
 ) -> dict[str, int]:
     """Return the configuration of `columns_kernel`.
 
-    `tl.dot` needs at least 16 rows. The maximum number of rows needs 8 warps, because several
-    ``[rows, columns]`` tiles are live. At 128 rows Blackwell, whose logits come from tensor memory,
-    would spill, and so would Ampere without the variance. With the maximum and 8 warps Ampere would
-    even spill at 64 rows.
+    `tl.dot` needs at least 16 rows. 4 warps share a tile of 64 keys along its keys, so that no sum
+    over rows crosses warps. With more rows they would spill, soonest on Blackwell, where logits
+    come from tensor memory, and with a variance before Triton 3.9. A head of more than 64 rows or
+    of several chunks needs 8 warps.
     """
-    max_rows = 64 if sm >= 100 or (sm < 90 and not variance) else 128
+    many_registers = variance and (maximum or _TRITON < (3, 9))
+    max_rows = 128 if sm == 90 and not many_registers else 64
+    if sm >= 100 and (dim > 128 or one_pass or (variance and maximum)):
+        max_rows = 32
     shapes = _shapes(w, group, dim, itemsize, 16, max_rows)
-    wide = shapes["HEADS"] * shapes["WINDOW"] == max_rows
-    wide |= sm >= 100 and w == 1
-    wide &= sm >= 90 or variance or not maximum
-    return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if wide else 4}
+    chunks = triton.cdiv(w, shapes["WINDOW"])
+    return {**shapes, "CHUNKS": chunks, "num_warps": 8 if w > 64 or chunks > 1 else 4}
+
+
+def _fits_one_pass(
+    w: int, group: int, dim: int, itemsize: int, sm: int, variance: bool, maximum: bool
+) -> bool:
+    """Return whether `columns_kernel` can add up each row of the attention.
+
+    A program needs all rows of its query heads at once. At D 256, it would spill on Blackwell.
+    """
+    shapes = _columns_shapes(w, group, dim, itemsize, sm, variance, maximum, True)
+    return shapes["CHUNKS"] == 1 and (sm < 100 or dim <= 128)
 
 
 def _pooled_shapes(w: int, group: int, dim: int, itemsize: int, sm: int) -> dict[str, int]:
@@ -315,13 +441,14 @@ def builds(sm: int) -> list[Build]:
             name=name,
             kernel=log_sum_kernel,
             signature={**pointers, "lines": "i32", "splits": "i32", "w": "i32"},
-            constexprs={**dict.fromkeys({*pooled, "sinks"} - set(pointers)), **LOG_SUM},
+            constexprs={**dict.fromkeys({*pooled, "sinks", "flags"} - set(pointers)), **LOG_SUM},
             warps=_log_sum_warps("shares" in pointers),
-            aligned=tuple(pointers),
+            aligned=tuple(name for name in pointers if name != "lengths"),
             wide_loads=False,
         )
         for name, pointers in (
             ("window_scores log_sum", plain),
+            ("window_scores log_sum flags", {**plain, "flags": "*i32"}),
             ("window_scores log_sum sinks", {**plain, "sinks": "*fp32"}),
             ("window_scores log_sum pooled", {**plain, **pooled}),
             ("window_scores log_sum pooled sinks", {**plain, **pooled, "sinks": "*fp32"}),
@@ -343,14 +470,18 @@ def _builds(dim: int, w: int, kind: str, sm: int, *, scaled: bool = False) -> li
     if scaled:
         inputs["factors"] = "*fp32"
     numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
-    aligned = [*inputs, *(x for x in strides if x != "s_pages")]
-    outputs = ("total_out", "recent_out", "last_out", "entropies")
-    optional = {"variance_out", "shifts", "maximum_out"}
+    varying = ("pages", "lengths", "s_pages")
+    aligned = [name for name in (*inputs, *strides) if name not in varying]
+    optional = {"row_tops", "row_sums", "variance_out", "shifts", "maximum_out", "last_out"}
 
     def build(kernel: Any, part: str, pointers: Sequence[str], size: str, config: Any) -> Build:
-        constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **config}
+        constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, "flags": None, **config}
+        if kernel is pooled_kernel:
+            del constexprs["flags"]
         if not scaled:
             constexprs["factors"] = None
+        one_chunk = config.get("CHUNKS", 1) == 1
+        logits = config["HEADS"] * config["WINDOW"] * config["COLUMNS"]
         suffix = float8_suffix(kind) + (" scaled" if scaled else "")
         return Build(
             name=f"window_scores {part} D{dim} w{w}{suffix}",
@@ -361,6 +492,8 @@ def _builds(dim: int, w: int, kind: str, sm: int, *, scaled: bool = False) -> li
             constexprs=constexprs,
             aligned=(*aligned, *pointers),
             tensor_cores=True,
+            logits=logits if one_chunk and kernel is not pooled_kernel else 0,
+            prefetches=one_chunk and "pooled" not in part,
         )
 
     def partials(part: str, *pointers: str) -> Build:
@@ -368,23 +501,42 @@ def _builds(dim: int, w: int, kind: str, sm: int, *, scaled: bool = False) -> li
         config = {**_partials_shapes(w, 4, dim, 2, bool(pointers)), **absent}
         return build(partials_kernel, part, ("tops", "sums", *pointers), "splits", config)
 
-    def columns(part: str, *pointers: str) -> Build:
+    def columns(part: str, *more: str, grouped: bool = True, passes: int = 2) -> Build:
+        pointers = (*more, "row_tops" if passes == 2 else "row_sums", "log_sums")
         made = [name in pointers for name in ("variance_out", "maximum_out")]
         absent = dict.fromkeys(optional - set(pointers))
-        config = {**_columns_shapes(w, 4, dim, 2, sm, *made), **absent}
-        arguments = ("row_tops", "log_sums", *outputs, *pointers)
-        return build(columns_kernel, part, arguments, "size", config)
+        config = _columns_shapes(w, 4, dim, 2, sm, made[0], made[1], passes == 1)
+        options = {**config, **absent, "GROUPED": grouped}
+        arguments = "total_out", "recent_out", "entropies", *pointers
+        return build(columns_kernel, part, arguments, "size", options)
 
-    pooled = ("row_tops", "log_sums", "shares", "maximum_out")
+    def pooled(part: str, *, grouped: bool = True) -> Build:
+        config = {**_pooled_shapes(w, 4, dim, 2, sm), "GROUPED": grouped}
+        pointers = "row_tops", "log_sums", "shares", "maximum_out"
+        return build(pooled_kernel, part, pointers, "size", config)
+
+    variance = "variance_out", "shifts"
     all_builds = [
         partials("partials"),
         partials("partials pooled", "past_sums", "pooled_sums"),
-        # Scorers may request a maximum, and CAKE also requests a variance.
         columns("plain"),
-        columns("maximum", "maximum_out"),
-        columns("all", "variance_out", "shifts"),
-        build(pooled_kernel, "pooled", pooled, "size", _pooled_shapes(w, 4, dim, 2, sm)),
+        pooled("pooled"),
     ]
-    if w > 1:  # The variance needs two rows.
-        all_builds.append(columns("all maximum", "variance_out", "shifts", "maximum_out"))
+    if w > 1:  # The variance needs two rows. CAKE reads it.
+        all_builds += [
+            columns("variance", *variance),
+            columns("heads all", *variance, "last_out", "maximum_out", grouped=False),
+        ]
+    if _fits_one_pass(w, 4, dim, 2, sm, False, False):
+        all_builds.append(columns("plain, one pass", passes=1))
+    if w > 1 and _fits_one_pass(w, 4, dim, 2, sm, True, False):
+        all_builds.append(columns("variance, one pass", *variance, passes=1))
+    if w == 32:  # Further combinations that scorers read.
+        all_builds += [
+            columns("maximum", "maximum_out"),
+            columns("last", "last_out"),
+            columns("variance maximum", *variance, "maximum_out"),
+            columns("heads", grouped=False),
+            pooled("pooled heads", grouped=False),
+        ]
     return all_builds

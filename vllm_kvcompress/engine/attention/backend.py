@@ -38,9 +38,13 @@ class LayerMetadata(Protocol):
     def __getitem__(self, layer: int, /) -> Any: ...
 
 
-def attach_layers(batch_metadata: Any, layers: LayerMetadata) -> None:
-    """Attach each layer's metadata to the batch's metadata, which vLLM passes to every layer."""
+def attach_layers(batch_metadata: Any, layers: LayerMetadata, ring: QueryRing | None) -> None:
+    """Attach each layer's metadata to the batch's metadata, which vLLM passes to every layer.
+
+    Also record whether the batch's queries are stored in the ring.
+    """
     batch_metadata.kvcompress = layers
+    batch_metadata.kvcompress_ring = ring is not None and ring.stores_queries
 
 
 def layers_of(batch_metadata: Any) -> LayerMetadata | None:
@@ -50,9 +54,8 @@ def layers_of(batch_metadata: Any) -> LayerMetadata | None:
 
 
 def keeps_queries(batch_metadata: Any) -> bool:
-    """Return whether the page pool's ring is laid out for this batch, so queries can be stored."""
-    has_layers = layers_of(batch_metadata) is not None
-    return has_layers or bool(getattr(batch_metadata, "kvcompress_ring", False))
+    """Return whether the batch's queries are stored in the page pool's ring."""
+    return bool(getattr(batch_metadata, "kvcompress_ring", False))
 
 
 class GroupRows(NamedTuple):
@@ -82,10 +85,6 @@ def group_rows_of(batch_metadata: Any) -> GroupRows | None:
     return rows
 
 
-def _lay_out(ring: QueryRing, common: CommonAttentionMetadata) -> None:
-    ring.lay_out(common.query_start_loc, common.num_actual_tokens, common.max_query_len)
-
-
 class CompressedBuilder:
     """Mixin for a metadata builder that passes each batch to the compressor."""
 
@@ -106,25 +105,39 @@ class CompressedBuilder:
         )
         return compressor.pool.slots(request_ids)
 
-    @staticmethod
     def _layers(
-        pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
+        self, pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
     ) -> LayerTables:
         """Refresh and return each layer's tables and lengths; lay out the query ring."""
+        self._begin_ring(pool, slots)
         layer_tables = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
-        if pool.ring is not None:
-            _lay_out(pool.ring, common)
+        self._lay_out(pool, common)
         return layer_tables
 
-    @staticmethod
     def _lay_out_ring(
-        pool: PagePool, common: CommonAttentionMetadata, slots: list[int], batch_metadata: Any
+        self,
+        pool: PagePool,
+        common: CommonAttentionMetadata,
+        slots: list[int],
+        batch_metadata: Any,
     ) -> None:
         """Lay out the query ring for a batch in which all layers read vLLM's blocks."""
+        self._begin_ring(pool, slots)
         pool.set_batch_rows(slots, common.seq_lens, len(slots))
+        self._lay_out(pool, common)
+        batch_metadata.kvcompress_ring = pool.ring is not None and pool.ring.stores_queries
+
+    def _begin_ring(self, pool: PagePool, slots: list[int]) -> None:
         if pool.ring is not None:
-            _lay_out(pool.ring, common)
-            batch_metadata.kvcompress_ring = True
+            # Outside a step, a graph may be captured for steps that store queries.
+            running = self._compressor is not None and self._compressor.running
+            pool.ring.begin_batch(slots, recorded=not running)
+
+    @staticmethod
+    def _lay_out(pool: PagePool, common: CommonAttentionMetadata) -> None:
+        if pool.ring is not None:
+            tokens, max_query_len = common.num_actual_tokens, common.max_query_len
+            pool.ring.lay_out(common.query_start_loc, tokens, max_query_len)
 
 
 class CompressedImpl(ABC):
@@ -208,7 +221,8 @@ class CompressedImpl(ABC):
         if query.itemsize == 1:
             # vLLM quantised the queries; `Scales` includes their scale.
             query = query.to(compressor.queries_dtype)
-        if keeps and compressor.pool.ring is not None:
+        if keeps:
+            assert compressor.pool.ring is not None, self._layer
             compressor.pool.ring.store(self._layer, query)
         if compressor.watching:
             compressor.after_attention(self._layer, query)

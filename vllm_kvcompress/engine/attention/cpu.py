@@ -84,7 +84,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
                 )
             )
         batch = copy.copy(layers[0])
-        attach_layers(batch, layers)
+        attach_layers(batch, layers, pool.ring)
         if group_rows is not None:
             attach_group_rows(batch, group_rows)
         return batch

@@ -7,12 +7,14 @@ metadata.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -36,7 +38,12 @@ from vllm_kvcompress.engine.attention.backend import (
     attach_layers,
     layers_of,
 )
+from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
+
+# FlashAttention versions whose log-sum-exp is float32 ``[Hq, tokens]``, the natural logarithm of
+# each query's softmax sum over the scaled logits.
+_VERSIONS_WITH_LOG_SUMS = (2, 3)
 
 
 class _PerLayer:
@@ -93,7 +100,7 @@ class _PersistentBuilder(CompressedBuilder):
             if not compressor.running or pool.have_groups(slots):
                 rows = GroupRows(tables, lengths, query_start, common.max_query_len)
                 attach_group_rows(metadata, rows)
-        attach_layers(metadata, _PerLayer(metadata, tables, vllm_lengths))
+        attach_layers(metadata, _PerLayer(metadata, tables, vllm_lengths), pool.ring)
         return metadata
 
 
@@ -125,8 +132,42 @@ class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder
         return metadata
 
 
+@contextmanager
+def _keeping_log_sums(compressor: PromptCompressor) -> Iterator[None]:
+    """Pass the log-sum-exp of FLASH_ATTN's next call to the compressor.
+
+    FlashAttention computes it for its softmax, and vLLM discards it. If vLLM requests it, vLLM
+    merges several calls (cascade attention). Each call's value then covers only some keys, so skip
+    it.
+    """
+    attend = flash_attn.flash_attn_varlen_func
+
+    def attend_and_keep(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("return_softmax_lse"):
+            return attend(*args, **kwargs)
+        output, log_sums = attend(*args, return_softmax_lse=True, **kwargs)
+        if log_sums.shape == kwargs["q"].shape[1::-1] and log_sums.dtype == torch.float32:
+            compressor.note_log_sums(log_sums)
+        return output
+
+    flash_attn.flash_attn_varlen_func = attend_and_keep
+    try:
+        yield
+    finally:
+        flash_attn.flash_attn_varlen_func = attend
+
+
 class CompressedFlashImpl(CompressedImpl, FlashAttentionImpl):
     """FLASH_ATTN's attention, reading from the page pool."""
+
+    def forward(self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        compressor = self._compressor
+        if compressor is None or not compressor.keeps_log_sums:
+            return super().forward(layer, query, *args, **kwargs)
+        if self.vllm_flash_attn_version not in _VERSIONS_WITH_LOG_SUMS:
+            return super().forward(layer, query, *args, **kwargs)
+        with _keeping_log_sums(compressor):
+            return super().forward(layer, query, *args, **kwargs)
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED

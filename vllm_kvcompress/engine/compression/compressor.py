@@ -72,7 +72,10 @@ class PromptCompressor:
         self.adder = AttentionAdder(self.packer)
         self._prefills: dict[str, PrefillState] = {}
         self._step: StepState | None = None
+        # FlashAttention's log-sum-exp is untested against ours with sinks or a quantised cache.
+        self._uses_log_sums = scales.sinks is None and pool.elements is pool.pages
 
+    @torch.inference_mode()
     def begin_step(self, output: SchedulerOutput) -> None:
         """Read the scheduler's plan and drop the state of finished and preempted requests.
 
@@ -142,7 +145,12 @@ class PromptCompressor:
                 step.jobs.append(self._job_without_chunks(pack_request, row, block_table))
                 continue
             span = self._span(
-                step, pack_request.request_id, pack_request.settings, row, query_start
+                step,
+                pack_request.request_id,
+                pack_request.settings,
+                row,
+                query_start,
+                packs_prompt=pack_request.nothing_dropped,
             )
             span.blocks = self._blocks(block_table, row, pack_request.tokens)
             step.jobs.append(self._job_with_chunk_queries(step, pack_request, span))
@@ -194,8 +202,14 @@ class PromptCompressor:
         settings: CompressionConfig,
         row: int,
         query_start: Sequence[int],
+        *,
+        packs_prompt: bool = False,
     ) -> BatchSpan:
-        """Return a chunk's `BatchSpan`; observe its layers if the method reads attention."""
+        """Return a chunk's `BatchSpan`; observe its layers if the method reads attention.
+
+        Args:
+            packs_prompt: whether the prompt is packed after this chunk, and nothing was dropped.
+        """
         method = method_of(settings)
         start, stop = int(query_start[row]), int(query_start[row + 1])
         probe = step.probes[request_id].rows if request_id in step.probes else 0
@@ -209,6 +223,12 @@ class PromptCompressor:
         span = BatchSpan(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
         if method.reads & _ATTENTION:
             step.spans.append(span)
+        if Reads.WINDOW in method.reads and self._uses_log_sums:
+            # Only the prompt's last chunk, if it has all window queries and no other tokens.
+            has_drafts = request_id in step.drafts
+            is_last = packs_prompt and stop - start >= prefill.window
+            span.keeps_log_sums = is_last and not has_drafts and not probe
+            step.keeps_log_sums |= span.keeps_log_sums
         return span
 
     def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
@@ -238,6 +258,7 @@ class PromptCompressor:
             row=span.row,
             blocks=span.blocks,
             queries=prefill.probe if pack_request.plan.probe else prefill.queries,
+            log_sums=prefill.log_sums if span.keeps_log_sums else {},
             sums=prefill.sums,
             stopwatch=prefill.stopwatch,
         )
@@ -288,6 +309,21 @@ class PromptCompressor:
         """Return whether this step has prefills that `after_attention` observes."""
         return self._step is not None and bool(self._step.spans)
 
+    @property
+    def keeps_log_sums(self) -> bool:
+        """Return whether a prefill in this step uses the log-sum-exp of its attention."""
+        return self._step is not None and self._step.keeps_log_sums
+
+    def note_log_sums(self, log_sums: torch.Tensor) -> None:
+        """Note the log-sum-exp of a layer's attention, before its `after_attention`.
+
+        Args:
+            log_sums: ``[Hq, num_tokens]`` float32, the natural logarithm of each query's softmax
+                sum over the scaled logits of all tokens up to its own.
+        """
+        assert self._step is not None
+        self._step.log_sums = log_sums
+
     def after_attention(self, layer: int, query: torch.Tensor) -> None:
         """Keep the queries and attention sums of this chunk that packing will need.
 
@@ -298,10 +334,15 @@ class PromptCompressor:
         step = self._step
         assert step is not None
         step.layers_observed += 1
+        log_sums, step.log_sums = step.log_sums, None
         for span in step.spans:
             prefill = span.prefill
             reads = prefill.method.reads_of(layer)
             if Reads.WINDOW in reads:
+                if span.keeps_log_sums and log_sums is not None:
+                    latest = log_sums[:, span.stop - prefill.window : span.stop]
+                    # Copy, because the rest of the tensor is as long as the batch.
+                    prefill.log_sums[layer] = latest.clone()
                 prefill.queries[layer] = self._last_queries(layer, span, query)
                 if span.probe:
                     prefill.probe[layer] = query[span.stop : span.stop + span.probe].clone()
@@ -332,6 +373,7 @@ class PromptCompressor:
             sums[:, : earlier.shape[1]] += earlier
         prefill.sums[layer] = sums
 
+    @torch.inference_mode()
     def end_step(self) -> int | None:
         """Pack the requests of the plan; attention reads the packed pages from the next step on.
 
@@ -419,6 +461,7 @@ class PromptCompressor:
         counted = self._role_counts.take(pack_request.request_id)
         self.reports.add(pack_request, pages, stopwatch, counted)
 
+    @torch.inference_mode()
     def warm_up(self, max_tokens: int) -> None:
         """Compile every kernel by packing dummy requests, so that no real request waits for it.
 

@@ -1,16 +1,18 @@
 """Scores, selects and moves the tokens of requests after a step, without device syncs.
 
 The same path packs prompts at the end of prefill, prompts in pieces, and growing outputs. A row is
-one layer of one request. Rows of a request that has dropped no token have no `lengths` tensor; the
-page pool supplies the lengths of other rows.
+one layer of one request. The rows of a single prompt that has dropped no token are equally long and
+need no `lengths` tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.devices import to_device
@@ -19,15 +21,20 @@ from vllm_kvcompress.engine.compression.mover import Move, Mover, SourcePages
 from vllm_kvcompress.engine.compression.protected_slots import ProtectedSlots
 from vllm_kvcompress.engine.compression.reports import Stopwatch
 from vllm_kvcompress.engine.messages.step import PackRequest
+from vllm_kvcompress.engine.pages.pool import PackedBlocks
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.kept_slots import kept_slots, max_layer_pages
-from vllm_kvcompress.methods.method import LayerObservation, Method
+from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, max_layer_pages
+from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.protected import ProtectedTokens
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.memory import layers_per_batch, requests_per_pack
+from vllm_kvcompress.planning.memory import (
+    MAX_SCORED_PROMPTS,
+    requests_per_pack,
+    scored_tokens,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +49,8 @@ class PackJob:
             blocks whose tokens are packed already.
         queries: for a prompt without a look-ahead, by layer whose window is scored, the last
             ``[w, Hq, D]`` queries or those of the probe. Other queries are in the page pool's ring.
+        log_sums: by layer in `queries`, the log-sum-exp ``[Hq, w]`` float32 of each query's scaled
+            logits, if the attention backend returned it.
         sums: for a prompt that has dropped no token, by layer that needs them, column sums
             ``[Hq, S]`` float32. Other sums are in the page pool.
         stopwatch: measures the packing time; None to skip the measurement.
@@ -52,6 +61,7 @@ class PackJob:
     row: int = 0
     blocks: torch.Tensor | None = None
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    log_sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
     sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
 
@@ -67,8 +77,7 @@ slot), and the number of pages ``[L]`` int32 of each layer.
 class Packer:
     """Packs requests in one worker's page pool, after the forward pass.
 
-    Uncompressed prompts are packed one at a time, so only one prompt's scores use memory. Other
-    requests with the same method share kernel launches, up to the memory of one longest prompt.
+    Requests with the same method share kernel launches, up to the memory of one longest prompt.
 
     Args:
         mover: reads and writes the pages of this worker's layers.
@@ -84,7 +93,8 @@ class Packer:
 
     def rows_per_launch(self, tokens: int) -> int:
         """Return how many rows of `tokens` tokens one launch scores."""
-        return layers_per_batch(self.pool.max_layer_tokens, tokens)
+        limit = scored_tokens(self.num_layers, self.pool.max_layer_tokens)
+        return max(min(limit // tokens, self.num_layers * MAX_SCORED_PROMPTS), 1)
 
     def paged_layers(self, source: SourcePages, layers: Sequence[int], reads: Reads) -> PagedLayers:
         """Return the rows in the form that a method takes.
@@ -109,7 +119,7 @@ class Packer:
             max_tokens=source.max_tokens,
             scale=scale,
             layers=layers,
-            value_scales=[scales.values[layer] for layer in layers],
+            value_scale=1.0 if source.lengths is not None else scales.values_of_layers(layers),
             sinks=sinks,
         )
 
@@ -148,7 +158,7 @@ class Packer:
             with ExitStack() as stopwatches:
                 for job in group:
                     if job.stopwatch is not None:
-                        stopwatches.enter_context(job.stopwatch.running())
+                        stopwatches.enter_context(job.stopwatch.running(shared_by=len(group)))
                 counts = self._pack(group)
             kept |= {job.pack_request.request_id: n for job, n in zip(group, counts, strict=True)}
         return kept
@@ -185,20 +195,51 @@ class Packer:
         pool.add_groups(pack_request.request_id, targets, tokens, plan.page_tokens, len(blocks))
 
     def _groups(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
-        """Yield uncompressed prompts one by one, then groups of jobs with an equal `_group_key`."""
-        yield from ([job] for job in jobs if job.pack_request.nothing_dropped)
-        partly_packed = [job for job in jobs if not job.pack_request.nothing_dropped]
-        ordered = sorted(
-            partly_packed, key=lambda job: (_group_key(job), job.pack_request.plan.tokens)
-        )
-        for _, equal_keys in groupby(ordered, key=_group_key):
-            group = list(equal_keys)
+        """Yield the jobs in groups that share kernel launches.
+
+        Jobs with an equal `_group_key` share launches, as many as fit into memory. Some prompts
+        must be packed alone (`_packs_alone`).
+        """
+        groups = dict[tuple[Any, ...], list[PackJob]]()
+        for job in jobs:
+            if _packs_alone(job):
+                yield [job]
+            else:
+                groups.setdefault(self._group_key(job), []).append(job)
+        for group in groups.values():
+            group.sort(key=lambda job: job.pack_request.plan.tokens)
             # Size launches for the longest request (the last) and the most pages of any request.
             largest = max((job.pack_request.plan for job in group), key=lambda plan: plan.pages)
             plan = replace(largest, tokens=group[-1].pack_request.plan.tokens)
-            launch_size = requests_per_pack(plan, self.pool.max_layer_tokens)
+            staged = any(job.pack_request.in_place for job in group)
+            launch_size = requests_per_pack(plan, self.pool.max_layer_tokens, staged=staged)
             for start in range(0, len(group), launch_size):
                 yield group[start : start + launch_size]
+
+    def _group_key(self, job: PackJob) -> tuple[Any, ...]:
+        """Return the key on which requests must agree to share kernel launches.
+
+        It consists of the method, whether tokens were dropped, the source and number of queries,
+        the number of last tokens that are always kept, and the number of protected tokens (before
+        these, and in total). With merging it also has the tail length.
+        """
+        pack_request, plan = job.pack_request, job.pack_request.plan
+        return (
+            job.method,
+            pack_request.prefill,
+            pack_request.nothing_dropped,
+            pack_request.destination is None,
+            pack_request.request_id in self.pool,
+            pack_request.uses_ring_queries,
+            plan.window,
+            plan.allocator_window or plan.window,
+            plan.scored_by_output,
+            plan.kept_after,
+            plan.tail if job.method.merge else 0,
+            plan.page_tokens,
+            plan.protected_in_pages,
+            count_before(plan.spans, pack_request.tokens),
+        )
 
     def _pack(self, jobs: Sequence[PackJob]) -> list[torch.Tensor]:
         """Pack one group; return the pages ``[L]`` of each request's layers."""
@@ -209,27 +250,40 @@ class Packer:
         # Requests with a slot in the pool may be packed again, so the method keeps state for them.
         packed_again = all(pack_request.request_id in pool for pack_request in pack_requests)
         observed = self._observe(jobs, source)
-        request_counts, request_targets, max_pages = [], [], 0
-        for index, pack_request in enumerate(pack_requests):
-            rows = slice(index * layers, (index + 1) * layers)
-            counts, targets, max_request_pages = self._divide(
-                method, pack_request, observed[rows], source.slice_rows(rows)
+        divided = [
+            self._divide(method, pack_request, observed[rows], source.slice_rows(rows))
+            for pack_request, rows in zip(
+                pack_requests, _row_ranges(len(jobs), layers), strict=True
             )
-            request_counts.append(counts)
-            request_targets.append(targets)
-            max_pages = max(max_pages, max_request_pages)
-        counts, scores = torch.cat(request_counts), method.scores(observed)
+        ]
+        request_counts = [counts for counts, _ in divided]
+        max_pages = max(max_request_pages for _, max_request_pages in divided)
+        counts, scores = _concatenated(request_counts), method.scores(observed)
         del observed
+        in_pages = _concatenated(
+            [
+                kept_in_pages(pack_request.plan, counts)
+                for pack_request, counts in zip(pack_requests, request_counts, strict=True)
+            ]
+        )
+        group_tokens = None if plan.packed_page_tokens is None else in_pages
+        targets = self._assign(
+            pack_requests,
+            counts.view(-1, layers),
+            None if group_tokens is None else group_tokens.view(-1, layers),
+        )
         protected = self.protected.before(pack_requests, source, heads=scores.shape[1])
         guarded = None if protected is None else ProtectedTokens(slots=protected)
         kept = kept_slots(
             scores,
             source.tokens,
-            counts,
+            in_pages,
             window=plan.window,
-            tail=plan.tail,
-            page_tokens=plan.page_tokens,
-            max_layer_pages=max_pages,
+            tail=self._tails(pack_requests),
+            width=max(
+                min(max_pages * plan.page_tokens, pack_request.plan.max_tokens_in_pages)
+                for pack_request in pack_requests
+            ),
             selector=method.selector,
             protected=guarded,
         )
@@ -238,13 +292,13 @@ class Packer:
             source=source,
             kept=kept,
             counts=counts,
-            targets=torch.cat(request_targets)[:, :max_pages],
+            targets=_concatenated(targets)[:, :max_pages],
             total=sum(pack_request.plan.pages for pack_request in pack_requests),
             in_place=any(pack_request.in_place for pack_request in pack_requests),
             merging=self._merging(method, pack_requests, source, kept.shape[1])
             if method.merge
             else None,
-            group_tokens=_group_tokens(plan, counts),
+            group_tokens=group_tokens,
         )
         pool_sums = pool.sums if packed_again and Reads.COLUMN_SUMS in method.reads else None
         sums = None if pool_sums is None else pool_sums.read(source.pages)
@@ -263,20 +317,25 @@ class Packer:
             self._notify(pack_request, request_kept, page_counts)
         return request_counts
 
+    def _tails(self, pack_requests: Sequence[PackRequest]) -> int | torch.Tensor:
+        """Return the tail tokens of all rows: one number if they are equal, else ``[N]`` int32."""
+        tails = [pack_request.plan.tail for pack_request in pack_requests]
+        return tails[0] if len(set(tails)) == 1 else self._per_row(tails)
+
+    def _per_row(self, values: Sequence[int]) -> torch.Tensor:
+        """Return each value once per layer, ``[R * L]`` int32 on the device, without a sync."""
+        per_row = [value for value in values for _ in range(self.num_layers)]
+        device = self.pool.pages.device
+        on_device: torch.Tensor = async_tensor_h2d(per_row, device=device, dtype=torch.int32)
+        return on_device
+
     def _pack_all(self, pack_request: PackRequest, source: SourcePages) -> torch.Tensor:
         """Pack all tokens of a prompt; return the pages ``[L]`` of its layers."""
-        pool, plan = self.pool, pack_request.plan
+        plan = pack_request.plan
         assert pack_request.destination is not None, pack_request
         kept, counts = self._all_slots(plan)
-        free = pool.destination(pack_request.destination)
-        group_tokens = _group_tokens(plan, counts)
-        targets = pool.assign(
-            pack_request.request_id,
-            free,
-            counts,
-            pack_request.tokens // pool.block_size,
-            group_tokens,
-        )
+        group_tokens = kept_in_pages(plan, counts)
+        (targets,) = self._assign([pack_request], counts[None], group_tokens[None])
         self.mover.move(
             Move(
                 source=source,
@@ -314,15 +373,23 @@ class Packer:
             observer(pack_request, kept, counts)
 
     def _source_of(self, jobs: Sequence[PackJob]) -> SourcePages:
-        """Return the jobs' pages: an uncompressed prompt's blocks, or this step's page tables."""
-        if jobs[0].pack_request.nothing_dropped:
-            assert jobs[0].blocks is not None, jobs
-            pages = self.pool.flat_ids_in_all_layers(jobs[0].blocks)
-            max_tokens = jobs[0].pack_request.plan.tokens
-            return SourcePages(pages=pages, lengths=None, max_tokens=max_tokens)
+        """Return the jobs' pages: uncompressed prompts' blocks, or this step's page tables."""
         plans = [job.pack_request.plan for job in jobs]
-        max_pages = max(-(-plan.tokens // plan.block_size) for plan in plans)
-        return self.source_pages(*self.pool.row_tables([job.row for job in jobs], max_pages))
+        max_tokens = max(plan.tokens for plan in plans)
+        if not jobs[0].pack_request.nothing_dropped:
+            max_pages = max(-(-plan.tokens // plan.block_size) for plan in plans)
+            return self.source_pages(*self.pool.row_tables([job.row for job in jobs], max_pages))
+        request_blocks = [job.blocks for job in jobs if job.blocks is not None]
+        assert len(request_blocks) == len(jobs), jobs
+        if len(jobs) == 1:
+            pages = self.pool.flat_ids_in_all_layers(request_blocks[0])
+            return SourcePages(pages=pages, lengths=None, max_tokens=max_tokens)
+        blocks = pad_sequence(request_blocks, batch_first=True)
+        return SourcePages(
+            pages=self.pool.flat_ids_in_all_layers(blocks[:, None]).flatten(0, 1),
+            lengths=self._per_row([plan.tokens for plan in plans]),
+            max_tokens=max_tokens,
+        )
 
     def source_pages(self, tables: torch.Tensor, lengths: torch.Tensor) -> SourcePages:
         """Return the pages of batch rows as `SourcePages`.
@@ -339,51 +406,80 @@ class Packer:
             pages=tables.flatten(0, 1), lengths=lengths.flatten(), max_tokens=max_tokens
         )
 
-    def _observe(self, jobs: Sequence[PackJob], source: SourcePages) -> list[LayerObservation]:
+    def _observe(self, jobs: Sequence[PackJob], source: SourcePages) -> LayerObservations:
         """Score every row, as many per launch as fit into memory."""
-        method, layers, observed = jobs[0].method, self.num_layers, dict[int, LayerObservation]()
-        plan = jobs[0].pack_request.plan
-        window, uses_ring = plan.window, jobs[0].pack_request.uses_ring_queries
-        ring_queries = self._queries_in_ring(jobs, window) if uses_ring else None
-        launch_size = self.rows_per_launch(source.max_tokens)
-        for scored in (True, False):
-            rows = [
-                row
-                for row in range(len(source.pages))
-                if method.scores_layer(row % layers) is scored
+        method, layers, num_rows = jobs[0].method, self.num_layers, len(source.pages)
+        ring_indices = self._ring_indices(jobs)
+        scored = [row for row in range(num_rows) if method.scores_layer(row % layers)]
+        if len(scored) == num_rows:
+            parts = [
+                (rows, self._observe_rows(jobs, source, rows, ring_indices))
+                for rows in self._launches(scored, source.max_tokens)
             ]
-            reads = method.reads if scored else method.allocator.reads
-            for start in range(0, len(rows), launch_size):
-                launch_rows = rows[start : start + launch_size]
-                launch_source = _select_source_rows(source, launch_rows)
-                paged_layers = self.paged_layers(
-                    launch_source, [row % layers for row in launch_rows], reads
-                )
-                attention = sums = None
-                if Reads.WINDOW in reads:
-                    if ring_queries is None:
-                        query = self._queries(jobs, launch_rows, window)
-                    else:
-                        query = _select_rows(ring_queries, launch_rows)
-                    attention = method.attention(
-                        paged_layers,
-                        query,
-                        plan.allocator_window,
-                        scored_by_output=plan.scored_by_output,
-                    )
-                if Reads.COLUMN_SUMS in reads:
-                    sums = self._sums(jobs, launch_rows, launch_source)
-                observations = method.observe(paged_layers, window, attention, sums, scored=scored)
-                observed |= zip(launch_rows, observations, strict=True)
-        return [observed[row] for row in range(len(source.pages))]
+            return join_observations([part for _, part in parts], [len(rows) for rows, _ in parts])
+        # Some layers reuse another layer's scores. Observe both kinds separately, then restore the
+        # order.
+        by_row = dict[int, LayerObservations]()
+        reusing = [row for row in range(num_rows) if not method.scores_layer(row % layers)]
+        for kind in (scored, reusing):
+            for rows in self._launches(kind, source.max_tokens):
+                part = self._observe_rows(jobs, source, rows, ring_indices, scored=kind is scored)
+                by_row |= {row: part[index : index + 1] for index, row in enumerate(rows)}
+        return join_observations([by_row[row] for row in range(num_rows)], [1] * num_rows)
 
-    def _queries_in_ring(self, jobs: Sequence[PackJob], window: int) -> torch.Tensor | None:
-        """Return the last ``[N, w, Hq, D]`` queries of every row, or None if none are needed."""
-        if Reads.WINDOW not in jobs[0].method.reads:
+    def _launches(self, rows: Sequence[int], tokens: int) -> Iterator[Sequence[int]]:
+        """Yield the rows that each launch scores, given the tokens of the longest row."""
+        size = self.rows_per_launch(tokens)
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
+
+    def _observe_rows(
+        self,
+        jobs: Sequence[PackJob],
+        source: SourcePages,
+        rows: Sequence[int],
+        ring_indices: torch.Tensor | None,
+        *,
+        scored: bool = True,
+    ) -> LayerObservations:
+        """Return the observations of some rows, without scores unless `scored`.
+
+        Args:
+            ring_indices: where the ring has the window queries of all rows, if it stores them.
+        """
+        method, plan = jobs[0].method, jobs[0].pack_request.plan
+        reads = method.reads if scored else method.allocator.reads
+        row_source = _select_source_rows(source, rows)
+        paged_layers = self.paged_layers(row_source, [row % self.num_layers for row in rows], reads)
+        attention = sums = log_sums = None
+        if Reads.WINDOW in reads:
+            if ring_indices is None:
+                query = self._queries(jobs, rows, plan.window)
+                if jobs[0].pack_request.nothing_dropped:
+                    log_sums = self._log_sums(jobs, rows, plan.window)
+            else:
+                assert self.pool.ring is not None, jobs
+                query = self.pool.ring.gather(_select_rows(ring_indices, rows))
+            attention = method.attention(
+                paged_layers,
+                query,
+                plan.allocator_window,
+                scored_by_output=plan.scored_by_output,
+                row_log_sums=log_sums,
+            )
+        if Reads.COLUMN_SUMS in reads:
+            sums = self._sums(jobs, rows, row_source)
+        return method.observe(paged_layers, plan.window, attention, sums, scored=scored)
+
+    def _ring_indices(self, jobs: Sequence[PackJob]) -> torch.Tensor | None:
+        """Return where the ring has every row's window queries ``[N, w]``, if it stores them."""
+        pack_request, pool = jobs[0].pack_request, self.pool
+        if not pack_request.uses_ring_queries or Reads.WINDOW not in jobs[0].method.reads:
             return None
-        assert self.pool.ring is not None, jobs
-        slots = self.pool.slots([job.pack_request.request_id for job in jobs])
-        return self.pool.ring.latest(slots, [job.pack_request.tokens for job in jobs], window)
+        assert pool.ring is not None, jobs
+        slots = pool.slots([job.pack_request.request_id for job in jobs])
+        tokens = [job.pack_request.tokens for job in jobs]
+        return pool.ring.indices(slots, tokens, pack_request.plan.window)
 
     def _queries(self, jobs: Sequence[PackJob], rows: Sequence[int], window: int) -> torch.Tensor:
         """Return the last ``[n, w, Hq, D]`` queries of the given rows of prompts.
@@ -404,6 +500,19 @@ class Packer:
             queries.append(query)
         return queries[0][None] if len(queries) == 1 else torch.stack(queries)
 
+    def _log_sums(
+        self, jobs: Sequence[PackJob], rows: Sequence[int], window: int
+    ) -> torch.Tensor | None:
+        """Return the log-sum-exp ``[n, Hq, w]`` of the rows' queries, or None if one is missing."""
+        log_sums = []
+        for row in rows:
+            request_index, layer = divmod(row, self.num_layers)
+            layer_log_sums = jobs[request_index].log_sums.get(layer)
+            if layer_log_sums is None or layer_log_sums.shape[1] != window:
+                return None
+            log_sums.append(layer_log_sums)
+        return log_sums[0][None] if len(log_sums) == 1 else torch.stack(log_sums)
+
     def _sums(
         self, jobs: Sequence[PackJob], rows: Sequence[int], source: SourcePages
     ) -> torch.Tensor:
@@ -422,30 +531,55 @@ class Packer:
         self,
         method: Method,
         pack_request: PackRequest,
-        observed: Sequence[LayerObservation],
+        observed: LayerObservations,
         source: SourcePages,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, int]:
         """Divide a request's pages among its layers.
 
         Returns:
-            Page counts ``[L]`` int32, the pages ``[L, max_blocks]`` int32, and an upper bound on
-            the page counts that the host knows without a sync.
+            Page counts ``[L]`` int32, and an upper bound on them that the host knows without a
+            sync.
         """
         pool, plan = self.pool, pack_request.plan
-        first_block = pack_request.tokens // pool.block_size
         if pack_request.destination is None:
-            targets, counts = pool.packed(pack_request.request_id)
-            pool.set_first_block(pack_request.request_id, first_block)
-            return counts, targets, min(max_layer_pages(plan, counts), pool.max_layer_pages)
-        lengths = source.lengths
-        caps = None if lengths is None else ((lengths - plan.probe) // pool.block_size).long()
+            _, counts = pool.packed(pack_request.request_id)
+            return counts, min(max_layer_pages(plan, counts), pool.max_layer_pages)
+        caps = None
+        if not pack_request.nothing_dropped:
+            assert source.lengths is not None, pack_request
+            caps = ((source.lengths - plan.probe) // pool.block_size).long()
         pages = method.layer_pages(plan, observed, caps)
         counts = to_device(pages, torch.int32, pool.pages.device)
-        free = pool.destination(pack_request.destination)[: plan.pages]
-        targets = pool.assign(
-            pack_request.request_id, free, counts, first_block, _group_tokens(plan, counts)
-        )
-        return counts, targets, min(max_layer_pages(plan, pages), pool.max_layer_pages)
+        return counts, min(max_layer_pages(plan, pages), pool.max_layer_pages)
+
+    def _assign(
+        self,
+        pack_requests: Sequence[PackRequest],
+        counts: torch.Tensor,
+        group_tokens: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Assign the requests' new pages; return each request's pages ``[L, max_blocks]`` int32.
+
+        A request without a destination keeps its pages.
+
+        Args:
+            counts: ``[R, L]`` int32, pages of each layer.
+            group_tokens: ``[R, L]`` int32, tokens of each layer, if the pages hold groups.
+        """
+        pool, assigned = self.pool, list[PackedBlocks]()
+        for pack_request in pack_requests:
+            first_block = pack_request.tokens // pool.block_size
+            if pack_request.destination is None:
+                pool.set_first_block(pack_request.request_id, first_block)
+            else:
+                blocks = PackedBlocks(
+                    pack_request.request_id, pack_request.destination, first_block
+                )
+                assigned.append(blocks)
+        if len(assigned) == len(pack_requests):
+            return pool.assign(assigned, counts, group_tokens)
+        assert not assigned, "a group must not mix requests with and without a destination"
+        return [pool.packed(pack_request.request_id)[0] for pack_request in pack_requests]
 
     def _merging(
         self, method: Method, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
@@ -460,7 +594,8 @@ class Packer:
         else:
             last_page = (source.lengths.long() - 1) // self.pool.block_size
             tail_pages = source.pages.gather(1, last_page[:, None])[:, 0]
-        min_tokens = plan.layer_tokens(plan.floor_pages) if source.lengths is None else 1
+        nothing_dropped = pack_requests[0].nothing_dropped
+        min_tokens = plan.layer_tokens(plan.floor_pages) if nothing_dropped else 1
         return Merging(
             values_only=method.values_only,
             tail=plan.tail,
@@ -471,39 +606,38 @@ class Packer:
         )
 
 
-def _group_tokens(plan: PagePlan, counts: torch.Tensor) -> torch.Tensor | None:
-    """Return ``[L]`` int32, the tokens in each layer's pages, if they hold groups; else None.
+def _packs_alone(job: PackJob) -> bool:
+    """Return whether a job shares no kernel launch with other requests.
 
-    Args:
-        plan: the plan of a request that has dropped no token.
-        counts: ``[L]`` int32, pages of each layer.
+    It applies only to prompts that have dropped no token. They are packed alone if
+
+    * they keep all tokens,
+    * their method needs the whole prompt,
+    * their method reads column sums, which are stored per prompt, or
+    * tokens are merged, which takes the memory reserved for one prompt.
     """
-    if plan.packed_page_tokens is None:
-        return None
-    return (counts * plan.packed_page_tokens).clamp(max=plan.tokens - plan.tail)
-
-
-def _group_key(job: PackJob) -> tuple[str, bool, bool, int, int, bool, int, tuple[int, int]]:
-    """Return the key on which requests must agree to share kernel launches.
-
-    It consists of their settings, the source and number of their queries, their tail, and their
-    number of protected tokens (before the window, and in total).
-    """
-    pack_request, plan = job.pack_request, job.pack_request.plan
-    protected = plan.protected_in_pages, count_before(plan.spans, pack_request.tokens)
-    queries = pack_request.uses_ring_queries, plan.window, plan.allocator_window or plan.window
-    return (
-        str(pack_request.settings),
-        pack_request.prefill,
-        *queries,
-        plan.scored_by_output,
-        plan.tail,
-        protected,
+    pack_request, method = job.pack_request, job.method
+    return pack_request.nothing_dropped and bool(
+        pack_request.plan.keeps_all
+        or method.needs_whole_prompt
+        or Reads.COLUMN_SUMS in method.reads
+        or method.merge
     )
+
+
+def _row_ranges(num_requests: int, layers: int) -> Iterator[slice]:
+    """Yield the rows of each request."""
+    return (slice(index * layers, (index + 1) * layers) for index in range(num_requests))
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _select_source_rows(source: SourcePages, rows: Sequence[int]) -> SourcePages:
     """Return the given rows, without copying an index to the device."""
+    if len(rows) == len(source.pages):
+        return source
     if rows[-1] - rows[0] + 1 == len(rows):
         return source.slice_rows(slice(rows[0], rows[-1] + 1))
     assert source.lengths is None, "rows of different lengths are all scored"
@@ -512,6 +646,8 @@ def _select_source_rows(source: SourcePages, rows: Sequence[int]) -> SourcePages
 
 def _select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return the given rows of a tensor; a view if they are contiguous."""
+    if len(rows) == len(values):
+        return values
     if rows[-1] - rows[0] + 1 == len(rows):
         return values[rows[0] : rows[-1] + 1]
     return torch.stack([values[row] for row in rows])

@@ -25,20 +25,26 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        # Start and end of each interval, and the number of stopwatches that share it.
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, *, shared_by: int = 1) -> Iterator[None]:
+        """Measure the body.
+
+        Args:
+            shared_by: number of stopwatches that measure it. Each counts an equal share.
+        """
         if self._on_gpu:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
             end.record()
-            self._events.append((start, end))
+            self._events.append((start, end, shared_by))
         else:
             began = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - began
+            self._seconds += (time.perf_counter() - began) / shared_by
 
     @property
     def done(self) -> bool:
@@ -48,7 +54,7 @@ class Stopwatch:
     @property
     def seconds(self) -> float:
         """Accumulated seconds; valid once `done`."""
-        milliseconds = sum(start.elapsed_time(end) for start, end in self._events)
+        milliseconds = sum(start.elapsed_time(end) / share for start, end, share in self._events)
         return float(self._seconds + milliseconds / 1000)
 
 

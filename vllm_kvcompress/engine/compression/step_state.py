@@ -21,6 +21,8 @@ class PrefillState:
         stopwatch: measures the time spent on packing the prompt.
         tokens: tokens computed so far.
         queries: by layer, the last ``[<= w, Hq, D]`` queries.
+        log_sums: by layer, the log-sum-exp ``[Hq, <= w]`` float32 of the scaled logits of each of
+            `queries`. No entry if the backend did not return it for every query.
         probe: by layer, queries ``[t, Hq, D]`` of the latest probe; empty before the first.
         sums: by layer, column sums ``[Hq, tokens]`` of all chunks so far; empty once a piece of the
             prompt is packed.
@@ -33,6 +35,7 @@ class PrefillState:
     stopwatch: Stopwatch
     tokens: int = 0
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    log_sums: dict[int, torch.Tensor] = field(default_factory=dict)
     probe: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     packed_tokens: tuple[int, int] | None = None
@@ -70,6 +73,7 @@ class BatchSpan:
         probe: number of probe tokens after `stop`.
         blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all tokens computed so far.
         prefill: state kept across the request's chunks.
+        keeps_log_sums: whether the log-sum-exp of its queries can be used to score the prompt.
     """
 
     row: int
@@ -78,6 +82,7 @@ class BatchSpan:
     probe: int
     blocks: torch.Tensor
     prefill: PrefillState
+    keeps_log_sums: bool = False
 
 
 class GroupJob(NamedTuple):
@@ -106,6 +111,9 @@ class StepState:
         laid_out: whether `begin_batch` has seen this step's batch.
         layers_observed: layers that have called `after_attention`.
         spans: the observed prefills.
+        keeps_log_sums: whether any of `spans` keeps the log-sum-exp of its queries.
+        log_sums: the log-sum-exp ``[Hq, tokens]`` of the batch's queries in the layer that is being
+            computed, if the backend returned it.
         jobs: requests to pack after the step.
         additions: attention to add after the step, each with its row in the batch.
         group_jobs: requests that add groups after the step.
@@ -119,6 +127,8 @@ class StepState:
     laid_out: bool = False
     layers_observed: int = 0
     spans: list[BatchSpan] = field(default_factory=list)
+    keeps_log_sums: bool = False
+    log_sums: torch.Tensor | None = None
     jobs: list[PackJob] = field(default_factory=list)
     additions: list[tuple[AttentionAddition, int]] = field(default_factory=list)
     group_jobs: list[GroupJob] = field(default_factory=list)

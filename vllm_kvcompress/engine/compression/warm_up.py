@@ -143,14 +143,19 @@ class WarmUp:
         ]
 
     def _pack_prompt(self, plan: PagePlan, *, shortest: bool) -> None:
-        """Pack a prompt of null blocks; for the shortest one, also in place."""
+        """Pack a prompt of null blocks twice: without log-sum-exps, then with them.
+
+        The shortest prompt's second packing is in place.
+        """
         layers, pages = range(self._packer.num_layers), self._pool.pages
         blocks = pages.new_zeros(-(-plan.tokens // plan.block_size), dtype=torch.int64)
         if shortest and Reads.COLUMN_SUMS in self._method.reads:
             for layer in layers:
                 self._packer.column_sums(layer, blocks, self._query(plan.tokens), plan.tokens)
         sums = torch.zeros(self._heads, plan.tokens, device=pages.device)
-        for in_place in sorted({False, shortest}):
+        # FLASH_ATTN gives log-sum-exps, except for prompts that it did not compute entirely.
+        known = torch.zeros(self._heads, plan.window, device=pages.device)
+        for in_place, log_sums in ((False, {}), (shortest, dict.fromkeys(layers, known))):
             pack_request = PackRequest(
                 request_id="",
                 settings=self._settings,
@@ -165,6 +170,7 @@ class WarmUp:
                 blocks=blocks,
                 queries=dict.fromkeys(layers, self._query(plan.window)),
                 sums=dict.fromkeys(layers, sums),
+                log_sums=log_sums,
             )
             self._packer.run([job])
             self._pool.forget("")

@@ -13,13 +13,13 @@ In the last two layouts, the ids in between do not refer to pages and are never 
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from kvcompress_kernels.assign_pages import assign_pages
 from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.engine.pages.method_state import AttentionSums, Protected, Thresholds
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
@@ -90,6 +90,17 @@ class RowGroups(NamedTuple):
     """``[R]`` int32: slot of each row."""
     live: torch.Tensor
     """``[]`` int32: rows of this step."""
+
+
+class PackedBlocks(NamedTuple):
+    """The blocks that hold a request's packed pages."""
+
+    request_id: str
+    """The request."""
+    blocks: Sequence[int]
+    """vLLM's ids of the blocks, which layers fill in order, block by block."""
+    first_block: int
+    """Index of the request's first block that is not packed."""
 
 
 class PagePool:
@@ -219,13 +230,22 @@ class PagePool:
         """Give a request a slot with no packed pages; do nothing if it has one already."""
         if request_id in self._slots:
             return
-        slot = self._slots[request_id] = self._free.pop()
+        slot = self._get_or_allocate_slot(request_id)
         self._first_block[slot].fill_(0)  # assigning a Python number would copy it with a sync
         self._num_packed[slot] = 0
         if self._group_tokens is not None:
             self._group_tokens[slot] = 0
-        if self.thresholds is not None:
-            self.thresholds.reset(slot)
+
+    def _get_or_allocate_slot(self, request_id: str) -> int:
+        """Return the request's slot, and allocate one if it has none.
+
+        A new slot still has an earlier request's page counts, which the caller must overwrite.
+        """
+        if request_id not in self._slots:
+            slot = self._slots[request_id] = self._free.pop()
+            if self.thresholds is not None:
+                self.thresholds.reset(slot)
+        return self._slots[request_id]
 
     def keep_queries(self, request_id: str) -> None:
         """Give the request a slot and start storing its last queries, if there is a ring."""
@@ -273,39 +293,51 @@ class PagePool:
 
     def assign(
         self,
-        request_id: str,
-        pages: torch.Tensor,
+        requests: Sequence[PackedBlocks],
         counts: torch.Tensor,
-        first_block: int,
         group_tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Make the request read packed pages, then its blocks starting at `first_block`.
+    ) -> list[torch.Tensor]:
+        """Assign packed pages to R requests from their blocks, with one upload and one launch.
+
+        Each request reads its packed pages, then its blocks starting at `first_block`. The pages of
+        its blocks, block by block, go to the layers in order: the first ``counts[r, 0]`` to layer
+        0, and so on.
 
         Args:
-            request_id: the request.
-            pages: flat pages, int64; the first ``counts[0]`` belong to layer 0, and so on.
-            counts: ``[L]`` int32, with sum ``len(pages)``.
-            first_block: index of the request's first block that is not packed.
-            group_tokens: ``[L]`` int32, tokens of each layer, if the pages hold groups.
+            requests: the requests.
+            counts: ``[R, L]`` int32, pages of each layer. A request's sum is at most the pages of
+                its blocks.
+            group_tokens: ``[R, L]`` int32, tokens of each layer, if the pages hold groups.
 
         Returns:
-            A view ``[L, max_blocks]`` int32 of each layer's pages, padded with 0.
+            Per request a view ``[L, max_blocks]`` int32 of each layer's pages, padded with 0.
         """
-        self.admit(request_id)
-        slot = self._slots[request_id]
-        self._slots_with_pages.add(slot)
-        self._first_block[slot].fill_(first_block)
-        if group_tokens is None:
-            self._num_packed[slot] = counts
-        else:
-            assert self._group_tokens is not None, request_id
-            self._group_tokens[slot] = group_tokens
-            self._slots_with_groups.add(slot)
-        column = torch.arange(self._packed.shape[2], device=pages.device)
-        start = counts.cumsum(0) - counts
-        indices = (start[:, None] + column).where(column < counts[:, None], len(pages))
-        self._packed[slot] = pad(pages, (0, 1))[indices]
-        return self._packed[slot]
+        slots = [self._get_or_allocate_slot(request.request_id) for request in requests]
+        starts = accumulate((len(request.blocks) for request in requests), initial=0)
+        numbers = [
+            number
+            for slot, request, start in zip(slots, requests, starts, strict=False)
+            for number in (slot, request.first_block, start)
+        ]
+        rows = len(numbers)
+        numbers += chain.from_iterable(request.blocks for request in requests)
+        uploaded = async_tensor_h2d(numbers, device=self.pages.device, dtype=torch.int64)
+        assign_pages(
+            uploaded[:rows].view(-1, 3),
+            uploaded[rows:],
+            self.layer_offset,
+            self.block_stride,
+            counts,
+            self._packed,
+            self._num_packed,
+            self._first_block,
+            group_tokens=group_tokens,
+            out_group_tokens=self._group_tokens,
+        )
+        self._slots_with_pages.update(slots)
+        if group_tokens is not None:
+            self._slots_with_groups.update(slots)
+        return [self._packed[slot] for slot in slots]
 
     def add_groups(
         self,

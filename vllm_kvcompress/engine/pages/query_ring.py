@@ -9,10 +9,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 class QueryRing:
     """Ring buffers with the queries of the last w tokens, by layer and ring slot.
 
-    The query of token p is at index ``p % w`` of its slot. Every step, of prefill or decode, writes
-    the queries of the last w tokens of each batch row. Addresses never change and the host reads
-    nothing, so a CUDA graph can record the writes. Queries of requests without a ring slot, and of
-    padding tokens, go to slot 0, which is never read.
+    The query of token p is at index ``p % w`` of its slot. If any request of the batch has a ring
+    slot, the step writes the last w queries of each batch row. Queries of requests without a slot,
+    and of padding tokens, go to slot 0, which is never read.
+
+    Addresses never change and the host reads nothing, so a CUDA graph can record the writes. A
+    replayed graph always writes; if no request has a slot, all its writes go to slot 0.
 
     A batch has a number of write positions that depends only on its shape, and so on its graph: one
     for each token if those are at most w per row on average, else w for each row.
@@ -66,6 +68,8 @@ class QueryRing:
         self._count = torch.arange(max_writes, dtype=torch.int32, device=device)
         self._rows = self._num_writes = 0
         self._by_row = False
+        # Whether the batch's queries are stored.
+        self.stores_queries = False
 
     def admit(self, pool_slot: int) -> None:
         """Start storing the queries of the request in this slot of the page pool."""
@@ -81,10 +85,24 @@ class QueryRing:
             self._ring_slots[pool_slot].fill_(0)
             self._free.append(slot)
 
+    def begin_batch(self, pool_slots: Sequence[int], *, recorded: bool) -> None:
+        """Determine whether this batch's queries are stored: `stores_queries`.
+
+        Args:
+            pool_slots: slots of the batch's requests in the page pool.
+            recorded: whether a CUDA graph may record the writes, for any later batch.
+        """
+        active = recorded or not self._slots.keys().isdisjoint(pool_slots)
+        if self.stores_queries and not active:
+            # A replayed graph writes in any case, and must not overwrite other requests' queries.
+            self._index.zero_()
+            self._tokens.zero_()
+        self.stores_queries = active
+
     def set_batch_rows(
         self, row_slots: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, rows: int
     ) -> None:
-        """Set the slot and length of each row in this step's batch.
+        """Set the slot and length of each row in this step's batch, after `begin_batch`.
 
         Args:
             row_slots: ``[>= rows]`` int32, the page pool's slot of each row.
@@ -93,6 +111,8 @@ class QueryRing:
             rows: rows of the batch, including padding.
         """
         self._rows = rows
+        if not self.stores_queries:
+            return
         known = min(rows, len(seq_lens))
         torch.sub(seq_lens[:known], 1, out=self._last[:known])
         torch.lt(self._count[:rows], live, out=self._live[:rows])
@@ -110,6 +130,8 @@ class QueryRing:
         rows, ends = self._rows, query_start[1 : self._rows + 1]
         self._by_row = tokens > rows * self.window
         self._num_writes = rows * self.window if self._by_row else tokens
+        if not self.stores_queries:
+            return
         if max_query_len == 1 and not self._by_row:
             # In a decode step every row has one token; tokens after the rows are padding.
             index = torch.remainder(self._last[:rows], self.window, out=self._scratch[:rows])
@@ -167,16 +189,17 @@ class QueryRing:
             queries = query.index_select(0, self._tokens[:n])
         self._layers[layer].index_copy_(0, self._index[:n], queries)
 
-    def latest(self, pool_slots: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
-        """Return the last `count` queries of R requests, in the order of their positions.
+    def indices(self, pool_slots: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
+        """Return where `gather` finds the last `count` queries of R requests.
 
         Args:
             pool_slots: slots of the requests in the page pool.
             tokens: tokens computed of each request.
-            count: queries to return for each request, at most w.
+            count: number of queries of each request, at most w.
 
         Returns:
-            ``[R * L, count, Hq, D]``; the L layers of a request are consecutive.
+            ``[R * L, count]`` int64, in the order of the queries' positions. The L layers of a
+            request are consecutive.
         """
         w, (layers, layer_size) = self.window, self._queries.shape[:2]
         slots = [self._slots[pool_slot] for pool_slot in pool_slots]
@@ -187,6 +210,14 @@ class QueryRing:
         ]
         index_in_layer = async_tensor_h2d(latest, device=self._queries.device, dtype=torch.int64)
         layer_start = torch.arange(layers, device=self._queries.device)[:, None] * layer_size
-        index = index_in_layer.view(len(slots), 1, count) + layer_start
-        queries = self._queries.flatten(0, 1).index_select(0, index.flatten())
-        return queries.view(len(slots) * layers, count, *queries.shape[1:])
+        index: torch.Tensor = index_in_layer.view(len(slots), 1, count) + layer_start
+        return index.flatten(0, 1)
+
+    def latest(self, pool_slots: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
+        """Return the last `count` queries of R requests, ``[R * L, count, Hq, D]``."""
+        return self.gather(self.indices(pool_slots, tokens, count))
+
+    def gather(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the queries ``[n, count, Hq, D]`` at some rows ``[n, count]`` of `indices`."""
+        queries = self._queries.flatten(0, 1).index_select(0, indices.flatten())
+        return queries.view(*indices.shape, *queries.shape[1:])

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.messages.spans import spans_of
+from vllm_kvcompress.engine.scheduling.settings_memo import SettingsMemo
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.methods.spans import Spans
@@ -70,6 +71,8 @@ class Decision:
         is_final: the request was admitted, so the decision no longer changes.
         error: for INVALID, what is wrong with the request's settings.
         spans: protected tokens of the prompt.
+        inputs: request values that the decision depends on (`Admissions._inputs`). None if it also
+            depends on pool usage, so that the next step decides again.
     """
 
     settings: CompressionConfig | None
@@ -78,6 +81,12 @@ class Decision:
     is_final: bool = False
     error: str = ""
     spans: Spans = ()
+    inputs: tuple[object, ...] | None = None
+
+    @property
+    def never_packs(self) -> bool:
+        """Return whether neither the prompt nor the output is ever packed."""
+        return self.settings is None and self.output_settings is None
 
     @property
     def recompute_settings(self) -> CompressionConfig | None:
@@ -121,13 +130,31 @@ class Admissions:
         self._block_size = block_size
         self._pool = pool
         self._decisions: WeakKeyDictionary[Request, Decision] = WeakKeyDictionary()
+        self._page_tokens = SettingsMemo(self._compute_page_tokens)
+        self._plans = SettingsMemo(self._compute_plan)
 
     def consider(self, request: Request) -> Decision:
         """Return the decision for the pool's current state. A final decision does not change."""
         decision = self._decisions.get(request)
-        if decision is None or not decision.is_final:
+        if decision is not None and decision.is_final:
+            return decision
+        inputs = self._inputs(request)
+        if decision is None or decision.inputs != inputs:
             decision = self._decisions[request] = self._decide(request)
+            settings, is_low = decision.settings, decision.skip_reason == LOW_PRESSURE
+            depends_on_pool = is_low or (settings is not None and settings.pressure > 0)
+            decision.inputs = None if depends_on_pool else inputs
         return decision
+
+    @staticmethod
+    def _inputs(request: Request) -> tuple[object, ...]:
+        """Return the values of a request that its decision depends on and that may change."""
+        return (
+            request.num_prompt_tokens,
+            request.num_tokens,
+            request.max_tokens,
+            request.resumable,
+        )
 
     def admit(self, request: Request) -> str:
         """Make the decision final.
@@ -165,11 +192,19 @@ class Admissions:
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
         """Return the plan for a prefill of `tokens` tokens, or None if it frees no block."""
+        return self._plans(settings, tokens, spans)
+
+    def _compute_plan(
+        self, settings: CompressionConfig, tokens: int, spans: Spans
+    ) -> PagePlan | None:
         page_tokens = self.packed_page_tokens(settings)
         return settings.page_plan(self._num_layers, tokens, self._block_size, spans, page_tokens)
 
     def packed_page_tokens(self, settings: CompressionConfig) -> int | None:
         """Return the tokens in a packed page; None if it holds those of an ordinary page."""
+        return self._page_tokens(settings)
+
+    def _compute_page_tokens(self, settings: CompressionConfig) -> int | None:
         return packed_page_tokens(settings, self._block_size, self._itemsize)
 
     def usage_with_prompt(self, tokens: int) -> float:
@@ -183,6 +218,8 @@ class Admissions:
         self, settings: CompressionConfig, tokens: int, spans: Spans = ()
     ) -> PiecewiseSchedule | None:
         """Return the schedule that packs a prefill of `tokens` in pieces, or None if none does."""
+        if settings.max_whole is None:
+            return None
         page_tokens = self.packed_page_tokens(settings)
         return piece_schedule(
             settings, self._num_layers, self._block_size, tokens, spans, page_tokens
@@ -202,7 +239,8 @@ class Admissions:
         spans = spans_of(params)
         decision = self._decide_prompt(request, settings, spans)
         decision.spans = spans
-        if settings.decode_budget is not None or settings.packs_outputs:
+        packs_groups = self.packed_page_tokens(settings) is not None
+        if settings.decode_budget is not None or (packs_groups and settings.packs_outputs):
             decision.output_settings = settings
         return decision
 

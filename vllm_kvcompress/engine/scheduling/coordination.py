@@ -9,8 +9,7 @@ requests, must be decided for all groups together.
 We wrap methods of the scheduler's one coordinator and of the `KVCacheManager` that owns it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -18,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvcompress.engine.scheduling.destinations import NO_DESTINATIONS
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import VllmHookError
 
@@ -60,30 +60,65 @@ class Coordination:
         self._vllm_cache_blocks = coordinator.cache_blocks
         wrapped: Any = cache
         wrapped.get_computed_blocks = self._get_computed_blocks
-        wrapped.allocate_slots = self._allocate_slots
         coordinator.find_longest_cache_hit = self._find_longest_cache_hit
-        coordinator.get_num_blocks_to_allocate = self._get_num_blocks_to_allocate
-        coordinator.allocate_new_blocks = self._allocate_new_blocks
-        coordinator.cache_blocks = self._cache_blocks
+        self._cache, self._coordinator = wrapped, coordinator
+        self._set_allocation_wrapped(wrapped=True)
+        self._set_caching_wrapped(wrapped=True)
+
+    def begin_step(self, request_ids: Set[str]) -> None:
+        """Unwrap vLLM's methods if this step has nothing to plan; wrap them again if it has.
+
+        Args:
+            request_ids: the scheduler's requests, including those that wait.
+        """
+        manager = self.manager
+        is_idle = manager.planner.nothing_to_pack == request_ids and not manager.lookaheads
+        if is_idle == self._wraps_allocation:
+            self._set_allocation_wrapped(wrapped=not is_idle)
+        # A step that may plan a packing needs the wrapper: packed tokens must not be cached.
+        limits_caching = not is_idle or bool(self._other_managers) or manager.limits_caching
+        if limits_caching != self._wraps_caching:
+            self._set_caching_wrapped(wrapped=limits_caching)
+
+    def _set_allocation_wrapped(self, *, wrapped: bool) -> None:
+        self._wraps_allocation = wrapped
+        cache, coordinator = self._cache, self._coordinator
+        manager: Any = self.manager
+        if not wrapped:
+            vllm_manager: Any = super(CompressedManager, manager)
+            manager.get_num_blocks_to_allocate = vllm_manager.get_num_blocks_to_allocate
+        elif "get_num_blocks_to_allocate" in vars(manager):
+            del manager.get_num_blocks_to_allocate
+        cache.allocate_slots = self._allocate_slots if wrapped else self._vllm_allocate_slots
+        coordinator.get_num_blocks_to_allocate = (
+            self._get_num_blocks_to_allocate if wrapped else self._vllm_get_num_blocks_to_allocate
+        )
+        coordinator.allocate_new_blocks = (
+            self._allocate_new_blocks if wrapped else self._vllm_allocate_new_blocks
+        )
+
+    def _set_caching_wrapped(self, *, wrapped: bool) -> None:
+        self._wraps_caching = wrapped
+        self._coordinator.cache_blocks = self._cache_blocks if wrapped else self._vllm_cache_blocks
 
     def other_layer_blocks(self, request_id: str) -> int:
         """Return the number of blocks that a request holds in the uncompressed layers."""
         held = (manager.req_to_blocks.get(request_id, ()) for manager in self._other_managers)
         return sum(not block.is_null for blocks in held for block in blocks)
 
-    @contextmanager
-    def _look_up(self, request: Request) -> Iterator[None]:
-        """Within the context, record whose prefix vLLM is looking up."""
+    def _look_up(
+        self, request: Request, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function that looks up a request's prefix, and return its result."""
         self.manager.planner.admissions.consider(request)
         self._looked_up = request
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self._looked_up = None
 
     def _get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        with self._look_up(request):
-            found = self._vllm_get_computed_blocks(request, *args, **kwargs)
+        found = self._look_up(request, self._vllm_get_computed_blocks, request, *args, **kwargs)
         if not self._other_managers or len(found) < 3 or found[2]:
             return found
         # The third value is a boundary at which vLLM keeps window blocks and states for later hits,
@@ -122,22 +157,33 @@ class Coordination:
 
         If the pool has enough blocks, this includes a block from the pool for every destination.
         """
+        manager = self.manager
+        if request_id in manager.planner.nothing_to_pack and not manager.lookaheads:
+            return int(
+                self._vllm_get_num_blocks_to_allocate(
+                    request_id, num_tokens, new_computed_blocks, *args, **kwargs
+                )
+            )
         needed = int(
             self._vllm_get_num_blocks_to_allocate(
                 request_id, num_tokens, new_computed_blocks, *args, **kwargs
             )
         )
         hit_blocks = new_computed_blocks[self._group_index]
+        destinations = NO_DESTINATIONS
+        if not kwargs.get("apply_admission_cap"):
+            tokens = manager.probes.subtract(request_id, num_tokens)
+            destinations = manager.destination_blocks(request_id, tokens, hit_blocks)
+            if not manager.planner.waits_pulled(request_id):
+                needed += destinations.must_be_fresh
         if self._in_allocate_slots:
             # Only inside `allocate_slots`: vLLM also calls this method for other prompts, which are
             # pulled or computed, and adds up the results.
             needed += self._reserved_blocks(request_id, num_tokens, needed, hit_blocks)
-        if kwargs.get("apply_admission_cap"):
+        if not destinations.may_be_fresh:
             return needed
-        tokens = self.manager.probes.subtract(request_id, num_tokens)
-        destinations = self.manager.destination_blocks(request_id, tokens, hit_blocks)
         with_fresh = needed + destinations.may_be_fresh
-        free_blocks = int(self.manager.block_pool.get_num_free_blocks())
+        free_blocks = int(manager.block_pool.get_num_free_blocks())
         return with_fresh if free_blocks >= with_fresh else needed
 
     def _reserved_blocks(
@@ -145,9 +191,11 @@ class Coordination:
     ) -> int:
         """Return the blocks that a request must leave in the pool for packing look-aheads."""
         lookaheads = self.manager.lookaheads
+        if not lookaheads:
+            return 0
         request = self.manager.planner.request(request_id)
         is_running = request.status == RequestStatus.RUNNING
-        if not lookaheads or not (is_running or needed):
+        if not (is_running or needed):
             # A pulled prompt has its blocks already and takes no more from the pool.
             return 0
         free_blocks = int(self.manager.block_pool.get_num_free_blocks())
@@ -180,8 +228,12 @@ class Coordination:
         """Return how many blocks of a waiting prompt's prefix are held by running requests."""
         if not request.block_hashes:
             return 0
-        with self._look_up(request):
-            found = self._find_longest_cache_hit(request.block_hashes, int(request.num_tokens) - 1)
+        found = self._look_up(
+            request,
+            self._find_longest_cache_hit,
+            request.block_hashes,
+            int(request.num_tokens) - 1,
+        )
         return sum(block.ref_cnt > 0 for block in found[0][self._group_index])
 
     def _allocate_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
@@ -204,6 +256,8 @@ class Coordination:
         new_blocks = self._vllm_allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model, *args, **kwargs
         )
+        if request_id in self.manager.planner.nothing_to_pack:
+            return new_blocks
         if self._is_pulling:
             # The request is in no step yet, so there is nothing to observe or pack.
             planner = self.manager.planner

@@ -18,6 +18,9 @@ class DestinationBlocks(NamedTuple):
     """Destinations that can come from the pool or be blocks of the prompt."""
 
 
+NO_DESTINATIONS = DestinationBlocks(0, 0)
+
+
 class PendingPack(NamedTuple):
     """A packing planned for the step that is being scheduled."""
 

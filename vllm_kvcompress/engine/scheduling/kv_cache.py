@@ -12,7 +12,7 @@ list (positions, slots, blocks still needed) stays right.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from vllm_kvcompress.engine.scheduling.admission import FULL_POOL
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.destinations import (
+    NO_DESTINATIONS,
     DestinationBlocks,
     PendingPack,
     last_unshared_blocks,
@@ -66,7 +67,12 @@ class StepProbes:
 
     def set(self, request_id: str, num_tokens: int) -> None:
         """Record the number of probe tokens of a request in this step, possibly 0."""
-        self._num_tokens[request_id] = num_tokens
+        if num_tokens or request_id in self._num_tokens:
+            self._num_tokens[request_id] = num_tokens
+
+    def items(self) -> ItemsView[str, int]:
+        """Return the requests with probe tokens in this step, and how many they have."""
+        return self._num_tokens.items()
 
     def count(self, request_id: str) -> int:
         """Return the number of probe tokens of a request in this step."""
@@ -162,7 +168,7 @@ class CompressedManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Return the blocks to allocate, including destinations that the pool must provide."""
+        """Return the blocks to allocate, without destination blocks (`coordination` adds them)."""
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -171,44 +177,55 @@ class CompressedManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **kwargs,
         )
-        if self.planner.has_prefilled(request_id) or self.planner.waits_pulled(request_id):
+        if not apply_admission_cap or self.settings.max_whole is None:
             return needed
-        if apply_admission_cap:
-            # vLLM asks whether the prompt can ever fit. In-place packing needs no further block,
-            # and a prompt in pieces never holds more than its schedule's maximum.
-            prefill = self.planner.schedule_of(self.planner.request(request_id)).prefill
-            if isinstance(prefill, PiecewiseSchedule):
-                return min(needed, prefill.max_blocks)
+        planner = self.planner
+        if planner.has_prefilled(request_id) or planner.waits_pulled(request_id):
             return needed
-        tokens = self.probes.subtract(request_id, num_tokens)
-        destinations = self.destination_blocks(request_id, tokens, new_computed_blocks)
-        return needed + destinations.must_be_fresh
+        # vLLM asks whether the prompt can ever fit. In-place packing needs no further block, and a
+        # prompt in pieces never holds more than its schedule's maximum.
+        prefill = planner.schedule_of(planner.request(request_id)).prefill
+        if isinstance(prefill, PiecewiseSchedule):
+            return min(needed, prefill.max_blocks)
+        return needed
 
     def destination_blocks(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock]
     ) -> DestinationBlocks:
         """Return the destinations of a prompt's first packing, if `num_tokens` trigger it."""
-        if self.planner.has_prefilled(request_id):
-            return DestinationBlocks(0, 0)
-        request = self.planner.request(request_id)
+        planner = self.planner
+        if request_id in planner.nothing_to_pack or planner.has_prefilled(request_id):
+            return NO_DESTINATIONS
+        request = planner.request(request_id)
+        schedule = planner.schedule_of(request)
+        if schedule.footprint.pages or (schedule.prefill is None and schedule.lookahead is None):
+            return NO_DESTINATIONS
         # Tokens beyond this are drafts of speculative decoding, not part of the prompt.
         num_tokens = min(num_tokens, int(request.num_tokens))
-        schedule = self.planner.schedule_of(request)
         plan, packs_later = schedule.plan(num_tokens), num_tokens < int(request.num_tokens)
         if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
             # Reserved from now on, and allocated when the look-ahead is packed (`lookaheads`).
+            full_blocks = num_tokens // self.block_size
+            unshared = self._unshared_blocks(request_id, full_blocks, new_computed_blocks)
             packs_later = self.settings.lookahead_on_pressure != "never"
-            if packs_later:
+            # If no block is shared, the prompt is packed in place and needs no reservation.
+            if packs_later and unshared < full_blocks:
                 plan = schedule.lookahead.plan_at(schedule.footprint, num_tokens)
-        if plan is None or schedule.footprint.pages:
-            return DestinationBlocks(0, 0)
+        if plan is None:
+            return NO_DESTINATIONS
         full_blocks = plan.packed_end // self.block_size
-        prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
-        unshared = sum(block.ref_cnt == 1 for block in prompt_blocks)
-        unshared += sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        unshared += max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
+        unshared = self._unshared_blocks(request_id, full_blocks, new_computed_blocks)
         must_be_fresh = max(plan.blocks - unshared, 0)
         return DestinationBlocks(must_be_fresh, 0 if packs_later else plan.blocks - must_be_fresh)
+
+    def _unshared_blocks(
+        self, request_id: str, full_blocks: int, new_computed_blocks: Sequence[KVCacheBlock]
+    ) -> int:
+        """Return how many of a prompt's first blocks no other request shares."""
+        prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
+        unshared: int = sum(block.ref_cnt == 1 for block in prompt_blocks)
+        unshared += sum(block.ref_cnt == 0 for block in new_computed_blocks)
+        return unshared + max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
 
     def plan_step(self, request_id: str, num_tokens: int) -> None:
         """Plan this step for a request whose blocks for `num_tokens` are allocated in all groups.
@@ -221,6 +238,8 @@ class CompressedManager(FullAttentionManager):
         cached_tokens = self.num_cached_block.get(request_id, 0) * self.block_size
         request = self.planner.request(request_id)
         self.compression_stats.admitted(request, *self.planner.admit(request_id, cached_tokens))
+        if request_id in self.planner.nothing_to_pack:
+            return
         tokens = min(self.probes.subtract(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, ends_prefill = schedule.plan(tokens), tokens >= int(request.num_tokens)
@@ -510,6 +529,11 @@ class CompressedManager(FullAttentionManager):
         return pack
 
     # -- the prefix cache ---------------------------------------------------------------------
+
+    @property
+    def limits_caching(self) -> bool:
+        """Return whether any request has tokens that must not enter the prefix cache."""
+        return bool(self._cacheable)
 
     def cacheable_tokens(self, request_id: str, num_tokens: int) -> int:
         """Return how many of a request's tokens may enter the prefix cache, in any layer group.

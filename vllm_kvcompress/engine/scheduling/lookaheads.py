@@ -91,6 +91,15 @@ class _ActiveLookAhead:
     lookahead: LookaheadSchedule
     tokens: int
     in_step: bool = True
+    _latest_plan: tuple[int, int, PagePlan | None] | None = None
+
+    def plan_at(self, tokens: int) -> PagePlan | None:
+        """Return `LookaheadSchedule.plan_at`, computed once per footprint and length."""
+        footprint, latest = self.schedule.footprint, self._latest_plan
+        if latest is None or latest[:2] != (footprint.first_block, tokens):
+            plan = self.lookahead.plan_at(footprint, tokens)
+            latest = self._latest_plan = (footprint.first_block, tokens, plan)
+        return latest[2]
 
 
 class _PackChoice(NamedTuple):
@@ -228,7 +237,7 @@ class LookAheads:
     ) -> int:
         # It is packed after the step being scheduled, or after the next one that it takes part in.
         tokens = active.tokens if active.in_step else active.tokens + 1
-        plan = active.lookahead.plan_at(active.schedule.footprint, tokens)
+        plan = active.plan_at(tokens)
         if plan is None:
             return 0
         missing = plan.blocks - self._holder.num_packed_blocks(request_id)
@@ -250,6 +259,8 @@ class LookAheads:
         Args:
             next_step: demand of the next step. None if there is no compressing scheduler.
         """
+        if not self._by_id:
+            return
         in_step = {
             request_id: active for request_id, active in self._by_id.items() if active.in_step
         }
@@ -328,7 +339,7 @@ class LookAheads:
             footprint = active.schedule.footprint
             if tokens + 1 >= lookahead.max_tokens and not overlaps:
                 continue
-            budget_plan = lookahead.plan_at(footprint, tokens)
+            budget_plan = active.plan_at(tokens)
             half_plan = lookahead.early_plan(footprint, tokens)
             if budget_plan is None:
                 continue

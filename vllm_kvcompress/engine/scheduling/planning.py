@@ -6,13 +6,14 @@ module is not thread-safe: it runs in the scheduler's loop.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.layers import OtherLayers
-from vllm_kvcompress.engine.scheduling.admission import Admissions
+from vllm_kvcompress.engine.scheduling.admission import Admissions, Decision
 from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
@@ -33,6 +34,21 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, sums_output_attention
 
 logger = init_logger("vllm.kvcompress")
+
+
+class _TentativeSchedule(NamedTuple):
+    """The schedule that a request would get if it were admitted now.
+
+    Args:
+        inputs: everything that the schedule depends on (`Planner._schedule_inputs`).
+        decision: the decision behind the schedule. Holding it keeps its settings alive, so the ids
+            in `inputs` stay unique.
+        schedule: the schedule, not modified since it was computed.
+    """
+
+    inputs: tuple[object, ...]
+    decision: Decision
+    schedule: RequestSchedule
 
 
 class Planner:
@@ -67,6 +83,14 @@ class Planner:
         # Fixed schedules: those of requests whose prefill has ended, of prompts in pieces, and of
         # prompts with a look-ahead, even if no slot was free for it.
         self.schedules: dict[str, RequestSchedule] = {}
+        # The schedule of requests that never pack anything. It never changes.
+        self._empty_schedule = RequestSchedule(
+            footprint=KVFootprint(num_layers=num_layers, block_size=block_size), prefill=None
+        )
+        # Schedules of other requests, computed again once their inputs change.
+        self._tentative: dict[str, _TentativeSchedule] = {}
+        # Requests that need no packing until they end or are preempted. Steps do not plan them.
+        self.nothing_to_pack: set[str] = set()
         # Requests that hold one of the workers' query slots for their look-ahead.
         self._lookahead_ids: set[str] = set()
         self._ring_slots = ring_slots
@@ -99,6 +123,10 @@ class Planner:
         """
         request = self.request(request_id)
         skip_reason = self._make_final(request)
+        if self.admissions.decision_of(request).never_packs:
+            self._pulled.discard(request_id)
+            self.nothing_to_pack.add(request_id)
+            return skip_reason, False
         if request_id in self.schedules:
             return skip_reason, False
         schedule, slotless = self.schedule_of(request), False
@@ -109,8 +137,13 @@ class Planner:
             slotless = self._lookahead_schedule(request, schedule.prefill) is not None
         is_piecewise = isinstance(schedule.prefill, PiecewiseSchedule)
         if slotless or schedule.lookahead is not None or is_piecewise:
-            self.schedules[request_id] = schedule
+            self._keep_schedule(request_id, schedule)
         return skip_reason, slotless
+
+    def _keep_schedule(self, request_id: str, schedule: RequestSchedule) -> None:
+        """Keep a schedule until the request ends or is preempted, and let callers change it."""
+        self._tentative.pop(request_id, None)
+        self.schedules[request_id] = schedule
 
     def admit_pulled(self, request: Request) -> str:
         """Make the decision final for a prompt that is going to be pulled from another server.
@@ -153,6 +186,8 @@ class Planner:
     def release_lookahead_slot(self, request_id: str) -> None:
         """Release the query slot of a packed prompt, for use from the next step on."""
         self._lookahead_ids.discard(request_id)
+        if self.schedules[request_id].output is None:
+            self.nothing_to_pack.add(request_id)
 
     def schedule_of(self, request: Request) -> RequestSchedule:
         """Return a request's fixed schedule, or the one that it would get if it were admitted now.
@@ -165,8 +200,30 @@ class Planner:
         fixed = self.schedules.get(request.request_id)
         if fixed is not None:
             return fixed
+        decision = self.admissions.decision_of(request)
+        if decision.never_packs:
+            return self._empty_schedule
+        inputs = self._schedule_inputs(request, decision)
+        tentative = self._tentative.get(request.request_id)
+        if tentative is None or tentative.inputs != inputs:
+            tentative = _TentativeSchedule(inputs, decision, self._new_schedule(request, decision))
+            self._tentative[request.request_id] = tentative
+        return tentative.schedule
+
+    def _schedule_inputs(self, request: Request, decision: Decision) -> tuple[object, ...]:
+        return (
+            id(decision.settings),
+            id(decision.output_settings),
+            decision.spans,
+            request.num_prompt_tokens,
+            request.num_tokens,
+            request.max_tokens,
+            len(self._lookahead_ids) < self._ring_slots,
+        )
+
+    def _new_schedule(self, request: Request, decision: Decision) -> RequestSchedule:
         footprint = KVFootprint(num_layers=self._num_layers, block_size=self._block_size)
-        prefill = self._prefill_schedule(request)
+        prefill = self._prefill_schedule(request, decision)
         lookahead = None
         if prefill is not None and len(self._lookahead_ids) < self._ring_slots:
             lookahead = self._lookahead_schedule(request, prefill)
@@ -204,9 +261,9 @@ class Planner:
             return None
         return lookahead
 
-    def _prefill_schedule(self, request: Request) -> PrefillSchedule | None:
+    def _prefill_schedule(self, request: Request, decision: Decision) -> PrefillSchedule | None:
         """Return the schedule that packs a request's current prefill, or None if none does."""
-        decision, tokens = self.admissions.decision_of(request), int(request.num_tokens)
+        tokens = int(request.num_tokens)
         settings = budget_settings = decision.settings
         if (
             settings is not None
@@ -248,7 +305,9 @@ class Planner:
         schedule.output = self._output_schedule(request, schedule.footprint, plan)
         schedule.prefilled = True
         self._pulled.discard(request.request_id)
-        self.schedules[request.request_id] = schedule
+        self._keep_schedule(request.request_id, schedule)
+        if schedule.lookahead is None and schedule.output is None:
+            self.nothing_to_pack.add(request.request_id)
 
     def _output_schedule(
         self, request: Request, footprint: KVFootprint, plan: PagePlan | None
@@ -323,6 +382,8 @@ class Planner:
     def forget(self, request_id: str) -> None:
         """Forget a request that ended or was preempted, if it is known."""
         self.schedules.pop(request_id, None)
+        self._tentative.pop(request_id, None)
+        self.nothing_to_pack.discard(request_id)
         self._lookahead_ids.discard(request_id)
         self._pulled.discard(request_id)
 
@@ -382,6 +443,9 @@ class Planner:
             request: the waiting request.
             max_length: maximum length that vLLM allows, in tokens.
         """
+        decision = self.admissions.decision_of(request)
+        if decision.never_packs:
+            return max_length
         schedule = self.schedule_of(request)
         if schedule.lookahead is not None and schedule.prefill is None:
             # Few of the prompt's queries score it, or none.
@@ -398,7 +462,6 @@ class Planner:
             if schedule.lookahead is not None:
                 max_length = min(schedule.lookahead.longest_hit, max_length)
             return min(pieces.first_end - to_compute, pieces.tokens - max(window, 1), max_length)
-        decision = self.admissions.decision_of(request)
         settings = decision.settings
         if self._uncompressed_observation(request, schedule.footprint) is not None:
             return 0
@@ -406,7 +469,11 @@ class Planner:
         tokens = max_length + 1
         if settings is None:
             return max_length
-        plan = self.admissions.plan(settings, tokens, decision.spans)
+        prefill = schedule.prefill
+        if isinstance(prefill, PromptSchedule) and prefill.page_plan.tokens == tokens:
+            plan: PagePlan | None = prefill.page_plan
+        else:
+            plan = self.admissions.plan(settings, tokens, decision.spans)
         if plan is None or plan.keeps_all:
             return max_length
         reads = method_of(settings).reads

@@ -178,6 +178,10 @@ class _CompressingMixin:
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """Return the tokens to schedule for a request, including its probe."""
+        if request.request_id in self.compressed_manager.planner.nothing_to_pack:
+            return super()._reserve_prefill_lookahead(  # type: ignore[misc, no-any-return]
+                request, num_computed_tokens, num_new_tokens
+            )
         tokens, probe_tokens = self.chunk_and_probe(request, num_computed_tokens, num_new_tokens)
         self.compressed_manager.probes.set(request.request_id, probe_tokens)
         return tokens + probe_tokens
@@ -212,8 +216,8 @@ class _CompressingMixin:
         """Advance the requests, except for probe tokens: the next tokens take their positions."""
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         probes = self.compressed_manager.probes
-        for request_id in scheduler_output.num_scheduled_tokens:
-            if num_probe := probes.count(request_id):
+        for request_id, num_probe in probes.items():
+            if request_id in scheduler_output.num_scheduled_tokens:
                 request = self.requests[request_id]  # type: ignore[attr-defined]
                 request.num_computed_tokens -= num_probe
         probes.clear()
@@ -226,6 +230,7 @@ class _CompressingMixin:
         """
         if self._stop_message is not None:
             raise VllmHookError(self._stop_message)
+        self.coordination.begin_step(self.requests.keys())  # type: ignore[attr-defined]
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         plan = self.compressed_manager.take_step_plan(self.next_step)
         attach_plan(output, plan)
@@ -258,8 +263,10 @@ class _CompressingMixin:
     def _check_report(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
         """Check a report against our record of the step's plan, and count what was packed."""
         plan: StepPlan | None = None
-        if any(output is scheduler_output for output, _ in self._steps_in_flight):
-            output, plan = self._steps_in_flight.popleft()
+        steps = self._steps_in_flight
+        is_next = bool(steps) and steps[0][0] is scheduler_output
+        if is_next or any(output is scheduler_output for output, _ in steps):
+            output, plan = steps.popleft()
             while output is not scheduler_output:
                 # That step failed, and the engine's caller went on with a later one.
                 if plan is not None:
@@ -267,7 +274,7 @@ class _CompressingMixin:
                         f"the step with plan {plan.number}, for {list(plan.request_ids)}, failed",
                         "start the engine again",
                     )
-                output, plan = self._steps_in_flight.popleft()
+                output, plan = steps.popleft()
         expected = None if plan is None else plan.number
         acknowledged = None if report is None else report.executed_plan
         if acknowledged != expected:

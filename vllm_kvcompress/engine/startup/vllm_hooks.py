@@ -313,6 +313,14 @@ VLLM_HOOKS = (
         on="cuda",
     ),
     *vllm_hooks(
+        "attention.cuda",
+        "wrap",
+        "FLASH_ATTN calls flash_attn_varlen_func, whose log-sum-exp we read",
+        # It calls the module's `flash_attn_varlen_func`, which only CUDA builds have.
+        f"{_FLASH}FA4DenseAttentionKernel.kernel",
+        on="cuda",
+    ),
+    *vllm_hooks(
         "worker.worker",
         "wrap",
         "vLLM lets a plugin request a step without full-graph replay",

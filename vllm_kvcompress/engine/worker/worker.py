@@ -87,7 +87,7 @@ class CompressingWorker:
         self.probe_rows = probe_rows(self.model_runner, self.compressor)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run vLLM's step. If no tokens are sampled after it, execute its packing plan.
+        """Run vLLM's step. Execute its packing plan too, unless `sample_tokens` will do so.
 
         Raises:
             SystemExit: as in `_failures_stop_the_engine`.
@@ -110,7 +110,7 @@ class CompressingWorker:
         a pipeline pack before sampling: the last stage receives the other stages' counts and sends
         them the sampled tokens, and all ranks must order these messages alike.
         """
-        return self.vllm_config.parallel_config.pipeline_parallel_size == 1
+        return bool(self.vllm_config.parallel_config.pipeline_parallel_size == 1)
 
     @contextmanager
     def _failures_stop_the_engine(self, *, has_plan: bool) -> Iterator[None]:

@@ -1,16 +1,15 @@
 """Layer budgets in proportion to CAKE's preference score."""
 
-import math
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from kvcompress_kernels.apportion import apportion_by_preference
+from kvcompress_kernels.apportion.cpu import preferences
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
-from vllm_kvcompress.methods.budgets import apportion
 
 MIN_TAU, MAX_TAU = 0.05, 20.0
 """Range of the temperatures. The authors tuned them between 0.2 and 3."""
@@ -49,16 +48,14 @@ class Cake:
 
     def preferences(self, entropy: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """Return ``[N]`` float64, ``P_l`` divided by the largest; 0 where H or V is 0."""
-        h, v = entropy.double(), shift.double()
-        logs = h.log() / self.tau1 + v.log() / self.tau2
-        logs = logs.where((h > 0) & (v > 0), -math.inf)
-        return (logs - logs.amax().clamp(min=-sys.float_info.max)).exp()
+        return preferences(entropy, shift, self.tau1, self.tau2)
 
     def allocate(self, spec: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """Return ``[N]`` int64, past tokens to keep, in [0, P] with sum ``N * min(base, P)``."""
         entropy, shift = _entropy_and_shift(stats, spec.num_layers)
-        caps = torch.full_like(entropy, spec.past, dtype=torch.int64)
-        return apportion(self.preferences(entropy, shift), spec.past_total, caps)
+        return apportion_by_preference(
+            entropy, shift, spec.past_total, spec.past, tau1=self.tau1, tau2=self.tau2
+        )
 
 
 def _entropy_and_shift(stats: LayerStats | None, layers: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,10 +76,11 @@ class D2O:
             raise ValueError(f"d2o needs the column variances of {n} layers")
         skipped = sorted({layer % n for layer in self.skip_layers if -n <= layer < n})
         floor = min(max(self.floor - spec.window, 0), past, total // n)
-        skipped_tokens = 0
-        if skipped:
-            skipped_tokens = min(past, (total - floor * (n - len(skipped))) // len(skipped))
-        density, caps = self.densities(variance), variance.new_full((n,), past, dtype=torch.int64)
+        density = self.densities(variance)
+        if not skipped:
+            return apportion((density.amin() - density).exp(), total, past, floor)
+        skipped_tokens = min(past, (total - floor * (n - len(skipped))) // len(skipped))
+        caps = variance.new_full((n,), past, dtype=torch.int64)
         fixed = torch.zeros_like(caps)
         for layer in skipped:
             # fill_ on a view avoids the host-to-device copy and the wait of an item assignment

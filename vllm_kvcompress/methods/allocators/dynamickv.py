@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import torch
 
+from kvcompress_kernels.count_highest import count_highest
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators.highest import count_highest, ranked, scores_of
+from vllm_kvcompress.methods.allocators.highest import ranked, scores_of
 from vllm_kvcompress.methods.base import COMPARES_ALL_SCORES, Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
@@ -46,10 +47,6 @@ class DynamicKV:
         if self.every < 1:
             raise ConfigError(f"dynamickv.every must be >= 1, got {self.every}; the default is 4")
 
-    def stages(self, num_layers: int) -> list[int]:
-        """Return the number of known layers at each update."""
-        return [*range(self.every, num_layers, self.every), num_layers]
-
     def allocate(self, spec: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """Return ``[N]`` int64, past tokens to keep, in [0, B_max].
 
@@ -59,10 +56,8 @@ class DynamicKV:
         scores = ranked(scores_of("dynamickv", stats, spec.num_layers))
         base, past = min(spec.base, spec.past), spec.past
         limit = min(int(self.r_max * base), past)
-        stages = self.stages(spec.num_layers)
-        counts = scores.new_zeros(len(stages), spec.num_layers, dtype=torch.int64)
-        for update, known in enumerate(stages):
-            counts[update, :known] = count_highest(scores[:known], base * scores.shape[1] * known)
+        keep = base * scores.shape[1] * spec.num_layers
+        counts = count_highest(scores.flatten(1), keep, self.every)
         return self.settle(counts, spec.past_total, limit)
 
     def settle(self, counts: torch.Tensor, total: int, limit: int) -> torch.Tensor:
@@ -73,9 +68,10 @@ class DynamicKV:
             total: past tokens over all layers.
             limit: B_max.
         """
-        update, layers = (torch.arange(n, device=counts.device) for n in counts[1:].shape)
-        known = layers < self.every * (1 + update[:, None])
-        limits = torch.full_like(counts, limit)
-        shares = apportion(counts[:-1], total, limits[1:].where(known, 0))
-        caps = torch.cat([shares.where(known, limit), limits[:1]]).amin(0)
-        return apportion(counts[-1], total, caps)
+        (updates, num_layers), device = counts.shape, counts.device
+        # 0 for the last update, which is the result and limits no layer
+        period = self.every * updates
+        num_known = torch.arange(self.every, period + 1, self.every, device=device) % period
+        known = torch.arange(num_layers, device=device) < num_known[:, None]
+        shares = apportion(counts, total, known * limit)
+        return apportion(counts[-1], total, shares.where(known, limit).amin(0))

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from kvcompress_kernels.count_highest import count_highest
 from vllm_kvcompress.methods.base import COMPARES_ALL_SCORES, Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
@@ -32,9 +33,10 @@ class Global:
     def allocate(self, spec: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """Return ``[N]`` int64, past tokens to keep, in [0, P] with sum ``N * min(base, P)``."""
         scores = scores_of("global", stats, spec.num_layers)
-        counts = count_highest(shares(scores), spec.past_total * scores.shape[1])
-        caps = torch.full_like(counts, spec.past)
-        return apportion(counts, spec.past_total, caps)
+        keep = spec.past_total * scores.shape[1]
+        flat_shares = shares(scores).flatten(1)
+        counts = count_highest(flat_shares, keep, layers_per_update=spec.num_layers)[0]
+        return apportion(counts, spec.past_total, spec.past)
 
 
 def shares(scores: torch.Tensor) -> torch.Tensor:
@@ -51,8 +53,9 @@ def shares(scores: torch.Tensor) -> torch.Tensor:
 
 
 def ranked(scores: torch.Tensor) -> torch.Tensor:
-    """Return a copy in which NaN ranks last, equal to -inf."""
-    return torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    """Return a contiguous copy in which NaN ranks last, equal to -inf."""
+    copy = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return copy.contiguous()
 
 
 def scores_of(allocator: str, stats: LayerStats | None, layers: int) -> torch.Tensor:
@@ -65,24 +68,3 @@ def scores_of(allocator: str, stats: LayerStats | None, layers: int) -> torch.Te
     if scores is None or len(scores) != layers:
         raise ValueError(f"{allocator} needs the scores of {layers} layers")
     return scores
-
-
-def count_highest(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """Return how many of the `keep` highest entries are in each layer, ties to the lower layer.
-
-    Args:
-        scores: ``[n, Hkv, P]``, contiguous, as returned by `ranked`.
-        keep: number of entries to count; at most all.
-
-    Returns:
-        ``[n]`` int64.
-    """
-    flat = scores.flatten(1)
-    if keep >= flat.numel():
-        return torch.full((len(flat),), flat.shape[1], device=flat.device)
-    if keep <= 0:
-        return torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
-    boundary = flat.flatten().kthvalue(flat.numel() - keep + 1).values
-    above, tied = (flat > boundary).sum(1), (flat == boundary).sum(1)
-    ties_to_count = (keep - above.sum() - tied.cumsum(0) + tied).clamp(min=0)
-    return above + torch.minimum(tied, ties_to_count)

@@ -49,4 +49,4 @@ class Pyramid:
         hi = min(2 * base - base / self.beta, past) if n > 1 else base
         step = 2 * (hi - base) / max(n - 1, 1)
         line = hi - step * torch.arange(n, dtype=torch.float64)
-        return apportion(line, n * base, torch.full((n,), past))
+        return apportion(line, n * base, past)

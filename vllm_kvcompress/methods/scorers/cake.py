@@ -24,7 +24,7 @@ class CakeIndicator:
         kernel: average pooling width in tokens, odd.
     """
 
-    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE | Reads.KV_HEADS
     needs_whole_prompt: ClassVar[str] = ""
 
     gamma: float = 200.0
@@ -40,5 +40,6 @@ class CakeIndicator:
         if stats.total is None or stats.variance is None:
             raise ValueError("cake needs the window's attention and its variance; got none")
         indicator = stats.total / stats.num_queries + self.gamma * stats.variance
-        grouped = pooling.group_mean(indicator, stats.num_kv_heads)
-        return pooling.pool(grouped, "avg", self.kernel)
+        if len(indicator) > stats.num_kv_heads:
+            indicator = pooling.group_mean(indicator, stats.num_kv_heads)
+        return pooling.pool(indicator, "avg", self.kernel)

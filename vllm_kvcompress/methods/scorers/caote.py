@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
+from kvcompress_kernels.value_scores import value_scores_of_rows
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import aggregates, pooling
 from vllm_kvcompress.methods.scorers.accumulated import column_means
 
-BASES = {"snapkv": Reads.WINDOW, "tova": Reads.WINDOW, "h2o": Reads.COLUMN_SUMS}
+BASES = {"snapkv": Reads.WINDOW, "tova": Reads.WINDOW | Reads.LAST, "h2o": Reads.COLUMN_SUMS}
 REDUCTIONS = ("mean", "l2")
 
 
@@ -92,40 +92,50 @@ class Caote:
         """
         if self.base == "tova" and stats.last is not None:
             # The attention sink's share belongs to no token.
-            return stats.last / stats.last.sum(-1, keepdim=True)
+            return stats.last / _row_sums(stats.last)
         if self.base == "h2o" and stats.sums is not None:
             attention = column_means(stats.sums) if self.per_query else stats.sums
-            return attention / attention.sum(-1, keepdim=True)
+            return attention / _row_sums(attention)
         if self.base == "snapkv" and stats.total is not None and stats.recent is not None:
             num_heads, kind, kernel = len(stats.total), self.pooling, self.kernel
-            past = aggregates.past_scores(stats, self.aggregate, num_heads, kind, kernel)
             recent = stats.recent
             if stats.maximum is not None and self.aggregate != "mean":
                 recent = stats.maximum[:, stats.past :]
+            past = aggregates.past_scores(stats, self.aggregate, num_heads, kind, kernel)
             columns = torch.cat([past, recent], dim=-1)
+            del past  # frees its memory before the sums are computed in float64
             if stats.lengths is not None:
                 columns = _in_slots(columns, stats, stats.lengths)
-            return columns.div_(columns.sum(-1, keepdim=True))
+            return columns.div_(_row_sums(columns))
         raise ValueError(f"caote over {self.base} needs the attention that {self.base} reads")
 
     def score(self, stats: AttentionStats) -> torch.Tensor:
         """Return ``[Hkv, P]`` float32 scores."""
-        if stats.values is None:
+        values = stats.values
+        if values is None:
             raise ValueError("caote needs the cached values; got none")
         weights = self.weights(stats)
-        value_args = stats.values.value_pages, stats.values.pages, stats.values.tokens
-        if stats.lengths is None:
-            scores = value_scores(weights, *value_args, fast=self.fast, reduce=self.reduce)
-            scores *= stats.values.scale
-        else:
-            scores = value_scores_of_rows(
-                weights.view(stats.num_layers, -1, weights.shape[1]),
-                *value_args,
-                lengths=stats.lengths,
-                fast=self.fast,
-                reduce=self.reduce,
-            ).flatten(0, 1)
-        return scores[:, : stats.past]
+        scores = value_scores_of_rows(
+            weights.view(stats.num_layers, -1, weights.shape[1]),
+            values.value_pages,
+            values.pages_by_layer,
+            values.tokens,
+            lengths=stats.lengths,
+            fast=self.fast,
+            reduce=self.reduce,
+        )
+        scale = values.scale
+        scores *= scale[:, None, None] if isinstance(scale, torch.Tensor) else scale
+        return scores.flatten(0, 1)[:, : stats.past]
+
+
+def _row_sums(attention: torch.Tensor) -> torch.Tensor:
+    """Return ``[Hq, 1]`` float32, the sum of each row.
+
+    The sum is computed in float64, because a GPU's order of summation depends on the number of
+    rows, and a layer's scores must not depend on the layers that are scored with it.
+    """
+    return attention.sum(-1, keepdim=True, dtype=torch.float64).float()
 
 
 def _in_slots(columns: torch.Tensor, stats: AttentionStats, lengths: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,9 @@ class Random:
 
     def score(self, stats: AttentionStats) -> torch.Tensor:
         """Return ``[Hkv, P]`` float32 in [0, 1), the same on every device."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + stats.layer)
-        drawn = torch.rand(stats.num_kv_heads, stats.past, generator=generator)
-        return to_device(drawn, torch.float32, stats.device)
+        heads = stats.num_kv_heads // stats.num_layers
+        drawn = torch.empty(stats.num_layers, heads, stats.past)
+        for layer, scores in zip(stats.layers, drawn, strict=True):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
+            torch.rand(heads, stats.past, generator=generator, out=scores)
+        return to_device(drawn.flatten(0, 1), torch.float32, stats.device)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from kvcompress_kernels.key_cosines import key_cosines
+from kvcompress_kernels.key_cosines import key_cosines_of_rows
 from vllm_kvcompress.methods.base import COMPARES_ALL_KEYS, Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import AttentionStats
 
@@ -30,4 +30,5 @@ class KeyDiff:
         keys = stats.keys
         if keys is None:
             raise ValueError("keydiff needs the cached keys; got none")
-        return -key_cosines(keys.key_pages, keys.pages, keys.tokens)[:, : stats.past]
+        cosines = key_cosines_of_rows(keys.key_pages, keys.pages_by_layer, keys.tokens)
+        return -cosines.flatten(0, 1)[:, : stats.past]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.lag_scores import lag_scores_of_rows
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import COMPARES_ALL_KEYS, Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import AttentionStats
@@ -61,8 +61,9 @@ class LagKV:
         keys, values, past = stats.keys, stats.values, stats.past
         if keys is None or values is None:
             raise ValueError("lagkv needs the cached keys and values; got none")
-        caches = keys.key_pages, values.value_pages, keys.pages
-        ranks = _ranks(lag_scores(*caches, keys.tokens, sinks=self.sinks, lag=self.lag)).flatten(1)
+        caches = keys.key_pages, values.value_pages, keys.pages_by_layer
+        of_layers = lag_scores_of_rows(*caches, keys.tokens, sinks=self.sinks, lag=self.lag)
+        ranks = _ranks(of_layers.flatten(0, 1)).flatten(1)
         position = torch.arange(past, dtype=torch.float32, device=stats.device)
         scores = position.repeat(stats.num_kv_heads, 1)
         partition_ranks = ranks[:, : max(past - self.sinks, 0)]

@@ -37,7 +37,7 @@ class Runs:
         gamma, kernel: of CAKE's indicator.
     """
 
-    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM
+    reads: ClassVar[Reads] = CakeIndicator.reads | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM
     needs_whole_prompt: ClassVar[str] = ""
     unfit: ClassVar[Mapping[ScoreUse, str]] = dict.fromkeys(ScoreUse, _UNFIT_REASON)
 
@@ -68,6 +68,8 @@ class Runs:
         num_runs = -(-past // self.size)
         runs = pad(maximum, (0, num_runs * self.size - past))
         runs = runs.view(len(maximum), num_runs, self.size)
-        run_attention = runs.sum(-1, keepdim=True).expand_as(runs).flatten(1)[:, :past]
+        # float64, because a GPU's order of summation depends on how many layers are scored together
+        sums = runs.sum(-1, keepdim=True, dtype=torch.float64).float()
+        run_attention = sums.expand_as(runs).flatten(1)[:, :past]
         run_scores = run_attention * ((1 + self.gamma) / self.attention)
         return torch.where(run_attention >= self.attention, run_scores, token_scores)

@@ -17,7 +17,7 @@ class Tova:
     positions. The window keeps the last token; the authors' code may drop it.
     """
 
-    reads: ClassVar[Reads] = Reads.WINDOW
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.LAST | Reads.KV_HEADS
     needs_whole_prompt: ClassVar[str] = ""
 
     def score(self, stats: AttentionStats) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompress_kernels.value_norms import value_norms
+from kvcompress_kernels.value_norms import value_norms_of_rows
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import aggregates, pooling
@@ -40,7 +40,7 @@ class SnapKV:
     @property
     def reads(self) -> Reads:
         values = Reads.VALUES if self.value_norm else Reads.NOTHING
-        return aggregates.AGGREGATES[self.aggregate] | values
+        return aggregates.AGGREGATES[self.aggregate] | Reads.KV_HEADS | values
 
     @property
     def needs_whole_prompt(self) -> str:
@@ -63,6 +63,7 @@ class SnapKV:
         values = stats.values
         if values is None:
             raise ValueError("snapkv with value_norm needs the cached values; got none")
-        norms = value_norms(values.value_pages, values.pages, values.tokens)[:, : stats.past]
+        norms = value_norms_of_rows(values.value_pages, values.pages_by_layer, values.tokens)
+        norms = norms.flatten(0, 1)[:, : stats.past]
         total = norms.sum(-1, keepdim=True, dtype=torch.float64).float()
         return norms / total.clamp_min(torch.finfo(total.dtype).tiny)

@@ -1,0 +1,100 @@
+"""Packed pages of each layer, written into the slots of newly packed requests.
+
+Layers take pages from the request's blocks in order: the first ``counts[r, 0]`` pages belong to
+layer 0, the next ``counts[r, 1]`` to layer 1, and so on. With D pages per block, page k is
+``block_stride * blocks[begin + k // D] + layer_offset[k % D]``, with ``begin = requests[r, 2]``.
+"""
+
+import torch
+
+from kvcompress_kernels import contract
+from kvcompress_kernels.contract import require
+
+
+def assign_pages(
+    requests: torch.Tensor,
+    blocks: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    counts: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    *,
+    group_tokens: torch.Tensor | None = None,
+    out_group_tokens: torch.Tensor | None = None,
+) -> None:
+    """Write the packed pages and lengths of R requests into their slots.
+
+    On a GPU this is one launch without allocation, copy or sync. Indices are not range-checked,
+    because a check would sync.
+
+    Args:
+        requests: ``[R, 3]`` int64 rows of slot, index of the first block that is not packed, and
+            index of the request's first entry in `blocks`.
+        blocks: ``[B]`` int64: block ids of all requests.
+        layer_offset: ``[D]`` int32: flat page of block 0 for each page of a block.
+        block_stride: distance between the same page of blocks b and b + 1, in flat pages.
+        counts: ``[R, L]`` int32: pages of each layer, at most W.
+        packed: ``[slots, L, W]`` int32: receives the pages of each layer, padded with 0.
+        num_packed: ``[slots, L]`` int32: receives `counts`, or 0 if the pages hold groups.
+        first_block: ``[slots]`` int32: receives the second column of `requests`.
+        group_tokens: ``[R, L]`` int32: tokens of each layer, if the pages hold groups.
+        out_group_tokens: ``[slots, L]`` int32: receives `group_tokens`, or 0 without them.
+
+    Raises:
+        ValueError: Shapes or dtypes disagree, an output is strided, or `group_tokens` have no
+            output.
+    """
+    name, layers = "assign_pages", packed.shape[1]
+    outputs = {
+        "packed": packed,
+        "num_packed": num_packed,
+        "first_block": first_block,
+        "out_group_tokens": out_group_tokens,
+    }
+    inputs = {"layer_offset": layer_offset, "counts": counts, "group_tokens": group_tokens}
+    _check_dtype(name, torch.int64, {"requests": requests, "blocks": blocks})
+    _check_dtype(name, torch.int32, inputs | outputs)
+    for argument, x in outputs.items():
+        if x is not None:
+            require(x.is_contiguous(), name, f"{argument} must be contiguous", x.stride())
+    rule = "requests must be [R, 3]"
+    require(requests.shape[1:] == (3,), name, rule, tuple(requests.shape))
+    per_request, per_slot = (len(requests), layers), (len(packed), layers)
+    shapes: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
+        "counts": (counts, per_request),
+        "group_tokens": (group_tokens, per_request),
+        "num_packed": (num_packed, per_slot),
+        "out_group_tokens": (out_group_tokens, per_slot),
+        "first_block": (first_block, per_slot[:1]),
+    }
+    for argument, (given, want) in shapes.items():
+        if given is not None:
+            got = tuple(given.shape)
+            require(got == want, name, f"{argument} must be {list(want)}", got)
+    missing = group_tokens is not None and out_group_tokens is None
+    require(not missing, name, "group_tokens need out_group_tokens", None)
+    if contract.runs_triton(packed):
+        from kvcompress_kernels.assign_pages.triton import run
+    else:
+        from kvcompress_kernels.assign_pages.cpu import run
+
+    run(
+        requests.contiguous(),
+        blocks.contiguous(),
+        layer_offset.contiguous(),
+        block_stride,
+        counts.contiguous(),
+        packed,
+        num_packed,
+        first_block,
+        None if group_tokens is None else group_tokens.contiguous(),
+        out_group_tokens,
+    )
+
+
+def _check_dtype(op: str, dtype: torch.dtype, tensors: dict[str, torch.Tensor | None]) -> None:
+    for argument, x in tensors.items():
+        if x is not None:
+            require(x.dtype == dtype, op, f"{argument} must be {dtype}", x.dtype)
