@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvcompress_kernels.apportion import cpu
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators import ALLOCATORS
 from vllm_kvcompress.methods.allocators.cake import Cake
@@ -44,7 +45,7 @@ def allocate(allocator, *args):
 
 def preferences(cake, *pairs):
     stats = stats_of(*pairs)
-    return cake.preferences(stats.entropy, stats.shift).tolist()
+    return cpu.preferences(stats.entropy, stats.shift, cake.tau1, cake.tau2).tolist()
 
 
 @st.composite

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcompress_kernels.apportion import cpu
 from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import SCORERS
@@ -180,7 +180,7 @@ def test_cake_shape_check():
     assert got.shift.item() == pytest.approx(0.0895930078, rel=1e-5)
 
     entropy, shift = (torch.stack([x, torch.ones(())]) for x in (got.entropy, got.shift))
-    share = Cake(tau1=1.6, tau2=0.4).preferences(entropy, shift).tolist()
+    share = cpu.preferences(entropy, shift, 1.6, 0.4).tolist()
     assert share == pytest.approx([0.00993233021, 1.0], rel=1e-4)
 
     score = CakeIndicator().score(stats_of(got.total, 2, rows=3, variance=got.variance))

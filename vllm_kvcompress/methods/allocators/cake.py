@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 
 from kvcompress_kernels.apportion import apportion_by_preference
-from kvcompress_kernels.apportion.cpu import preferences
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
@@ -45,10 +44,6 @@ class Cake:
                     f"cake.{name} must be between {MIN_TAU:g} and {MAX_TAU:g}, got {tau}; 1 is"
                     " neutral"
                 )
-
-    def preferences(self, entropy: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """Return ``[N]`` float64, ``P_l`` divided by the largest; 0 where H or V is 0."""
-        return preferences(entropy, shift, self.tau1, self.tau2)
 
     def allocate(self, spec: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """Return ``[N]`` int64, past tokens to keep, in [0, P] with sum ``N * min(base, P)``."""
