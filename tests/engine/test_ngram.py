@@ -260,8 +260,14 @@ def test_a_look_ahead_is_scored_by_accepted_tokens_only(model, monkeypatch):
     monkeypatch.setattr(LookaheadSchedule, "plan", early)
     with engine(model, additional_config=config, max_model_len=1024, **NGRAM) as llm:
         scheduled, ring, calls = watch_scheduled_tokens(llm), llm.compressor.pool.ring, []
-        latest = ring.latest
-        ring.latest = lambda *args: (calls.append((args, latest(*args))), calls[-1][1])[1]
+        indices = ring.indices
+
+        def recording_indices(*where):
+            found = indices(*where)
+            calls.append((where, ring.gather(found)))
+            return found
+
+        ring.indices = recording_indices
         packed = llm.watch_packing(
             lambda outputs: (outputs.pack_request.tokens, len(scheduled["r"]))
         )

@@ -230,8 +230,8 @@ def test_invalid_arguments_are_rejected(keys, values, table, tokens, sinks, lag,
 @pytest.mark.parametrize(
     ("pages", "message"),
     [
-        (torch.arange(3), r"pages must be \[N, W\] of N > 0 rows; got \(3,\)"),
-        (torch.zeros(0, 3, dtype=torch.int64), r"N > 0 rows; got \(0, 3\)"),
+        (torch.arange(3), r"pages must be \[N, W\] with N > 0; got \(3,\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"N > 0; got \(0, 3\)"),
         (torch.zeros(2, 2, dtype=torch.int64), r"pages must be \[2, 3\]; got \(2, 2\)"),
     ],
 )
