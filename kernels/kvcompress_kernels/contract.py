@@ -29,6 +29,12 @@ def check_pages(op: str, pages: torch.Tensor, tokens: int, block: int, *rows: in
     require(pages.shape == want, op, f"pages must be {list(want)}", tuple(pages.shape))
 
 
+def check_row_pages(op: str, pages: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless `pages` is ``[N, W]`` with N > 0: the pages of N rows."""
+    ok = pages.dim() == 2 and len(pages) > 0
+    require(ok, op, "pages must be [N, W] with N > 0", tuple(pages.shape))
+
+
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Return whether an op on `tensor` runs its Triton kernels instead of its CPU code."""
     return tensor.is_cuda

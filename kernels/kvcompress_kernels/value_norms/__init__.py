@@ -3,7 +3,7 @@
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import check_floats, check_pages, require
+from kvcompress_kernels.contract import check_floats, check_pages, check_row_pages, require
 
 _NAME = "value_norms"
 
@@ -47,8 +47,7 @@ def value_norms_of_rows(
     Raises:
         ValueError: As in `value_norms`, or N is 0.
     """
-    has_rows = pages.dim() == 2 and len(pages) > 0
-    require(has_rows, _NAME, "pages must be [N, W] with N > 0", tuple(pages.shape))
+    check_row_pages(_NAME, pages)
     _check(value_pages, pages, tokens, len(pages))
     return _run_rows(value_pages, pages, tokens)
 
