@@ -6,7 +6,7 @@ import runpy
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -115,6 +115,14 @@ def states_are_served() -> None:
 
     if not serves_states():
         pytest.skip("this vLLM version is not accepted for models with state-space layers")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_cores() -> Iterator[None]:
+    """Undo the pinning by vLLM's NIXL connector, which would put all pytest workers on one core."""
+    cores = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(autouse=True)
