@@ -20,7 +20,7 @@ DOCS := .cache/docs
 PEERS := .cache/peers
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve quick test soak lint docs compat kernels-sm90 bench bench-host gate peers locks sbom clean
+.PHONY: help setup packages model demo serve quick test soak lint docs reference compat kernels-sm90 bench bench-host gate peers locks sbom clean
 
 help:  ## print this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -79,6 +79,9 @@ lint: setup
 # The variable hides an announcement by mkdocs-material.
 docs: $(DOCS)/.complete  ## build the documentation in dist/site and check all links
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+reference: setup  ## write the flags and settings of docs/, deploy/ and kvcompress from their declarations
+	$(BIN)/python packaging/reference.py
 
 # Debian packages that tests run: those of the CPU image, and prometheus with promtool. Without permission to
 # install them, tests that need them are skipped. RUNLEVEL=1 keeps apt from starting Prometheus.

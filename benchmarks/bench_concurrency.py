@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from origin import commit, machine
 from transformers import AutoTokenizer
 
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.registry import RECOMMENDED
 from vllm_kvcompress.serving.process import CACHE_SPACE, Server, serve
 from vllm_kvcompress.serving.text import english
 

@@ -124,7 +124,6 @@ def pack_job(budget: float, args: argparse.Namespace) -> Any:
     from vllm_kvcompress.methods.base import Reads
     from vllm_kvcompress.methods.page_plan import page_plan
     from vllm_kvcompress.settings.config import CompressionConfig
-    from vllm_kvcompress.settings.method_of import method_of
 
     settings = CompressionConfig.parse({"compress": args.method, "budget": budget})
     plan = page_plan(settings.budget_spec(args.layers, args.prompt), args.block)
@@ -132,7 +131,7 @@ def pack_job(budget: float, args: argparse.Namespace) -> Any:
         raise SystemExit(
             f"a budget of {budget} drops none of {args.prompt} tokens: lower --budgets"
         )
-    method = method_of(settings)
+    method = settings.method
     if Reads.COLUMN_SUMS in method.reads:
         raise SystemExit(
             f"{args.method} reads the attention of all queries: choose a method with a window"

@@ -95,7 +95,7 @@ class TimedEngine:
 def main() -> None:
     args = parse_args()
     use_one_process(cache_gib=2)
-    from vllm_kvcompress.methods.presets import PRESETS
+    from vllm_kvcompress.methods.registry import PRESETS
     from vllm_kvcompress.serving.text import english
 
     engine = TimedEngine(args)

@@ -29,11 +29,10 @@ from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, ring_window
 
 _CONTENT = 3
 """Content of tensors that a kernel would have written: a valid page and a valid page count."""
@@ -104,7 +103,7 @@ class DummyPrompts:
             block_size=shape.block_size,
             packs_groups=self._settings.packs_k4v3,
         )
-        if window := ring_window(self._settings):
+        if window := self._settings.ring_window:
             pages.ring = query_ring.QueryRing(
                 layers=shape.layers,
                 slots=shape.requests + 2,
@@ -163,7 +162,7 @@ class DummyPrompts:
             destination=tuple(range(1, plan.blocks + 1)),
             output_tokens=self._lookahead or None,
         )
-        method = method_of(settings, scored_by_output=plan.scored_by_output)
+        method = settings.method.method_for(scored_by_output=plan.scored_by_output)
         layers = range(shape.layers)
         sums = {}
         if Reads.COLUMN_SUMS in method.reads:

@@ -89,6 +89,14 @@ def settings(compress: str = "cake", budget: float | int = 0.2, **options: Any) 
     return {"kvcompress": {"compress": compress, "budget": budget, **defaults, **options}}
 
 
+def slots_in_use(scheduler: Any) -> int:
+    """Return how many look-aheads have a query slot."""
+    num_slots = scheduler.groups.compressed.kv_cache_spec.ring_slots
+    in_use = num_slots - scheduler.lookaheads.num_free_slots
+    assert in_use == sum(state.has_lookahead_slot for state in scheduler.states)
+    return int(in_use)
+
+
 class Engine:
     """An LLM with access to its scheduler and, if it runs in this process, its worker."""
 
@@ -99,9 +107,8 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         # with sliding windows there are several managers: take that of the compressed layers
-        self.manager = next(
-            (manager for manager in managers if hasattr(manager, "planner")), managers[0]
-        )
+        groups = getattr(self.scheduler, "groups", None)
+        self.manager = managers[0] if groups is None else groups.compressed
         executor = self.core.model_executor
         if not hasattr(executor, "driver_worker"):
             return  # the workers are in other processes
@@ -247,12 +254,26 @@ class Engine:
 
     def footprints(self) -> list[Any]:
         """Return the footprints of requests with a decode budget whose prefill has ended."""
-        schedules = self.manager.planner.schedules.values()
         return [
-            schedule.footprint
-            for schedule in schedules
-            if schedule.prefilled and schedule.output is not None
+            state.schedule.footprint
+            for state in self.scheduler.states
+            if state.has_prefilled and state.schedule.output is not None
         ]
+
+    def packed_blocks(self, request_id: str) -> list[Any]:
+        """Return the blocks that hold a request's packed pages."""
+        state = self.scheduler.states.get(request_id)
+        return [] if state is None else list(state.packed_blocks)
+
+    def num_blocks_held(self, request_id: str) -> int:
+        """Return the number of blocks that a request holds, including shared blocks."""
+        blocks = self.manager.req_to_blocks.get(request_id, ())
+        return sum(not block.is_null for block in blocks) + len(self.packed_blocks(request_id))
+
+    @property
+    def lookahead_slots_in_use(self) -> int:
+        """Return how many look-aheads have a query slot."""
+        return slots_in_use(self.scheduler)
 
     def watch_repacking(self) -> list[str]:
         """Record the request id of each later packing of an output or a piece, in order."""

@@ -144,12 +144,12 @@ def streamingllm(q, k, v, w):
     return np.tile(row, (len(k), 1))
 
 
-def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean", per_query=False):
+def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean"):
     tokens, group = k.shape[1], len(q) // len(k)
     if base == "tova":
         h = attention(q, k, [tokens - 1])[:, 0]
     elif base == "h2o":
-        h = column_means(q, k) if per_query else column_sums(q, k)
+        h = column_sums(q, k)
     elif aggregate == "mean":
         h = attention(q, k, range(tokens - w, tokens)).mean(1)
         h[:, : tokens - w] = pool(h[:, : tokens - w], "max", 7)

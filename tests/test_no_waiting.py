@@ -10,11 +10,10 @@ from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, Page
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
 from vllm_kvcompress.methods.method import LayerObservations
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
-from vllm_kvcompress.methods.scorers.lagkv import LagKV
+from vllm_kvcompress.methods.published.keydiff import KeyDiff
+from vllm_kvcompress.methods.published.lagkv import LagKV
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 LAYERS, HEADS, KV_HEADS = 9, 4, 2
 MORE_SETTINGS = {
@@ -47,7 +46,7 @@ def empty_observations(method, past):
 def test_pages_and_positions_need_no_sync(name, tokens):
     """On meta tensors the ops run their CPU code, which must not read values either."""
     settings = CompressionConfig.parse({**SETTINGS[name], "budget": 0.4})
-    method, plan = method_of(settings), page_plan(settings.budget_spec(LAYERS, tokens), 16)
+    method, plan = settings.method, page_plan(settings.budget_spec(LAYERS, tokens), 16)
     observations = empty_observations(method, plan.budget_spec.past)
     if method.allocator.reads:
         with no_uploads_or_reads():

@@ -7,7 +7,7 @@ import torch
 import methods_reference as ref
 from against_the_reference import SHAPES, WINDOWS, assert_equals_reference, inputs
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 
 
@@ -68,8 +68,7 @@ def test_caote_over_every_base(base, how, fast):
     q, k, v = inputs(*SHAPES["gqa"], seed=4)
     policy = {
         "compress": "fastcaote" if fast else "caote",
-        "base": base,
-        "scorer_params": {"reduce": how},
+        "scorer_params": {"base": base, "reduce": how},
     }
     got = compress(q, k, v, policy=policy, budget=0.5)
     w = 1 if base == "tova" else 32
@@ -301,8 +300,11 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy=None), "must be an object"),
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
-        (dict(policy={"compress": "h2o", "base": "tova"}), "needs one of the scorers"),
-        (dict(policy={"compress": "caote", "base": "cake"}), "caote.base must be one of"),
+        (dict(policy={"compress": "caote", "base": "tova"}), "set it in scorer_params"),
+        (
+            dict(policy={"compress": "caote", "scorer_params": {"base": "cake"}}),
+            "caote.base must be one of",
+        ),
     ],
 )
 def test_bad_settings_are_refused(change, message):
@@ -338,7 +340,8 @@ def test_caote_of_equal_tokens_keeps_the_first_tokens(scorer, base, seed):
     turn = torch.arange(40) % 2
     q = torch.randn(1, 1, 40, 8, generator=generator)
     k, v = torch.randn(2, 1, 1, 2, 8, generator=generator)[..., turn, :]
-    kept = compress(q, k, v, policy={"compress": scorer, "base": base, "window": 1}, budget=6)
+    policy = {"compress": scorer, "scorer_params": {"base": base}, "window": 1}
+    kept = compress(q, k, v, policy=policy, budget=6)
     if base != "h2o":  # whose sums favour early tokens
         scores = kept.scores[0][0, :39]
         assert len(scores[::2].unique()) == len(scores[1::2].unique()) == 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from against_the_reference import inputs
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.settings.config import CompressionConfig
 

@@ -5,7 +5,7 @@ import torch
 
 from against_the_reference import SHAPES, WINDOWS, assert_equals_reference, inputs
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 
 SPANS = {

@@ -23,6 +23,7 @@ def register() -> None:
     replaces no vLLM class until an engine is configured with compression on. Calling it twice is
     safe.
     """
-    from vllm_kvcompress.engine.startup.plugin import install
+    from vllm_kvcompress.engine.startup import cli_args, configure
 
-    install()
+    cli_args.install()
+    configure.install()

@@ -11,9 +11,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from vllm_kvcompress.commands import compare_options, kv_flags
-from vllm_kvcompress.commands.options import PlainNumbers, takes_options
-from vllm_kvcompress.commands.plan_options import PlanOptions
+from vllm_kvcompress.commands import kv_flags
+from vllm_kvcompress.commands.compare import options as compare_options
+from vllm_kvcompress.commands.options import PlainNumbers, settings_from, takes_options
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.errors import KVCompressError
 
 app = typer.Typer(
@@ -70,7 +71,7 @@ def plan(options: PlanOptions) -> None:
 
     Needs no vLLM and no GPU.
     """
-    from vllm_kvcompress.commands.plan import make_plan
+    from vllm_kvcompress.commands.plan.command import make_plan
 
     result = make_plan(options)
     if options.as_json:
@@ -92,7 +93,7 @@ def doctor(
     packed_dtype: kv_flags.PackedDtype = None,
     window: kv_flags.Window = None,
     min_prompt: kv_flags.MinPrompt = None,
-    everything: kv_flags.Everything = None,
+    everything: kv_flags.CompressConfig = None,
     expect: Annotated[
         str | None,
         typer.Option(help="on or off: fail if compression is not in this state."),
@@ -129,9 +130,9 @@ def doctor(
     Starts an engine for MODEL, or checks a running server with --url. Exits with 1 if compression
     is on but did not run, or if any other check fails.
     """
-    from vllm_kvcompress.commands import doctor as command
+    from vllm_kvcompress.doctor import command
 
-    settings = kv_flags.settings_from(
+    settings = settings_from(
         everything,
         compress=method,
         budget=budget,
@@ -191,7 +192,7 @@ def compare(
     Exits with 0 if a method's loss is within --max-drop, 1 if none is, 2 for an invalid argument
     or a lost server, and 130 if interrupted. Finished results are kept.
     """
-    from vllm_kvcompress.commands import compare as command
+    from vllm_kvcompress.commands.compare import command
 
     command.run(
         command.CompareRequest(

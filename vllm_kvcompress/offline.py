@@ -21,11 +21,10 @@ from vllm_kvcompress.methods.method import LayerObservations, Method, join_obser
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 from vllm_kvcompress.settings.packed_dtype import K4V3
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -130,7 +129,7 @@ def compress(
         keeps_all = settings.tokens_per_layer(prompt) >= prompt
         kept = _uncompressed(keys, values)
         return _quantised(kept, 0) if packs and page_size == 1 and keeps_all else kept
-    method = method_of(settings, scored_by_output=plan.scored_by_output)
+    method = settings.method.method_for(scored_by_output=plan.scored_by_output)
     paged = _paged_layers(
         keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks
     )
@@ -169,7 +168,11 @@ def _plan(
     if not lookahead:
         spec = settings.budget_spec(layers, tokens)
         return page_plan(
-            spec, page_size, spans, full_share=settings.full_share, page_tokens=page_tokens
+            spec,
+            page_size,
+            spans,
+            full_share=settings.protection.full_share,
+            page_tokens=page_tokens,
         )
     prompt = tokens - lookahead
     if prompt < 1:

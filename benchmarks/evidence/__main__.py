@@ -59,8 +59,7 @@ from vllm_kvcompress.compare.measures import loops, similarity
 from vllm_kvcompress.compare.tasks import SCORED, TASKS, Item, build_items
 from vllm_kvcompress.compare.tasks.short_answers import exact_match, final_answer, token_f1
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.settings.method_of import method_of
+from vllm_kvcompress.methods.registry import PRESETS
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 PROMPTS_PER_RESULT = 4
@@ -224,7 +223,7 @@ def measure_task(
     ]
     settings = [settings_at(raw, 0.5) for raw in methods.values()]
     with_column_sums = any(
-        Reads.COLUMN_SUMS in method_of(each).reads for each in settings if each.enabled
+        Reads.COLUMN_SUMS in each.method.reads for each in settings if each.enabled
     )
     num_answered = 0
     start = time.perf_counter()
@@ -405,7 +404,7 @@ def measure(
     if needs_full_answer(item) and not full_score:
         return results
     decode_fully = decode_fully or needs_full_answer(item)
-    protects = any(settings_at(raw, 0.5).protect for raw in methods.values())
+    protects = any(settings_at(raw, 0.5).protection.words for raw in methods.values())
     protected = protected_parts(model.tokenizer, item, prompt.ids) if protects else {}
     stored: dict[str, PrefilledPrompt] = {}
     for lookahead, by_format in by_prefill(pending, methods).items():

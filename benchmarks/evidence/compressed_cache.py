@@ -23,11 +23,10 @@ from vllm_kvcompress.methods.method import LayerObservations, Method, join_obser
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, merge_spans
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import lookahead_window, method_of
 
 BLOCK = 16
 """Tokens per page: vLLM's default block size on a GPU."""
@@ -183,12 +182,12 @@ class PromptCompressor:
             max_tokens=tokens + 2,
             prefilled=tokens - self.output_tokens,
             spans=merge_spans(
-                span for part in settings.protect for span in self.protected.get(part, ())
+                span for part in settings.protection.words for span in self.protected.get(part, ())
             ),
             page_tokens=packed_page_tokens(settings, self.block_size, ITEMSIZE),
         )
         assert lookahead.due == tokens
-        assert lookahead_window(settings) <= LONGEST_WINDOW, (
+        assert settings.method.lookahead_window <= LONGEST_WINDOW, (
             f"the window must be at most {LONGEST_WINDOW} tokens"
         )
         footprint = KVFootprint(num_layers=len(self.layers), block_size=self.block_size)
@@ -237,7 +236,7 @@ class PromptCompressor:
             assert self.prompt.cache_format is None, "k4v3 packs the pages of a 16-bit cache"
             reason = k4v3.refusal(self.prompt.keys[0].shape[-1], self.block_size, ITEMSIZE)
             assert not reason, reason
-        method = method_of(settings, scored_by_output=plan.scored_by_output)
+        method = settings.method.method_for(scored_by_output=plan.scored_by_output)
         observations = self.observations(method, plan)
         pages = method.layer_pages(plan, observations)
         kept_positions = method.select(observations, plan, pages)

@@ -49,7 +49,7 @@ from benchmarks.field.data import FieldData
 from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
 from vllm_kvcompress.compare.tasks import Item, QuestionAt, build_items
-from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
 
 FLOORS = Path(__file__).with_name("floors.json")
 SLACK = 1.25

@@ -312,8 +312,8 @@ def described(system: System) -> dict[str, Any]:
     return {
         "system": system.name,
         "prompt_budget": settings.budget if settings.enabled else 1.0,
-        "decode_budget": settings.decode_budget,
-        "decode_interval": settings.decode_interval if settings.enabled else None,
+        "decode_budget": settings.decode.budget,
+        "decode_interval": settings.decode.interval if settings.enabled else None,
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.evidence.reference_model import render_chat
 from vllm_kvcompress.compare.tasks import Item
-from vllm_kvcompress.engine.frontend.chat_parts import ChatParts
+from vllm_kvcompress.engine.frontend.protection.chat_parts import ChatParts
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.protection import WORDS
 

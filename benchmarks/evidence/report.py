@@ -30,7 +30,7 @@ from benchmarks.evidence.rules_table import LEGEND as OF_RULES
 from benchmarks.evidence.rules_table import rules_table
 from benchmarks.evidence.variants import VARIANTS, WITHOUT_LOOKAHEAD
 from vllm_kvcompress.compare.tasks import SCORED
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.registry import RECOMMENDED
 
 PromptKey = tuple[str, str, int]
 """Model name, question position and maximum prompt tokens."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.evidence.cells import sampling_group
-from vllm_kvcompress.compare.obeyed import RuleResults, shares_obeyed
+from vllm_kvcompress.compare.statistics import RuleResults, shares_obeyed
 
 LEGEND = (
     "Rules that a program checks: of the prompts in which the uncompressed model obeys the rule,"

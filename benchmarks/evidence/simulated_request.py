@@ -23,12 +23,11 @@ from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, max_ke
 from vllm_kvcompress.methods.method import LayerObservations, Method
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
-from vllm_kvcompress.methods.selectors import TopK
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
+from vllm_kvcompress.methods.parts.topk import TopK
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.schedules import OutputGroupSchedule, OutputSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 SCORED = "scored"
 """Output tokens are scored by the method. See `SimulatedRequest.kept_prompt`."""
@@ -190,11 +189,11 @@ class SimulatedRequest:
     def _pack(self, plan: PagePlan) -> None:
         """Pack the output so far."""
         assert self.schedule is not None
-        if isinstance(self.schedule, OutputGroupSchedule):
+        if not self.schedule.scored:
             self._quantise(plan)
             self.footprint.pack(plan, plan.packed_end // self.footprint.block_size)
             return
-        method = method_of(self.schedule.settings)
+        method = self.schedule.settings.method
         pick = self._kept_slots if self.kept_prompt is None else self._slots_with_prompt
         kept, self.counts = pick(plan, method)
         for layer, count in enumerate((self.counts * plan.block_size).tolist()):
@@ -324,6 +323,6 @@ def _output_schedule(
         return OutputGroupSchedule(
             settings=settings, max_tokens=max_tokens, page_tokens=page_tokens
         )
-    if settings.decode_budget is None:
+    if settings.decode.budget is None:
         return None
     return OutputSchedule(settings=settings, prefilled=prompt_tokens, max_tokens=max_tokens)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.registry import RECOMMENDED
 
 BYTES = (0.5, 0.25, 0.2, 0.125, 0.1)
 """Bytes that evicting systems may take. A format without eviction takes its own bytes."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.registry import RECOMMENDED
 
 WITHOUT_LOOKAHEAD = f"{RECOMMENDED}, lookahead 0"
 """Name of the recommended preset without its look-ahead, as all other presets run."""

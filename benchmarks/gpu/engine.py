@@ -25,7 +25,6 @@ class Engine:
         core = self._llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._worker = core.model_executor.driver_worker.worker
-        self._manager = core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self._started: set[str] = set()  # requests with at least one output token
         self._request_ids: list[str] = []
         self._submitted = 0
@@ -35,7 +34,7 @@ class Engine:
             "outputs packed again": 0,
         }
         if settings:
-            self._manager.compression_stats = self._counting_stats()
+            self._scheduler.step_builder.stats = self._counting_stats()
 
     def _counting_stats(self) -> Any:
         """Return the plugin's statistics object, extended to count packings for `packings`."""
@@ -44,13 +43,13 @@ class Engine:
         counts = self._packings
 
         class CountingStats(CompressionStats):
-            def pack(self, pack: Any, returned_blocks: int, **details: Any) -> None:
+            def pack(self, state: Any, pack: Any, returned_blocks: int, **details: Any) -> None:
                 counts["outputs packed again"] += not pack.prefill
                 counts["prompts scored by output"] += pack.prefill and bool(pack.output_tokens)
                 counts["pieces packed"] += pack.prefill and not (
                     pack.completes_prompt or pack.early_target
                 )
-                super().pack(pack, returned_blocks, **details)
+                super().pack(state, pack, returned_blocks, **details)
 
         return CountingStats()
 
@@ -73,7 +72,7 @@ class Engine:
         """Compress new requests with `settings` from now on."""
         from vllm_kvcompress.settings.config import CompressionConfig
 
-        self._manager.replace_settings(CompressionConfig.parse(settings))
+        self._scheduler.use_settings(CompressionConfig.parse(settings))
 
     def switch(self, name: str, on: bool) -> bool:
         """Turn a change of the plugin on or off; return False if this commit has no such switch."""

@@ -34,7 +34,7 @@ from benchmarks.peers.decoding import (
     stop_tokens,
 )
 from vllm_kvcompress.compare.tasks import build_items
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 
 SHORTEST, LONGEST = 1000, 2000  # prompt length in tokens

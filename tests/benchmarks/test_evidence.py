@@ -21,7 +21,7 @@ from engines import BLOCK, engine
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.compare.tasks import Item
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 
 IDS = tokens(333, seed=8)

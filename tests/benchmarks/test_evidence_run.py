@@ -14,7 +14,7 @@ from benchmarks.evidence.texts import text_items
 from benchmarks.evidence.variants import VARIANTS, WITHOUT_LOOKAHEAD
 from checkpoints import text_checkpoint
 from vllm_kvcompress.compare.tasks import build_items
-from vllm_kvcompress.methods.presets import PRESETS, RECOMMENDED
+from vllm_kvcompress.methods.registry import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
 
 

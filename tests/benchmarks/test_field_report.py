@@ -8,7 +8,7 @@ from benchmarks.evidence import field_report
 from benchmarks.evidence.cells import AFTER_LOOKAHEAD, REASONS, RULER, cells
 from benchmarks.evidence.compressed_cache import settings_at
 from benchmarks.evidence.systems import BYTES, FP8_EVICTING, K4V3, SIXTEEN_BITS, systems
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.registry import RECOMMENDED
 
 
 @pytest.mark.parametrize("lookahead", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evidence import gate
 from benchmarks.evidence.cells import AFTER_LOOKAHEAD, POSITION_RANGES, cells
 from benchmarks.evidence.reference_model import ReferenceModel
-from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.registry import RECOMMENDED_BUDGETS
 from vllm_kvcompress.settings.config import CompressionConfig
 
 SETTINGS = [*RECOMMENDED_BUDGETS, gate.SIXTEEN_BITS]

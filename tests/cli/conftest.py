@@ -16,7 +16,7 @@ from checkpoints import make
 from engines import keep_heap_frozen, replace_kernels_once
 from site_patches import write_site
 from vllm_kvcompress.cli import main
-from vllm_kvcompress.doctor import child
+from vllm_kvcompress.doctor import child_process
 from vllm_kvcompress.doctor.checks import Check, Report
 
 COMMAND = str(Path(sys.executable).with_name("kvcompress"))
@@ -104,11 +104,11 @@ def run_doctor_in_process(run_in_process, monkeypatch) -> Callable[..., CommandR
     Monkeypatches apply to the checks, and vLLM is imported once. Tests that use `run` cover the
     real child process and its failures.
     """
-    from vllm_kvcompress.engine.diagnosis import doctor
+    from vllm_kvcompress.engine.doctor import run_checks
 
     def examine(spec, *, on_check, timeout_s, verbose=False) -> Report:
         checks: list[Check] = []
-        kept = doctor.examine(
+        kept = run_checks.examine(
             json.loads(json.dumps(spec)), lambda check: (checks.append(check), on_check(check))
         )
         return Report(checks=checks, kept=kept)
@@ -120,6 +120,6 @@ def run_doctor_in_process(run_in_process, monkeypatch) -> Callable[..., CommandR
         if type(handler) is logging.StreamHandler:  # vLLM's handler, not a subclass of pytest's
             monkeypatch.setattr(handler, "stream", sys.__stderr__)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    monkeypatch.setattr(child, "examine", examine)
+    monkeypatch.setattr(child_process, "examine", examine)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return run_in_process

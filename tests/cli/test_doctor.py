@@ -11,12 +11,12 @@ from vllm.v1.core.block_pool import BlockPool
 
 from first_layers import LAYERS, first_layers
 from site_patches import WITHOUT_VLLM, patch_on_import, without_packages
-from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.doctor.kept_map import KeptMap
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
-from vllm_kvcompress.engine.scheduling.planning import Planner
+from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.methods.registry import RECOMMENDED
 from vllm_kvcompress.serving.text import english
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -181,7 +181,7 @@ def test_text_has_a_line_per_layer_with_the_same_tokens(explained):
 
     from rich.console import Console
 
-    from vllm_kvcompress.doctor.kept import KeptMap
+    from vllm_kvcompress.doctor.kept_map import KeptMap
     from vllm_kvcompress.doctor.kept_text import show_kept
 
     kept = KeptMap.from_json(json.loads(explained[0].stdout)["kept"])
@@ -286,7 +286,7 @@ def test_worker_that_packs_nothing_is_detected(run_doctor_in_process, tiny, monk
 
 
 def test_scheduler_that_plans_nothing_is_detected(run_doctor_in_process, tiny, monkeypatch):
-    monkeypatch.setattr(Planner, "_prefill_schedule", lambda self, *_: None)
+    monkeypatch.setattr(RequestSchedules, "_prefill_schedule", lambda self, *_: None)
     found = checks(run_doctor_in_process("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
     assert not found["blocks"]["ok"]

@@ -10,10 +10,10 @@ from checkpoints import tokens
 from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
-from vllm_kvcompress.commands.gpu_memory import defaults_for
-from vllm_kvcompress.commands.model_shape import read_config, shape_of
-from vllm_kvcompress.commands.plan import make_plan
-from vllm_kvcompress.commands.plan_options import PlanOptions
+from vllm_kvcompress.commands.plan.command import make_plan
+from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
+from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.planning.model_traits import traits_of

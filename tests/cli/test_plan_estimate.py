@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from checkpoints import make
-from vllm_kvcompress.commands.model_shape import read_config, shape_of
-from vllm_kvcompress.commands.weights import Weights, weights_of
+from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
+from vllm_kvcompress.commands.plan.weights import Weights, weights_of
 
 
 def test_weights_are_sized_from_headers_then_the_index_then_the_config(tiny, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from fake_vllm import FakeVllm, write_prompts
 from loopback import server
-from vllm_kvcompress.compare.low_bit_caches import ALTERNATIVES, share_of_bytes
+from vllm_kvcompress.planning.cache_dtypes import ALTERNATIVES, share_of_bytes
 
 
 @pytest.fixture

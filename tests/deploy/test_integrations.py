@@ -16,7 +16,7 @@ from manifests import NEWEST, OLDEST, ROOT, arguments, parse_serve
 from operator_schemas import PRODUCTION_STACK, SCHEMAS
 from vllm_kvcompress.engine.startup.connectors import REFUSALS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 DEPLOY = ROOT / "deploy"
 
@@ -167,9 +167,9 @@ def test_litellm_models_use_settings_that_the_pods_allow(rendered, name):
         assert parameters.keys() == {"model", "api_base", "api_key", "extra_body"}
         assert parameters["model"].startswith("hosted_vllm/")  # it forwards extra_body unchanged
         assert parameters["api_key"] == "os.environ/VLLM_API_KEY"
-        settings_by_model[entry["model_name"]] = settings_for(
+        settings_by_model[entry["model_name"]] = RequestOptions.parse(
             pods, parameters["extra_body"]["vllm_xargs"]
-        )
+        ).settings
     assert settings_by_model["llama-3.1-8b"] is None
     compressed = settings_by_model["llama-3.1-8b@kv0.2"]
     assert (compressed.compress, compressed.budget) == ("cake-chunk", 0.2)

@@ -18,10 +18,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from vllm_kvcompress.methods.allocators import ALLOCATORS
-from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.methods.scorers import SCORERS
-from vllm_kvcompress.methods.selectors import SELECTORS
+from vllm_kvcompress.methods.registry import ALLOCATORS, PRESETS, SCORERS, SELECTORS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,9 +9,9 @@ import pytest
 
 from vllm_kvcompress.engine.startup.cli_args import add_flags
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.methods.presets import Preset
-from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.methods.preset import Preset
+from vllm_kvcompress.settings.config import KEYS, CompressionConfig
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
 ALL_KEYS_FLAG = "--kv-compress-config"
@@ -43,7 +43,7 @@ def visible_flags() -> dict[str, argparse.Action]:
 
 def keys() -> dict[str, Any]:
     """Return the default of every key of the configuration."""
-    return {key: field.default for key, field in CompressionConfig.model_fields.items()}
+    return {key: CompressionConfig().value(key) for key in KEYS}
 
 
 def as_documented(key: str, default: Any) -> str:
@@ -79,7 +79,7 @@ def test_the_page_has_every_other_key_with_its_default():
 def test_the_page_has_every_key_of_a_request():
     settings = CompressionConfig.parse({"compress": "cake"})
     with pytest.raises(OverrideError) as refused:
-        settings_for(settings, {"kv_anything": 1})
+        RequestOptions.parse(settings, {"kv_anything": 1})
     known = re.findall(r"'(kv_\w+)'", str(refused.value).partition("may set")[2])
     assert len(known) > 3
     assert [*table("Keys of a request")] == [*known, "kv_alias"]
@@ -88,11 +88,3 @@ def test_the_page_has_every_key_of_a_request():
 @pytest.mark.parametrize("old", OLD_SPELLINGS)
 def test_an_old_spelling_is_not_documented(old):
     assert old not in PAGE
-
-
-def test_defaults_have_one_documented_form():
-    assert as_documented("usage", False) == "off"
-    assert as_documented("window", None) == "the method's"
-    assert as_documented("max_whole", None) == "none"
-    assert as_documented("scorer_params", ()) == "none"
-    assert as_documented("budget", 0.2) == "0.2"

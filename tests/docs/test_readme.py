@@ -13,7 +13,7 @@ from checkpoints import text_checkpoint
 from forks import serve_forking
 from vllm_kvcompress.cli import app
 from vllm_kvcompress.engine.startup.cli_args import add_flags
-from vllm_kvcompress.methods.presets import RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
+from vllm_kvcompress.methods.registry import RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import methods_reference as reference
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.registry import SCORERS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "research.md").read_text()
 FILES = dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 (CHANGE,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-SCORER = "vllm_kvcompress/methods/scorers/vatp.py"
+SCORER = "vllm_kvcompress/methods/published/vatp.py"
 PROGRAMS = ("compress.py", "try_vatp.py")
 
 
@@ -91,7 +91,7 @@ def test_the_new_scorer_works_by_name_and_keeps_large_values(checkout):
 
 
 def test_the_new_file_and_the_table_pass_the_linter(checkout):
-    changed = [SCORER, "vllm_kvcompress/methods/scorers/__init__.py"]
+    changed = [SCORER, "vllm_kvcompress/methods/registry.py"]
     run(checkout, sys.executable, "-m", "ruff", "check", "--no-cache", *changed)
     run(checkout, sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *changed)
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
@@ -27,7 +27,7 @@ def must_be_refused(xargs):
     policy = {"allow_override": "off,snapkv,cake", "budget_bounds": "0.1:0.5,128:1024"}
     policy |= {"compress": "cake", "decode_budget": 512}
     try:
-        settings_for(CompressionConfig.parse(policy), xargs)
+        RequestOptions.parse(CompressionConfig.parse(policy), xargs)
     except OverrideError:
         return True
     # vLLM itself refuses integers of extra arguments outside this range

@@ -24,6 +24,7 @@ from forks import serve_forking
 from invalid_settings import DECODE_BUDGETS, EXTRA_ARGS, must_be_refused
 from misplaced_settings import MISPLACED, MISSPELT, UNRELATED, minimal_requests
 from server_metrics import wait_for
+from site_patches import patch_on_import
 from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,6 +66,18 @@ COMMON = [
     "--kv-protect",
     "system",
 ]
+# Writes a line to the server's log whenever a process parses or resolves the options of a request.
+COUNTING = """
+import os, sys
+def logging_calls(name, function):
+    def logging(*args, **kwargs):
+        print(f"options {name} in process {os.getpid()}", file=sys.stderr, flush=True)
+        return function(*args, **kwargs)
+    return logging
+module.RequestOptions.parse = logging_calls("parsed", module.RequestOptions.parse)
+module.RequestChoices.resolve = logging_calls("resolved", module.RequestChoices.resolve)
+"""
+COUNTED = f"exec({COUNTING!r}, {{'module': module}})"
 ALIASES = {"demo@half": 0.5, "demo@256": 256, "demo@full": None, "demo@more": 0.8}
 
 
@@ -76,7 +89,8 @@ def model(demo_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     flags = [*COMMON, "--enable-scale-out"]  # enables /inference/v1/generate
-    with serve_forking(model, flags, tmp_path_factory.mktemp("server")) as running:
+    site = patch_on_import("vllm_kvcompress.settings.request_options", COUNTED)
+    with serve_forking(model, flags, tmp_path_factory.mktemp("server"), site) as running:
         yield running
 
 
@@ -118,6 +132,33 @@ def test_each_endpoint_applies_valid_settings_and_refuses_invalid_ones(
     message = refusal.json()["error"]["message"]
     assert message.startswith("kv_budget must be between 0.1 and 0.5 on this server, got 0.9")
     assert len(server.compressed()) == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_options_are_built_once_in_the_server_and_once_in_the_engine(
+    server, text, endpoint, stream
+):
+    before = len(server.log.read_text())
+    asks = {"kv_compress": "snapkv", "kv_budget": 0.4, "kv_protect": "0:9", "kv_by_role": False}
+    response = post(server, endpoint, text, asks, stream)
+    assert response.status_code == 200, response.text
+    added = server.log.read_text()[before:]
+    calls = re.findall(r"options (\w+) in process (\d+)", added)
+    assert sorted(name for name, _ in calls) == ["parsed", "resolved", "resolved"]
+    parsed_by = dict(calls)["parsed"]
+    assert [name for name, process in calls if process == parsed_by] == ["parsed", "resolved"]
+
+
+@pytest.mark.parametrize("value", [["off"], "off", 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_options_that_a_client_sends_are_replaced(server, text, value, stream):
+    before = len(server.compressed())
+    asks = {"kvcompress_options": value, "kv_compress": "snapkv", "kv_budget": 0.5}
+    response = post(server, "chat/completions", text, asks, stream)
+    assert response.status_code == 200, response.text
+    (line,) = server.compressed()[before:]
+    assert line.kept_tokens == pytest.approx(0.5 * line.prompt_tokens, abs=128)
 
 
 def test_the_model_list_contains_all_aliases(server):

@@ -25,14 +25,14 @@ from forked_workers import SLEEP_SITE, workers_with
 from forks import FORKS
 from server_metrics import wait_for
 from site_patches import patch_on_import, write_site
-from vllm_kvcompress.commands.plan import make_plan
-from vllm_kvcompress.commands.plan_options import PlanOptions
+from vllm_kvcompress.commands.plan.command import make_plan
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.budgets import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -136,7 +136,7 @@ def test_pulled_prompts_survive_preemption_and_missing_lookahead_slots(model, pr
         assert llm.free_blocks == free
         # two requests found no slot, and the preempted one was packed again with its output tokens
         assert sorted(output_tokens, key=str) == [M, None, None, None]
-        assert not llm.manager.planner._lookahead_ids
+        assert not llm.lookahead_slots_in_use
 
 
 @model_runner_v1_only
@@ -186,15 +186,15 @@ def test_a_request_aborted_during_its_pull_returns_its_blocks(
         assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         assert llm.free_blocks < free
         # no compression is planned yet: the request holds only its prompt's blocks
-        assert llm.manager.num_blocks_held(request.request_id) == -(-LENGTH // 32)
-        assert not llm.manager.lookaheads
-        assert not llm.manager.planner._lookahead_ids
+        assert llm.num_blocks_held(request.request_id) == -(-LENGTH // 32)
+        assert not llm.scheduler.lookaheads
+        assert not llm.lookahead_slots_in_use
         llm.llm.llm_engine.abort_request([request.request_id], internal=True)
         submit(llm, prefill, "next", PROMPTS[2])
         assert list(llm.drain().values()) == local_outputs[2:]
         wait_for(lambda: (llm.finish_in_flight_steps(), llm.free_blocks == free)[1], seconds=60)
-        assert not llm.manager.planner.schedules
-        assert not llm.manager.planner._lookahead_ids
+        assert not len(llm.scheduler.states)
+        assert not llm.lookahead_slots_in_use
 
 
 @model_runner_v1_only

@@ -12,7 +12,12 @@ from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-MIXED = {"allocator": "cake", "scorer": "caote", "base": "snapkv", "selector": "chunks"}
+MIXED = {
+    "allocator": "cake",
+    "scorer": "caote",
+    "scorer_params": {"base": "snapkv"},
+    "selector": "chunks",
+}
 FLAGS = [
     "--enforce-eager",
     "--max-model-len",

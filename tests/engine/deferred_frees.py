@@ -7,9 +7,7 @@ async scheduling, which vLLM disables on a CPU.
 
 def defer_frees(llm):
     """Let the engine's scheduler defer the frees of blocks from now on."""
-    from vllm_kvcompress.engine.scheduling.next_step import NextStep
-
     scheduler = llm.scheduler
     assert scheduler.vllm_config.max_concurrent_batches == 2
     scheduler.defer_block_free = True
-    scheduler.next_step = NextStep(scheduler, scheduler.coordination)
+    scheduler.next_step.__init__(scheduler, scheduler.groups, scheduler.step_builder)

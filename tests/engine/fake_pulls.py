@@ -15,9 +15,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from engines import settings
+from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report
-from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.scheduler import CompressingScheduler
 
@@ -84,9 +84,9 @@ class PullScheduler:
         )
         self.scheduler.connector = connector()
         self.scheduler.recompute_kv_load_failures = True
-        self.manager = self.scheduler.compressed_manager
+        self.manager = self.scheduler.groups.compressed
         # no engine takes the counts, so they add up
-        self.manager.compression_stats = AccumulatingStats()
+        self.scheduler.step_builder.stats = AccumulatingStats()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
         # names of requests whose loads are not complete, including aborted requests
@@ -104,6 +104,11 @@ class PullScheduler:
         request = Request(name, prompt, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
+
+    def session_part(self, name, prompt, *, resumable):
+        """Return the next part of a session with streamed input."""
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        return Request(name, prompt, params, None, block_hasher=self._hasher, resumable=resumable)
 
     def step(self, done=(), failed=()):
         """Run one step; return the number of scheduled tokens by request.

@@ -282,4 +282,4 @@ def test_budget_above_the_length_changes_nothing(checkpoints_folder):
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
         for override in OVERRIDES:
             assert llm.generate(prompts, 200, extra_args=override) == expected
-        assert not llm.manager.compression_stats.repacked_answers
+        assert not llm.scheduler.step_builder.stats.repacked_answers

@@ -35,7 +35,7 @@ def test_decoding_request_holds_its_packed_blocks_and_tail(model, length):
         while llm.running():
             request = llm.running()[0]
             tail = -(-request.num_computed_tokens // BLOCK) - length // BLOCK
-            assert llm.manager.num_blocks_held(request.request_id) == packed + tail
+            assert llm.num_blocks_held(request.request_id) == packed + tail
             assert free_before - llm.free_blocks == packed + tail
             usage = llm.scheduler.make_stats().kv_cache_usage  # shown in /metrics
             assert usage == pytest.approx((packed + tail) / total)
@@ -128,6 +128,5 @@ def test_aborted_requests_return_their_blocks_at_every_stage(model):
             llm.llm.llm_engine.abort_request(aborted, internal=True)
             llm.drain()
             assert llm.free_blocks == free_before
-        assert not llm.manager.planner.schedules
-        assert not llm.manager._packed
-        assert not llm.manager._cacheable
+        assert not len(llm.scheduler.states)
+        assert not llm.scheduler.states.limited_ids

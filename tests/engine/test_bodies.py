@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from vllm_kvcompress.engine.frontend.bodies import ignored_keys
+from vllm_kvcompress.engine.frontend.api import ignored_keys
 
 
 def http(body):

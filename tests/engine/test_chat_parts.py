@@ -8,8 +8,8 @@ import asyncio
 
 import pytest
 
-from vllm_kvcompress.engine.frontend.chat_parts import ChatParts
-from vllm_kvcompress.engine.frontend.renderings import PartError
+from vllm_kvcompress.engine.frontend.protection.chat_parts import ChatParts
+from vllm_kvcompress.engine.frontend.protection.renderings import PartError
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -150,7 +150,11 @@ def test_spans_decode_to_the_text_of_their_part(family, with_tools, renderer):
 def test_async_rendering_finds_the_same_spans(family, renderer):
     from vllm.renderers.params import ChatParams
 
-    from vllm_kvcompress.engine.frontend.chat_parts import install, needed_parts, parts_of
+    from vllm_kvcompress.engine.frontend.protection.chat_parts import (
+        install,
+        needed_parts,
+        parts_of,
+    )
 
     install()
     tools = None if family == "gemma" else TOOLS

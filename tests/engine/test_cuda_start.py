@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from checkpoints import make
 from cuda_platform import GPUS
 from engines import engine, settings
-from vllm_kvcompress.commands.gpu_memory import defaults_for
+from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.engine.attention import cuda as attention_cuda
 from vllm_kvcompress.engine.startup import backend_choice, refusals, vllm_hooks
 from vllm_kvcompress.engine.startup import configure as configuring

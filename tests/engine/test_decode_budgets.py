@@ -255,7 +255,7 @@ def test_decode_budget_keeps_the_reference_tokens(method, checkpoints_folder):
             llm.step()
             (request,) = llm.scheduler.running or [None]
             if request is not None:
-                held = llm.manager.num_blocks_held(request.request_id)
+                held = llm.num_blocks_held(request.request_id)
                 assert free - llm.free_blocks == held
                 (footprint,) = llm.footprints() or [None]
                 if footprint is not None and footprint.frozen:
@@ -340,7 +340,7 @@ def test_decode_budget_that_keeps_everything_does_not_change_outputs(checkpoints
     config = settings(decode_budget=1024, decode_interval=INTERVAL)
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
         assert llm.generate(prompts, 3 * INTERVAL + 4) == expected
-        assert not llm.manager.compression_stats.repacked_answers
+        assert not llm.scheduler.step_builder.stats.repacked_answers
 
 
 LENGTHS = (20, 150, 301, 64, 97, 260)

@@ -69,17 +69,17 @@ class FreeWatch:
 
     def __init__(self, llm):
         self.freed_early = self.freed = self.overlapped = self.packed = 0
-        scheduler, manager, running = llm.scheduler, llm.manager, {}
+        scheduler, builder, running = llm.scheduler, llm.scheduler.step_builder, {}
         schedule, update = scheduler.schedule, scheduler.update_from_output
-        apply_pack, read_blocks = manager._apply_pack, []
+        apply_pack, read_blocks = builder._apply_pack, []
 
-        def recording_apply_pack(pending):
-            pack, footprint, reused = pending
+        def recording_apply_pack(state):
+            pack, reused = state.planned_pack, state.reused_blocks
             reused_ids = {block.block_id for block in reused}
-            blocks = manager.unpacked_blocks(pack.request_id, footprint, pack.tokens)
+            blocks = state.unpacked_blocks(pack.tokens)
             read_blocks.extend(block for block in blocks if block.block_id not in reused_ids)
             self.packed += 1
-            return apply_pack(pending)
+            return apply_pack(state)
 
         def recording_schedule(*args, **kwargs):
             self.overlapped += bool(running)
@@ -100,7 +100,7 @@ class FreeWatch:
             return result
 
         scheduler.schedule, scheduler.update_from_output = recording_schedule, recording_update
-        manager._apply_pack = recording_apply_pack
+        builder._apply_pack = recording_apply_pack
 
 
 def test_deferred_blocks_counts_each_block_once_and_no_shared_block():
@@ -119,7 +119,7 @@ def test_deferred_blocks_counts_each_block_once_and_no_shared_block():
 
 def test_blocks_are_freed_at_once_without_a_connector(model):
     with engine(model, additional_config=config()) as llm:
-        assert not llm.manager.deferred_free.is_deferring
+        assert not llm.scheduler.defer_block_free
         llm.generate([tokens(LENGTH, seed=4)], 20)
         assert not llm.scheduler.deferred_frees
 
@@ -145,7 +145,7 @@ def test_request_removed_during_a_step_frees_its_blocks_after_it(
             if not removed and request is not None and request.num_output_tokens == output_tokens:
                 removed = True
                 held = [*llm.manager.req_to_blocks[request.request_id]]
-                held += llm.manager._packed.get(request.request_id, [])
+                held += llm.packed_blocks(request.request_id)
                 held = [block for block in held if not block.is_null]
                 remove(llm, request, action)
                 assert llm.scheduler.deferred_frees

@@ -111,7 +111,7 @@ class PressureWatch:
 
         def recording_schedule(*args: Any, **kwargs: Any) -> Any:
             active_before.clear()
-            active_before.update(llm.manager.lookaheads._by_id)
+            active_before.update(llm.scheduler.lookaheads.request_ids)
             output = schedule(*args, **kwargs)
             plan = output.kvcompress
             self.early_targets += [
@@ -125,17 +125,15 @@ class PressureWatch:
 
     def holds_more(self, request_id: str) -> bool:
         """Return whether a look-ahead holds more blocks than it would if it were packed."""
-        manager = self.llm.manager
-        active = manager.lookaheads._by_id.get(request_id)
-        if active is None:
+        if request_id not in self.llm.scheduler.lookaheads.request_ids:
             return False
-        footprint = active.schedule.footprint
-        # While a step is being scheduled, `active.tokens` may already include that step.
-        plan = active.lookahead.plan_at(footprint, active.tokens)
+        state = self.llm.scheduler.states.get(request_id)
+        schedule, num_tokens = state.schedule, state.lookahead_tokens
+        # While a step is being scheduled, `num_tokens` may already include that step.
+        plan = schedule.lookahead.plan_at(schedule.footprint, num_tokens)
         if plan is None:
             return False
-        unpacked = len(manager.unpacked_blocks(request_id, footprint, active.tokens))
-        return unpacked + manager.num_packed_blocks(request_id) > plan.blocks
+        return len(state.unpacked_blocks(num_tokens)) + len(state.packed_blocks) > plan.blocks
 
 
 def load_requests(seed: int):
@@ -181,9 +179,9 @@ def run_load(llm: Engine, kind: EngineKind, seed: int) -> dict[str, list[int]]:
     llm.finish_in_flight_steps()
     llm.pool.free_blocks(taken)
     assert llm.free_blocks == free_blocks
-    assert not llm.manager.lookaheads
-    assert llm.manager.lookaheads._max_reserved_blocks == 0
-    assert not llm.manager.planner._lookahead_ids
+    assert not llm.scheduler.lookaheads
+    assert llm.scheduler.lookaheads.max_reserved_blocks == 0
+    assert not llm.lookahead_slots_in_use
     llm.scheduler.reset_prefix_cache()
     return {key.split("-")[0]: output for key, output in outputs.items()}
 
@@ -234,7 +232,7 @@ def test_on_pressure_setting_decides_when_prompts_are_compressed_early(
             config = pressure_config(case.partition(",")[0])["kvcompress"]
             if case.endswith("m = 0"):
                 config["lookahead"] = 0
-            llm.manager.replace_settings(CompressionConfig.parse(config))
+            llm.scheduler.use_settings(CompressionConfig.parse(config))
             for record in (watch.not_compressed, watch.preempted, watch.early_targets):
                 record.clear()
             for seed in SEEDS:

@@ -12,7 +12,7 @@ from engines import BLOCK, engine, model_runner_v1_only, settings
 from group_replay import assert_never_written_again, assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
-from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
@@ -86,7 +86,7 @@ def test_a_pool_smaller_than_the_prompt_serves_and_reports_it(checkpoints_folder
     full_blocks, held = length // BLOCK, []
     packed_blocks = -(-full_blocks * BLOCK // PAGE_TOKENS)
     with group_engine(checkpoints_folder, blocks=1 + schedule_of(LONGEST).max_blocks) as llm:
-        free, stats = llm.free_blocks, llm.manager.compression_stats
+        free, stats = llm.free_blocks, llm.scheduler.step_builder.stats
         assert free < full_blocks
         llm.submit("r", prompt, 6)
         while llm.scheduler.requests or not held:

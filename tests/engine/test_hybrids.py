@@ -22,8 +22,8 @@ from test_added_pieces import pieces_settings as bounded_pieces_settings
 from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import CHUNKED_PREFILL, pieces_settings
 from test_reference import softmax
-from vllm_kvcompress.commands import plan as planning
-from vllm_kvcompress.commands.plan_options import PlanOptions
+from vllm_kvcompress.commands.plan import command as planning
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.layer_groups import layer_groups, layer_types

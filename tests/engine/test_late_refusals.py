@@ -26,7 +26,7 @@ from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.attention.backend import override_backends
 from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
 from vllm_kvcompress.engine.attention.cuda import CompressedFlashImpl, CompressedTritonImpl
-from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
+from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.settings.config import CompressionConfig
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from benchmarks.dummy_prompts import Shape, count_launches
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.planning.memory import Sizes, extra_bytes, ring_bytes, table_bytes
 from vllm_kvcompress.settings.config import CompressionConfig
 

@@ -8,7 +8,7 @@ from hypothesis import settings as prop
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
+from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.planning.layer_groups import FULL, WINDOWED, layer_groups, layer_types
 from vllm_kvcompress.settings.config import CompressionConfig
 

@@ -77,16 +77,16 @@ def metric(name):
 
 def watch_peaks(llm):
     """Record, from now on, the maximum blocks that each request holds while a step runs."""
-    manager, peaks = llm.manager, {}
-    take_step_plan = manager.take_step_plan
+    builder, peaks = llm.scheduler.step_builder, {}
+    build = builder.build
 
-    def recording(*next_step):
+    def recording():
         for request in llm.running():
-            held = manager.num_blocks_held(request.request_id)
+            held = llm.num_blocks_held(request.request_id)
             peaks[request.request_id] = max(peaks.get(request.request_id, 0), held)
-        return take_step_plan(*next_step)
+        return build()
 
-    manager.take_step_plan = recording
+    builder.build = recording
     return peaks
 
 
@@ -104,7 +104,7 @@ def test_decode_budget_bounds_the_blocks_of_2000_token_outputs(model):
         max_num_seqs=len(PROMPTS),
         enable_prefix_caching=False,
     ) as llm:
-        free_before, manager = llm.free_blocks, llm.manager
+        free_before = llm.free_blocks
         peaks, preemptions = watch_peaks(llm), llm.watch_preemptions()
         expected, max_blocks, num_done = {}, {}, 0
         for name, prompt in PROMPTS.items():
@@ -114,13 +114,13 @@ def test_decode_budget_bounds_the_blocks_of_2000_token_outputs(model):
             total = 0
             for request in llm.running():
                 request_id, computed = request.request_id, request.num_computed_tokens
-                held = manager.num_blocks_held(request_id)
+                held = llm.num_blocks_held(request_id)
                 total += held
                 if computed < request.num_prompt_tokens:
                     continue
                 if request_id not in expected:
-                    schedule = manager.planner.schedules[request_id]
-                    packed_blocks = len(manager._packed.get(request_id, ()))
+                    schedule = llm.scheduler.states.get(request_id).schedule
+                    packed_blocks = len(llm.packed_blocks(request_id))
                     expected[request_id] = ExpectedBlocks(
                         prompt=request.num_prompt_tokens,
                         max_tokens=request.num_prompt_tokens + NUM_OUTPUT,

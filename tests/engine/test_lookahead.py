@@ -15,7 +15,7 @@ from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from test_decode_budgets import INTERVAL, Replay, min_pages, round_up_to_blocks
 from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import PIECE, PieceReplay
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 
 LOOKAHEAD, BUDGET = 12, 0.3
 WINDOWS = {"tova": 1}
@@ -471,3 +471,27 @@ def test_prompts_that_end_together_are_packed_together(
             width = min(slots.shape[2], slots_alone.shape[2])
             assert torch.equal(slots[..., :width], slots_alone[..., :width])
             assert (slots[..., width:] == -1).all()
+
+
+def test_requests_with_different_decode_budgets_are_packed_together(
+    checkpoints_folder, monkeypatch
+):
+    """The decode budget does not change how a prompt is scored."""
+    config = settings("cake", BUDGET, decode_budget=192, decode_interval=32, allow_override="cake")
+    with engine(
+        make("llama-gqa", checkpoints_folder),
+        additional_config=config,
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        max_model_len=1024,
+    ) as llm:
+        packer, groups = llm.compressor.packer, []
+        pack = packer._pack
+        monkeypatch.setattr(packer, "_pack", lambda jobs: (groups.append(len(jobs)), pack(jobs))[1])
+        budgets = (192, 160, 128)
+        requests = [
+            (tokens(200 + 10 * number, seed=number), {"kv_decode_budget": budget})
+            for number, budget in enumerate(budgets)
+        ]
+        llm.generate_each(requests, 4)
+    assert groups == [len(budgets)]

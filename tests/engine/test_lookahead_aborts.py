@@ -44,8 +44,8 @@ def check_nothing_is_held(llm, free_blocks):
     """Check that no request holds blocks or a query slot."""
     llm.finish_in_flight_steps()
     assert llm.free_blocks == free_blocks
-    assert not llm.manager.lookaheads
-    assert not llm.manager.planner._lookahead_ids
+    assert not llm.scheduler.lookaheads
+    assert not llm.lookahead_slots_in_use
     assert llm.compressor.pool.ring._free == [1]
     assert not llm.compressor.pool._slots
 
@@ -115,8 +115,8 @@ def test_pause_that_clears_the_cache_frees_everything(one_slot, single_outputs, 
     llm.submit("next", PROMPTS[1], NUM_OUTPUT)
     llm.finish_in_flight_steps()
     assert llm.free_blocks == free_blocks
-    assert not llm.manager.lookaheads
-    assert not llm.manager.planner._lookahead_ids
+    assert not llm.scheduler.lookaheads
+    assert not llm.lookahead_slots_in_use
     # A request with all its look-ahead tokens is resumed as a prompt of all its tokens.
     equal_tokens = NUM_OUTPUT if request.num_output_tokens < LOOKAHEAD else LOOKAHEAD + 1
     llm.core.resume_scheduler()

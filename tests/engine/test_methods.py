@@ -6,11 +6,10 @@ import torch
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.planning import memory
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 NAME = "llama-gqa"
 PRESET_NAMES = ["d2o", "chunkkv", "caote"] if V2 else list(PRESETS)
@@ -20,7 +19,7 @@ NEW = 8
 READS_COLUMN_SUMS = {
     name
     for name in PRESETS
-    if Reads.COLUMN_SUMS in method_of(CompressionConfig.parse({"compress": name})).reads
+    if Reads.COLUMN_SUMS in CompressionConfig.parse({"compress": name}).method.reads
 }
 
 
@@ -102,7 +101,7 @@ def test_every_layer_keeps_a_page_besides_its_tail(preset, model):
         pages = [keys.shape[1] // 128 for keys, _ in pages_of(llm)]
         (request,) = llm.running()
         assert pages == [1] * SHAPES[NAME].layers
-        assert llm.manager.num_blocks_held(request.request_id) == 2
+        assert llm.num_blocks_held(request.request_id) == 2
         llm.drain()
 
 

@@ -111,7 +111,7 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
         llm.finish_in_flight_steps()
         assert len(llm.scheduler.usage_notes) == 0
         num_packed = llm.compressor.compressed
-        num_decisions = len(llm.manager.planner.admissions._decisions)
+        num_decisions = len(llm.scheduler.states)
         cache = llm.scheduler.kv_cache_config
         block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
         values = samples()
@@ -227,7 +227,7 @@ def test_no_metrics_without_compression_and_no_backlog_without_log_stats(model):
         for seed in range(3):
             llm.generate([tokens(300, seed=seed)], 4)
         assert llm.compressor.compressed == 3
-        assert len(llm.manager.compression_stats.packed) <= 1
+        assert len(llm.scheduler.step_builder.stats.packed) <= 1
         assert llm.llm.llm_engine.logger_manager is None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings, v2_drafts
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 
 # V1's drafter compiles with numba, which warns; V2 has no drafter in vLLM 0.31
 pytestmark = [

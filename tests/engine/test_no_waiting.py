@@ -20,16 +20,8 @@ from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods import attention as attention_module
 from vllm_kvcompress.methods import method as method_module
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import (
-    merges,
-    method_of,
-    num_allocator_queries,
-    probe_tokens,
-    ring_window,
-    sums_output_attention,
-)
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ, reason="the tests only record kernel launches"
@@ -80,7 +72,7 @@ def test_the_end_of_a_prefill_does_not_wait(preset, in_place, monkeypatch):
         stages=Stages([range(LAYERS)]),
         queries=(HEADS, DIM, torch.bfloat16),
     )
-    if not method_of(settings).allocator.reads:
+    if not settings.method.allocator.reads:
         pages = uploaded(range(LAYERS), torch.int64, "meta")
         monkeypatch.setattr("vllm_kvcompress.methods.method.layer_pages", lambda *_: pages)
     with no_uploads_or_reads():
@@ -161,9 +153,11 @@ def test_warm_up_writes_only_to_the_null_block(preset):
     config |= {"max_whole": 4096, "piece": 64 * BLOCK}
     settings = CompressionConfig.parse(config)
     pool.allocate_method_state(
-        KV_HEADS, sums=sums_output_attention(settings), thresholds=merges(settings)
+        KV_HEADS,
+        sums=settings.method.sums_output_attention,
+        thresholds=settings.method.merges_repeatedly,
     )
-    if ring_rows := ring_window(settings):
+    if ring_rows := settings.ring_window:
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
@@ -203,13 +197,13 @@ def test_packing_an_output_does_not_wait(preset, monkeypatch):
         {"compress": preset, "decode_budget": 64, "decode_interval": BLOCK}
         | {"max_whole": 4096, "piece": 64 * BLOCK}
     )
-    if not method_of(settings).allocator.reads:
+    if not settings.method.allocator.reads:
         pages = uploaded(range(LAYERS), "meta", torch.int64)
         monkeypatch.setattr("vllm_kvcompress.methods.method.layer_pages", lambda *_: pages)
     pool, window = pool_on("meta"), settings.resolved_decode_window
-    adds, merging = sums_output_attention(settings), merges(settings)
+    adds, merging = settings.method.sums_output_attention, settings.method.merges_repeatedly
     pool.allocate_method_state(KV_HEADS, sums=adds, thresholds=merging)
-    if ring_rows := ring_window(settings):
+    if ring_rows := settings.ring_window:
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
@@ -233,8 +227,8 @@ def test_packing_an_output_does_not_wait(preset, monkeypatch):
     assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
     with no_uploads_or_reads():
-        if probe := probe_tokens(settings):
-            rows = num_allocator_queries(settings, probe)
+        if probe := settings.method.probe_tokens:
+            rows = settings.method.num_allocator_queries(probe)
             packing.pack_again(probe, prefill=True, probe=probe, allocator_window=rows)
             names.clear()
         packing.pack_again(settings.resolved_window, prefill=True)
@@ -242,7 +236,7 @@ def test_packing_an_output_does_not_wait(preset, monkeypatch):
     assert names.count("_move_kernel") == 2 * (1 if merging else KV_HEADS)
     # methods that add up attention also add chunks of 8 to 128 rows
     chunks = 5 if adds else 0
-    window = Reads.WINDOW in method_of(settings).reads
+    window = Reads.WINDOW in settings.method.reads
     assert names.count("columns_kernel") == window + chunks
 
 

@@ -4,8 +4,10 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, engine, model_runner_v1_only, settings
+from vllm_kvcompress.engine.messages.options import attach_options, options_of
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.request_options import RequestChoices, RequestOptions
 
 pytestmark = model_runner_v1_only
 
@@ -77,9 +79,7 @@ def test_each_request_holds_the_blocks_of_its_own_budget(model):
         while len(llm.running()) < len(ASKS) or llm.scheduler.waiting:
             llm.step()
         for request in llm.running():
-            num_blocks[request.request_id.split("-")[0]] = llm.manager.num_blocks_held(
-                request.request_id
-            )
+            num_blocks[request.request_id.split("-")[0]] = llm.num_blocks_held(request.request_id)
         llm.drain()
     for name, extra_args in ASKS.items():
         raw_settings = {"compress": extra_args.get("kv_compress", "cake"), "min_prompt": 128}
@@ -197,6 +197,69 @@ def test_switched_off_servers_accept_all_settings(model, plain):
             assert llm.generate([PROMPT], NEW, extra_args=ask) == plain[:1]
 
 
+@pytest.mark.parametrize("extra_args", [None, {"kv_budget": 0.3, "kv_protect": "3:9"}])
+def test_options_are_built_once_before_the_scheduler_and_once_in_it(model, extra_args, monkeypatch):
+    calls = []
+
+    def counting(name, function):
+        def called(*args):
+            calls.append(name)
+            return function(*args)
+
+        return called
+
+    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
+        monkeypatch.setattr(RequestOptions, "parse", counting("parse", RequestOptions.parse))
+        monkeypatch.setattr(RequestChoices, "resolve", counting("resolve", RequestChoices.resolve))
+        llm.generate([PROMPT], NEW, extra_args=extra_args)
+        assert llm.compressor.compressed == 1
+    assert calls == ["parse", "resolve", "resolve"]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"choice": ["off"], "spans": [[0, 599]], "roles": {"user": [[0, 9]]}},
+        {"choice": ["h2o", 1.0]},
+        ["off"],
+        None,
+    ],
+)
+def test_options_that_a_client_sends_are_replaced(model, forged):
+    """Also in the parameters that the scheduler reads; the client's parameters do not change."""
+    from vllm.sampling_params import SamplingParams
+
+    sent = {"kvcompress_options": forged, "kv_budget": 0.3}
+    params = SamplingParams(max_tokens=NEW, extra_args=dict(sent))
+    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
+        processor = llm.llm.llm_engine.input_processor
+        prompt = {"type": "token", "prompt_token_ids": PROMPT}
+        request = processor.process_inputs("r", prompt, params, supported_tasks=("generate",))
+        options = options_of(llm.worker.settings, request.sampling_params)
+        assert (options.choice, options.spans, options.roles) == (
+            RequestChoices(budget=0.3),
+            (),
+            {},
+        )
+        assert params.extra_args == sent
+        honest = llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.3})
+        assert llm.generate([PROMPT], NEW, extra_args=sent) == honest
+        assert llm.compressor.compressed == 2
+
+
+def test_equal_choices_give_the_same_settings_object():
+    """The scheduler remembers plans by the identity of a request's settings."""
+    from vllm.sampling_params import SamplingParams
+
+    engine_settings = CompressionConfig.parse({"compress": "cake", "allow_override": "all"})
+    params = [SamplingParams() for _ in range(2)]
+    for each in params:
+        attach_options(each, RequestOptions.parse(engine_settings, {"kv_budget": 0.25}))
+    first, second = (options_of(engine_settings, each).settings for each in params)
+    assert first is second
+    assert first.budget == 0.25
+
+
 def test_unchecked_requests_stay_uncompressed(model, plain):
     """Without the API server's check the engine serves the request uncompressed."""
     with engine(model, additional_config=settings("cake", 0.3, allow_override="off")) as llm:
@@ -207,3 +270,28 @@ def test_unchecked_requests_stay_uncompressed(model, plain):
         assert name == "r"
         assert answer == plain[0]
         assert llm.compressor.compressed == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"choice": ["cake", 0.3]},
+        {"choice": [[1], 0.3, None, None, None, None], "spans": [], "roles": {}},
+        {"choice": ["cake"], "spans": [[1]], "roles": {}},
+        {"choice": ["cake"], "spans": [], "roles": [1]},
+        {"choice": [None] * 9, "spans": [], "roles": {}},
+    ],
+    ids=str,
+)
+def test_malformed_options_of_a_script_leave_its_prompt_uncompressed(message):
+    """A script may add requests to the engine core directly. They must not end the engine."""
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_kvcompress.engine.messages.options import options_of
+    from vllm_kvcompress.errors import OverrideError
+
+    engine_settings = CompressionConfig.parse({"compress": "cake", "allow_override": "all"})
+    params = SamplingParams(extra_args={"kvcompress_options": message})
+    with pytest.raises(OverrideError, match="must be as the API server writes it"):
+        options_of(engine_settings, params)

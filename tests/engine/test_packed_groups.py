@@ -145,7 +145,7 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
 def test_trap_23_blocks_that_held_groups_are_zeroed(checkpoints_folder):
     """Also if their request is preempted, and before the next step runs."""
     with packed_engine(checkpoints_folder, "cake", max_num_batched_tokens=2048) as llm:
-        pool, zeroed = llm.compressor.pool, []
+        pool, states, zeroed = llm.compressor.pool, llm.scheduler.states, []
         zero = pool.zero
 
         def watching(blocks):
@@ -155,19 +155,18 @@ def test_trap_23_blocks_that_held_groups_are_zeroed(checkpoints_folder):
         pool.zero = watching
         for _ in range(2):
             llm.submit("r", PROMPTS[0], 6)
-            while not llm.manager._packed:
+            while not (packed := [b for state in states for b in state.packed_blocks]):
                 llm.step()
-            (packed,) = llm.manager._packed.values()
             blocks = {block.block_id for block in packed}
             pages = pool.flat_ids_in_all_layers(torch.tensor(sorted(blocks)))
             assert pool.byte_pages[pages].any()
             if not zeroed:
                 llm.preempt(llm.running()[0])
-                assert not llm.manager._packed
+                assert not any(state.packed_blocks for state in states)
             llm.drain()
             llm.generate([PROMPTS[2]], 2)
             assert blocks in zeroed
-            assert not llm.manager._zero
+            assert not llm.scheduler.step_builder._deferred_free.zero_blocks
             untouched = blocks - {block.block_id for block in llm.pool.blocks if block.ref_cnt}
             hashless = {b for b in untouched if llm.pool.blocks[b].block_hash is None}
             pages = pool.flat_ids_in_all_layers(torch.tensor(sorted(hashless), dtype=torch.int64))

@@ -36,7 +36,8 @@ def test_prompts_four_times_the_pool_are_served(small, model):
     with engine(model, additional_config=quarter_pool_settings(), max_model_len=LONGEST) as large:
         assert large.generate(prompts, 20) == outputs
         assert (
-            large.manager.compression_stats.planned["cake"] == 0 or large.compressor.compressed == 2
+            large.scheduler.step_builder.stats.planned["cake"] == 0
+            or large.compressor.compressed == 2
         )
 
 

@@ -10,6 +10,11 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, settings
+from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
+from vllm_kvcompress.schedules.outputs import OutputSchedule
+from vllm_kvcompress.schedules.pieces import PieceSchedule
+from vllm_kvcompress.schedules.prompt import PromptSchedule
 
 pytestmark = pytest.mark.skipif(V2, reason="the scheduler is the same on both model runners")
 
@@ -33,23 +38,28 @@ def model(checkpoints_folder):
     return make("llama-one-layer", checkpoints_folder)
 
 
+SCHEDULES = (PromptSchedule, PieceSchedule, LookaheadSchedule, OutputSchedule, GroupPieceSchedule)
+
+
 class Plans:
-    """Counts an engine's schedules and page plans, per step."""
+    """Counts an engine's schedules and plans, per step."""
 
     def __init__(self, llm, monkeypatch) -> None:
-        import vllm_kvcompress.planning.schedules as schedules
+        import vllm_kvcompress.schedules.lookahead as lookahead
         import vllm_kvcompress.settings.config as config
 
         self.llm = llm
         # Since the last step: by request id, and by the tokens that the plan is for.
         self.schedules, self.page_plans = Counter(), Counter()
+        # Plans of the step by schedule, pages that the request holds, and tokens.
+        self.step_plans = Counter()
         self.steps = []  # and what was planned between them, as a step of its own
-        planner = llm.manager.planner
-        new_schedule, schedule = planner._new_schedule, llm.scheduler.schedule
+        schedules = llm.scheduler.schedules
+        new_schedule, schedule = schedules.new, llm.scheduler.schedule
 
-        def counting_schedules(request, decision):
-            self.schedules[request.request_id.split("-")[0]] += 1
-            return new_schedule(request, decision)
+        def counting_schedules(state):
+            self.schedules[state.request_id.split("-")[0]] += 1
+            return new_schedule(state)
 
         def scheduling(*args, **kwargs):
             self._end_step()
@@ -57,15 +67,18 @@ class Plans:
             self._end_step()
             return output
 
-        monkeypatch.setattr(planner, "_new_schedule", counting_schedules)
+        monkeypatch.setattr(schedules, "new", counting_schedules)
         monkeypatch.setattr(llm.scheduler, "schedule", scheduling)
-        for module in (config, schedules):
+        for module in (config, lookahead):
             monkeypatch.setattr(module, "page_plan", self._counting(module.page_plan))
+        for schedule_type in SCHEDULES:
+            monkeypatch.setattr(schedule_type, "plan", self._counting_plans(schedule_type.plan))
 
     def _end_step(self) -> None:
-        self.steps.append((Counter(self.schedules), Counter(self.page_plans)))
-        self.schedules.clear()
-        self.page_plans.clear()
+        counted = (self.schedules, self.page_plans, self.step_plans)
+        self.steps.append(tuple(Counter(counter) for counter in counted))
+        for counter in counted:
+            counter.clear()
 
     def _counting(self, page_plan):
         def counting(budget, *args, **kwargs):
@@ -74,8 +87,15 @@ class Plans:
 
         return counting
 
+    def _counting_plans(self, plan):
+        def counting(schedule, footprint, tokens):
+            self.step_plans[id(schedule), footprint.pages, footprint.first_block, tokens] += 1
+            return plan(schedule, footprint, tokens)
+
+        return counting
+
     def assert_at_most_one(self) -> None:
-        """Assert that every step made at most one schedule and page plan of each request."""
+        """Assert that every step made at most one schedule and plan of each request."""
         assert self.steps
         for step in self.steps:
             for counted in step:
@@ -128,8 +148,8 @@ def test_prompts_that_wait_are_planned_once(model, monkeypatch, name):
         for _ in range(40):
             llm.step()
         assert [request.request_id.split("-")[0] for request in llm.running()] == ["first"]
-        assert sum(schedules["second"] for schedules, _ in plans.steps) <= 1
-        assert sum(page_plans[23 * BLOCK] for _, page_plans in plans.steps) <= 1
+        assert sum(schedules["second"] for schedules, *_ in plans.steps) <= 1
+        assert sum(page_plans[23 * BLOCK] for _, page_plans, _ in plans.steps) <= 1
         llm.drain()
 
 
@@ -159,30 +179,31 @@ def test_prompts_with_nothing_to_compress_are_not_planned(model, monkeypatch, op
 
 def assert_never_stale(llm, monkeypatch) -> Counter:
     """Compare every remembered decision and schedule with a new one; return the counts of both."""
-    planner, compared = llm.manager.planner, Counter()
-    admissions = planner.admissions
-    consider, schedule_of = admissions.consider, planner.schedule_of
+    schedules, compared = llm.scheduler.schedules, Counter()
+    admissions = llm.scheduler.admissions
+    consider, schedule_of = admissions.refresh_decision, schedules.of
 
-    def considering(request):
-        decision = consider(request)
-        if not decision.is_final:
-            new = admissions._decide(request)
+    def considering(state):
+        consider(state)
+        if not state.decision.is_final:
+            decision, new = (
+                state.decision,
+                admissions.decide(state.request, state.options, state.error),
+            )
             assert decision.settings is new.settings
             assert decision.output_settings is new.output_settings
-            assert (decision.skip_reason, decision.spans) == (new.skip_reason, new.spans)
+            assert decision.skip_reason == new.skip_reason
             compared["decisions"] += 1
-        return decision
 
-    def scheduling(request):
-        schedule = schedule_of(request)
-        if request.request_id not in planner.schedules:
-            decision = admissions.decision_of(request)
-            assert schedule == planner._new_schedule(request, decision)
+    def scheduling(state):
+        schedule = schedule_of(state)
+        if not state.has_fixed_schedule and not state.decision.never_packs:
+            assert schedule == schedules.new(state)
             compared["schedules"] += 1
         return schedule
 
-    monkeypatch.setattr(admissions, "consider", considering)
-    monkeypatch.setattr(planner, "schedule_of", scheduling)
+    monkeypatch.setattr(admissions, "refresh_decision", considering)
+    monkeypatch.setattr(schedules, "of", scheduling)
     return compared
 
 
@@ -200,7 +221,7 @@ def test_remembered_plans_are_not_stale(model, monkeypatch, name):
     ) as llm:
         preemptions = llm.watch_preemptions()
         compared = assert_never_stale(llm, monkeypatch)
-        for number in range(10):
+        for number in range(12):
             prompt = base[: 200 + 30 * number] + tokens(150, seed=number)
             llm.submit(str(number), prompt, 20 + 10 * number, extra_args={})
         for step in range(60):
@@ -217,33 +238,36 @@ def test_remembered_plans_are_not_stale(model, monkeypatch, name):
         assert preemptions
         assert compared["decisions"] > 10
         assert compared["schedules"] > 10
-        planner = llm.manager.planner
-        leftovers = (planner.schedules, planner._tentative, planner.nothing_to_pack)
-        assert not any(leftovers), leftovers
+        assert not len(llm.scheduler.states)
+        assert not llm.scheduler.states.ids_without_packing
 
 
 def test_a_free_lookahead_slot_changes_the_schedule_of_a_waiting_prompt(model):
     with engine(model, additional_config=LOOKAHEAD, max_model_len=2048) as llm:
-        planner = llm.manager.planner
+        scheduler = llm.scheduler
         llm.submit("a", tokens(300, seed=1), 20)
-        request = next(iter(llm.scheduler.requests.values()))
-        slots = planner._ring_slots
-        assert planner.schedule_of(request).lookahead is not None
-        planner._ring_slots = 0
-        assert planner.schedule_of(request).lookahead is None
-        planner._ring_slots = slots
-        assert planner.schedule_of(request).lookahead is not None
+        state = scheduler.states.of(next(iter(scheduler.requests.values())))
+        num_slots = scheduler.lookaheads.num_free_slots
+        assert scheduler.schedules.of(state).lookahead is not None
+        scheduler.lookaheads.num_free_slots = 0
+        assert scheduler.schedules.of(state).lookahead is None
+        scheduler.lookaheads.num_free_slots = num_slots
+        assert scheduler.schedules.of(state).lookahead is not None
         llm.drain()
 
 
 def test_new_settings_forget_all_plans(model):
     with engine(model, additional_config=settings("cake"), max_model_len=2048) as llm:
+        scheduler = llm.scheduler
         llm.submit("a", tokens(300, seed=1), 20)
-        request = next(iter(llm.scheduler.requests.values()))
-        planner = llm.manager.planner
-        pages = planner.schedule_of(request).prefill.page_plan.pages
-        llm.manager.replace_settings(llm.manager.settings.variant(budget=0.8))
-        assert llm.manager.planner.schedule_of(request).prefill.page_plan.pages > pages
+
+        def kept_pages():
+            state = scheduler.states.of(next(iter(scheduler.requests.values())))
+            return scheduler.schedules.of(state).prefill.page_plan.pages
+
+        before = kept_pages()
+        scheduler.use_settings(scheduler.admissions.settings.variant(budget=0.8))
+        assert kept_pages() > before
         llm.drain()
 
 

@@ -155,7 +155,7 @@ def test_probe_queries_score_every_piece(method, length, max_whole, checkpoints_
             llm.step()
             max_blocks = max(max_blocks, free - llm.free_blocks)
         assert llm.free_blocks == free
-        pieces = llm.manager.planner.admissions.piece_schedule(llm.manager.settings, length)
+        pieces = llm.scheduler.admissions.piece_schedule(llm.scheduler.admissions.settings, length)
         assert max_blocks <= pieces.max_blocks + 1
     replay = ProbeReplay(method, shape, seen, length, budget)
     replay.max_tokens_before_end = (
@@ -237,19 +237,20 @@ def test_predicted_steps_do_not_change_probes(checkpoints_folder):
     with engine(model, additional_config=config, **options) as llm:
         (expected,) = llm.generate([prompt], 60)
         following = llm.scheduler.next_step
-        following._num_stages, following.is_pipelined = 2, True
+        following._num_stages = 2
         guess, guesses = following.blocks_for_running, []
 
         def noting(looking):
-            before = dict(llm.manager.probes._num_tokens)
+            before = {state.request_id: state.probe_tokens for state in llm.scheduler.states}
             found = guess(looking)
-            assert llm.manager.probes._num_tokens == before
+            after = {state.request_id: state.probe_tokens for state in llm.scheduler.states}
+            assert after == before
             guesses.append(max(before.values(), default=0))
             return found
 
         following.blocks_for_running = noting
         llm.submit("ahead", tokens(128, seed=1), 200)
-        while not llm.manager.lookaheads:
+        while not llm.scheduler.lookaheads:
             llm.step()
         llm.submit("r", prompt, 60)
         for number in range(12):

@@ -19,7 +19,7 @@ from test_decode_budgets import (
     round_up_to_blocks,
 )
 from vllm_kvcompress.engine.scheduling import scheduler
-from vllm_kvcompress.planning.pieces import PieceSchedule
+from vllm_kvcompress.schedules.pieces import PieceSchedule
 
 MAX_WHOLE, PIECE, WINDOW = 128, 96, 8
 CHUNKED_PREFILL = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
@@ -264,11 +264,12 @@ def test_a_resumed_request_in_pieces_limits_its_prefix_cache_hits(checkpoints_fo
             llm.step()
         (request,) = llm.running()
         assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
-        planner = llm.manager.planner
-        pieces = planner.schedule_of(request).prefill
+        state, schedules = llm.scheduler.states.of(request), llm.scheduler.schedules
+        pieces = schedules.of(state).prefill
         assert isinstance(pieces, PieceSchedule)
         max_hit = request.num_tokens - 1
-        assert planner.longest_hit(request, max_hit) == pieces.first_end - 1 < max_hit
+        longest_hit = schedules.longest_prefix_hit(state, max_hit)
+        assert longest_hit == pieces.first_end - 1 < max_hit
         llm.drain()
 
 

@@ -372,7 +372,7 @@ def test_protected_tokens_use_or_raise_the_budget(checkpoints_folder, watched):
                 llm.step()
             while llm.running()[0].num_output_tokens < 4:
                 llm.step()
-            held.append(llm.manager.num_blocks_held(llm.running()[0].request_id))
+            held.append(llm.num_blocks_held(llm.running()[0].request_id))
             llm.drain()
     own, within, raised = packed
     assert (within.pages, within.raised) == (own.pages, False)

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from checkpoints import make, tokens
 from configuring import configure
-from engines import model_runner_v1_only
+from engines import model_runner_v1_only, slots_in_use
 from fake_pulls import SIZE, PullScheduler
 
 pytestmark = model_runner_v1_only
@@ -69,8 +69,8 @@ def run_random_load(pulling, rng):
             pulling.abort(rng.choice(list(pulling.scheduler.requests)))
             failed = []
         pulling.step(done, failed)
-        lookahead_ids = pulling.manager.planner._lookahead_ids
-        statuses = {pulling.scheduler.requests[name].status for name in lookahead_ids}
+        states = pulling.scheduler.states
+        statuses = {state.request.status for state in states if state.has_lookahead_slot}
         # A request that waits for its load holds no look-ahead slot.
         assert RequestStatus.WAITING_FOR_REMOTE_KVS not in statuses
         if not num_to_add and not pulling.scheduler.requests:
@@ -79,13 +79,11 @@ def run_random_load(pulling, rng):
     unfinished = {name: each.status.name for name, each in pulling.scheduler.requests.items()}
     assert not unfinished, (unfinished, pulling.free)
     assert pulling.free == free_before
-    planner = pulling.manager.planner
-    state = (planner.schedules, planner._lookahead_ids, planner._pulled, pulling.loading)
-    manager = pulling.manager
-    state += (manager.lookaheads, manager._packed, manager._with_groups, manager._unfreed)
-    assert not any(state)
+    scheduler = pulling.scheduler
+    assert not any((len(scheduler.states), slots_in_use(scheduler), pulling.loading))
+    assert not any((len(scheduler.lookaheads), scheduler.step_builder._deferred_free._unfreed))
     assert not pulling.with_groups
-    compression_stats = pulling.manager.compression_stats
+    compression_stats = pulling.scheduler.step_builder.stats
     return compression_stats.planned.total(), compression_stats.skipped["full_pool"]
 
 
@@ -135,7 +133,7 @@ def test_pulled_prompts_start_without_a_free_block(budget, slots, vllm_config):
     assert not pulling.scheduler.requests
     assert pulling.free == 26
     # With one slot, the second request finds none and stays uncompressed.
-    compression_stats = pulling.manager.compression_stats
+    compression_stats = pulling.scheduler.step_builder.stats
     assert compression_stats.skipped["full_pool"] == (slots == 1)
     assert (compression_stats.slotless_lookaheads > 0) == (slots == 1)
 
@@ -147,7 +145,7 @@ def test_reserved_blocks_are_counted_once_for_several_pulled_prompts(vllm_config
     for name in range(2):
         pulling.add(str(name), prefix + tokens(40, seed=2 + name), 250, pull=False)
         pulling.step()
-    reserved, free_blocks = pulling.manager.lookaheads.reserved_blocks(0), pulling.free
+    reserved, free_blocks = pulling.scheduler.lookaheads.reserved_blocks(0), pulling.free
     prompt_blocks = 2
     num_fitting = (free_blocks - reserved) // prompt_blocks
     assert reserved > prompt_blocks < num_fitting
@@ -160,7 +158,9 @@ def test_reserved_blocks_are_counted_once_for_several_pulled_prompts(vllm_config
 
 def test_pulled_prompt_that_is_computed_again_returns_its_blocks(vllm_config, monkeypatch):
     pulling = PullScheduler(vllm_config, 27, 8, compress="cake-chunk", budget=0.3, lookahead=M)
-    monkeypatch.setattr(pulling.manager.planner, "longest_hit", lambda request, max_length: 0)
+    monkeypatch.setattr(
+        pulling.scheduler.schedules, "longest_prefix_hit", lambda state, max_tokens: 0
+    )
     pulling.add("r", tokens(300, seed=1), 9)
     pulling.step()
     pulling.step(["r"])
@@ -176,28 +176,56 @@ def test_pulled_prompts_are_scored_only_by_queries_computed_here(compress, vllm_
     config = {"budget": 0.3, "lookahead": 32, "lookahead_on_pressure": "waiting"}
     pulling = PullScheduler(vllm_config, 30, 8, compress=compress, **config)
     pulled_tokens, early_targets = {}, []
-    scheduler, manager = pulling.scheduler, pulling.manager
-    update, apply_pack = scheduler._update_waiting_for_remote_kv, manager._apply_pack
+    scheduler = pulling.scheduler
+    update, builder = scheduler._update_waiting_for_remote_kv, scheduler.step_builder
+    apply_pack = builder._apply_pack
 
     def recording_update(request):
         update(request)
         pulled_tokens[request.request_id] = request.num_computed_tokens
 
-    def checking_apply_pack(pending):
-        pack = pending[0]
+    def checking_apply_pack(state):
+        pack = state.planned_pack
         if scheduler.requests[pack.request_id].num_preemptions == 0:
             early_targets.append(pack.early_target)
             assert pack.plan.window <= pack.tokens - pulled_tokens[pack.request_id]
-        return apply_pack(pending)
+        return apply_pack(state)
 
     scheduler._update_waiting_for_remote_kv = recording_update
-    manager._apply_pack = checking_apply_pack
+    builder._apply_pack = checking_apply_pack
     for name in range(12):
         pulling.add(str(name), tokens(300, seed=name), 60)
     for _ in range(400):
         pulling.step(list(pulling.loading))
     assert not scheduler.requests
     assert any(early_targets)
+
+
+def test_a_lookahead_with_column_sums_takes_a_pulled_prompt(vllm_config):
+    """The allocator reads the attention of all queries, but the look-ahead decides about hits."""
+    options = {"allocator": "d2o", "lookahead": None, "decode_budget": 96, "decode_interval": 32}
+    pulling = PullScheduler(vllm_config, 60, 4, compress="cake-chunk", budget=0.3, **options)
+    pulling.add("pulled", tokens(320, seed=1), 100)
+    pulling.step()
+    pulling.step(["pulled"])
+    assert pulling.step() == {"pulled": 1}
+
+
+def test_a_session_with_streamed_input_has_one_record(vllm_config):
+    """vLLM adds each part of the input to the session's request, and the last part ends it."""
+    pulling = PullScheduler(vllm_config, 60, 8, compress="cake-chunk", max_whole=512, piece=128)
+    scheduler = pulling.scheduler
+    for part in range(3):
+        scheduler.add_request(pulling.session_part("s", tokens(100, seed=part), resumable=True))
+        (state,) = scheduler.states
+        assert state.request is scheduler.requests["s"]
+        for _ in range(6):
+            pulling.step()
+    scheduler.add_request(pulling.session_part("s", [0], resumable=False))
+    pulling.step()
+    assert not scheduler.requests
+    assert not len(scheduler.states)
+    assert scheduler.step_builder.stats.skipped == {"unsupported": 1}
 
 
 def test_uncompressed_pulled_prompt_is_counted_once(vllm_config):
@@ -207,4 +235,4 @@ def test_uncompressed_pulled_prompt_is_counted_once(vllm_config):
     pulling.step(["short"])
     for _ in range(10):
         pulling.step()
-    assert pulling.manager.compression_stats.skipped.total() == 1
+    assert pulling.scheduler.step_builder.stats.skipped.total() == 1

@@ -18,7 +18,7 @@ from test_methods import LENGTHS, NEW, PROMPTS, pages_of, record, watch_selectio
 from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import PieceReplay, pieces_settings
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
 
 pytestmark = needs_avx512

@@ -5,11 +5,12 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.engine.compression.role_counts import RoleCounts
-from vllm_kvcompress.engine.diagnosis.recording import _Recorder
-from vllm_kvcompress.engine.messages.spans import attach_spans
+from vllm_kvcompress.engine.doctor.kept_recorder import _Recorder
+from vllm_kvcompress.engine.messages.options import attach_options
 from vllm_kvcompress.engine.messages.step import PackRequest
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 SIZE = 4
 SETTINGS = CompressionConfig.parse({"compress": "snapkv", "window": 1})
@@ -47,8 +48,8 @@ class StepOutput:
     """The parts of a `SchedulerOutput` that `RoleCounts` reads, with one new request."""
 
     def __init__(self, request_id, roles, finished=()):
-        params = SamplingParams(extra_args={"kvcompress_roles": {"user": [[0, 1]]}})
-        attach_spans(params, (), roles)
+        params = SamplingParams(extra_args={"kvcompress_options": {"roles": {"user": [[0, 1]]}}})
+        attach_options(params, RequestOptions(roles=roles))
         new = type("New", (), {"req_id": request_id, "sampling_params": params})
         self.scheduled_new_reqs, self.finished_req_ids = [new], set(finished)
 

@@ -14,12 +14,12 @@ from torch.nn.functional import pad
 from checkpoints import HYBRIDS, MIXTURES, SHAPES, STATEFUL, WIDE, make, tokens
 from engines import BLOCK, V2, engine, settings
 from kvcompress_kernels import k4v3
-from vllm_kvcompress.methods.allocators.cake import Cake
-from vllm_kvcompress.methods.allocators.pyramid import Pyramid
-from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.budget_spec import LayerStats
 from vllm_kvcompress.methods.budgets import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.published.cake import Cake
+from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.settings.config import CompressionConfig
 
 WINDOW = 32
@@ -296,7 +296,7 @@ def test_groups_hold_the_tokens_that_the_method_selects(
             page_tokens=k4v3.page_tokens(block, itemsize),
         )
         (request_id,) = llm.scheduler.requests
-        assert llm.manager.num_blocks_held(request_id) == plan.blocks + 1
+        assert llm.num_blocks_held(request_id) == plan.blocks + 1
         llm.drain()
 
     (result,) = results

@@ -111,7 +111,10 @@ def test_the_settings_are_part_of_vllms_config_hash(model):
             for own, reason in (
                 ({"compress": "h2o", "scorer_params": {"per_query": True}}, "saw a token"),
                 ({"compress": "d2o", "allocator_params": {"per_query": True}}, "saw a token"),
-                ({"compress": "caote", "base": "h2o"}, "column sums per query head"),
+                (
+                    {"compress": "caote", "scorer_params": {"base": "h2o"}},
+                    "column sums per query head",
+                ),
             )
         ),
         (

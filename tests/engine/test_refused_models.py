@@ -10,7 +10,7 @@ import pytest
 from checkpoints import make
 from configuring import configure
 from engines import settings
-from vllm_kvcompress.commands.model_shape import read_config, shape_of
+from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
 

@@ -368,7 +368,7 @@ def test_every_request_type_resolves_an_alias(module, name, carried):
 def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():
     from types import SimpleNamespace
 
-    from vllm_kvcompress.engine.diagnosis.probe import Outcome, kept_map
+    from vllm_kvcompress.engine.doctor.trial_outcome import Outcome, kept_map
 
     def rank(first):
         return [

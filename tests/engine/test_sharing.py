@@ -85,7 +85,7 @@ def test_prefix_cache_has_no_blocks_computed_after_compression(model):
         tail = llm.manager.req_to_blocks[request.request_id][length // BLOCK :]
         assert len(tail) >= 3
         assert all(block.block_hash is None for block in tail)
-        assert all(block.block_hash is None for block in llm.manager._packed[request.request_id])
+        assert all(block.block_hash is None for block in llm.packed_blocks(request.request_id))
         llm.drain()
 
 

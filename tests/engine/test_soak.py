@@ -27,7 +27,7 @@ from test_metrics import samples
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ def random_requests(load: Load, seed: int):
 
 def is_compressed(request: Request, config: CompressionConfig) -> bool:
     """Return whether this request's prompt should be compressed."""
-    request_settings = settings_for(config, request.override)
+    request_settings = RequestOptions.parse(config, request.override).settings
     if request_settings is None or len(request.prompt) < request_settings.min_prompt:
         return False
     if request.num_output < request_settings.resolved_lookahead + 2:
@@ -359,23 +359,17 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         outputs, aborted = run_requests(llm, load_requests)
         packed = set(packed_ids)
         assert llm.free_blocks == free_before
-        manager, compressor = llm.manager, llm.compressor
+        scheduler, compressor = llm.scheduler, llm.compressor
         leftovers = [
-            manager.planner.schedules,
-            manager.planner._tentative,
-            manager.planner.nothing_to_pack,
-            manager._packed,
-            manager._with_groups,
-            manager._zero,
-            manager._unfreed,
-            manager._cacheable,
-            manager._pending,
-            manager._observe,
-            manager._keep_output_queries,
-            manager._keep_prompt_queries,
-            manager._add_attention,
-            manager.lookaheads,
-            manager.planner._lookahead_ids,
+            len(scheduler.states),
+            scheduler.states.ids_without_packing,
+            scheduler.states.limited_ids,
+            scheduler.step_builder._states_with_entry,
+            scheduler.step_builder._states_with_probe,
+            scheduler.step_builder._deferred_free.zero_blocks,
+            scheduler.step_builder._deferred_free._unfreed,
+            len(scheduler.lookaheads),
+            llm.lookahead_slots_in_use,
             compressor.pool.protected,
             compressor._prefills,
             compressor._step,
@@ -383,14 +377,12 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             compressor.pool._slots_with_groups,
             compressor.pool.ring and compressor.pool.ring._slots,
             compressor.reports._pending,
-            manager.compression_stats.packed,
+            scheduler.step_builder.stats.packed,
             llm.scheduler.requests,
-            manager.compression_stats._repeats,
+            scheduler.step_builder.stats._repeats,
         ]
         assert not any(leftovers), leftovers
         assert not load.packed or compressor.pool.pages.isfinite().all()
-        gc.collect()
-        assert not manager.planner.admissions._decisions
         resumed_at = {request_id: list(times) for request_id, times in preemptions.items()}
         num_repacked, num_pieces = (
             samples()[f"{name}_total",] for name in ("repacked_answers", "packed_pieces")
@@ -440,14 +432,14 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             for request_id, request in by_id.items()
         }
         uncompressed_prompts = CompressionConfig.parse(
-            {**config.to_additional_config(), "min_prompt": config.max_whole or 10**6}
+            {**config.to_additional_config(), "min_prompt": config.pieces.max_whole or 10**6}
         )
         single = (resumed_at.keys() & packable) | early.keys()
         single |= {request_id for request_id in by_id if int(request_id) % 10 == 0}
         for request_id in sorted(single & by_id.keys(), key=int):
             request, times = by_id[request_id], resumed_at.get(request_id, [])
             times = times if request_id in packable else []
-            llm.manager.replace_settings(
+            llm.scheduler.use_settings(
                 config if request_id in compressible else uncompressed_prompts
             )
             output = outputs[request_id]
@@ -455,7 +447,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
                 # A preemption before the packing changes nothing. After a later one, or an early
                 # compression, the kept tokens were scored by other queries than in a new request,
                 # so only the output up to there is compared.
-                request_settings = settings_for(config, request.override)
+                request_settings = RequestOptions.parse(config, request.override).settings
                 times = [
                     time
                     for time in times
@@ -466,7 +458,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             llm.assert_matches_solo_run(
                 request.prompt, len(output), output, times, extra_args=overrides[request_id]
             )
-        llm.manager.replace_settings(config)
+        llm.scheduler.use_settings(config)
         # Requests with equal output lengths run together, so that none waits for a longer one.
         rest = sorted(by_id.keys() - single, key=lambda name: (by_id[name].num_output, int(name)))
         for start in range(0, len(rest), TOGETHER):

@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import MultipleOf
 from checkpoints import STATEFUL, make, tokens
 from configuring import configure
 from engines import engine, settings, with_states
-from vllm_kvcompress.commands.plan import make_plan
-from vllm_kvcompress.commands.plan_options import PlanOptions
+from vllm_kvcompress.commands.plan.command import make_plan
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.worker.footprint import sizes_of
 

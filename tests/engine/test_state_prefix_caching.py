@@ -260,8 +260,8 @@ def test_preempted_lookahead_finds_its_states(output_tokens, model):
 
 def record_estimates(llm):
     """Record, for each step, the estimated and the actual blocks taken by running requests."""
-    manager, cache, records = llm.manager, llm.scheduler.kv_cache_manager, []
-    allocate_slots, take_step_plan = cache.allocate_slots, manager.take_step_plan
+    scheduler, cache, records = llm.scheduler, llm.scheduler.kv_cache_manager, []
+    allocate_slots, build = cache.allocate_slots, scheduler.step_builder.build
     estimate, taken, running_ids = 0, 0, set()
 
     def recording_allocate(request, *args, **kwargs):
@@ -272,15 +272,15 @@ def record_estimates(llm):
             taken += before - llm.free_blocks
         return result
 
-    def recording_take(next_step):
+    def recording_build():
         nonlocal estimate, taken, running_ids
-        plan = take_step_plan(next_step)
+        plan = build()
         records.append((estimate, taken))
-        estimate = next_step.blocks_for_running(set(manager.lookaheads._by_id))
+        estimate = scheduler.next_step.blocks_for_running(scheduler.lookaheads.request_ids)
         taken, running_ids = 0, {request.request_id for request in llm.running()}
         return plan
 
-    cache.allocate_slots, manager.take_step_plan = recording_allocate, recording_take
+    cache.allocate_slots, scheduler.step_builder.build = recording_allocate, recording_build
     return records
 
 

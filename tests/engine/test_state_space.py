@@ -119,8 +119,8 @@ def test_decode_budget_is_applied_at_block_ends(name, checkpoints_folder, longer
         additional_config=config,
         **engine_options(name, max_num_seqs=2),
     ) as llm:
-        interval = llm.manager.settings.decode_interval
-        assert interval == llm.worker.settings.decode_interval == 128 // block * block
+        interval = llm.scheduler.admissions.settings.decode.interval
+        assert interval == llm.worker.settings.decode.interval == 128 // block * block
         seen, free = llm.record_attention(), llm.free_blocks
         llm.submit("r", tokens(prompt, seed=4), num_output)
         llm.drain()

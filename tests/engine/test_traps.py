@@ -18,6 +18,12 @@ def model(checkpoints_folder):
     return make("llama-gqa", checkpoints_folder)
 
 
+def packs_in_step(scheduler) -> list:
+    """Return the packings planned for the step that is being scheduled."""
+    entries = [state.entry for state in scheduler.states if state.entry is not None]
+    return [entry.pack for entry in entries if entry.pack is not None]
+
+
 def watch_packing(llm) -> list:
     """Return every compression of the engine, as (tokens computed so far, plan)."""
 
@@ -90,9 +96,9 @@ def test_trap_06_freed_blocks_are_not_allocated_again(model):
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 90)
         llm.step()
-        num_blocks = [llm.manager.num_blocks_held(llm.running()[0].request_id)]
+        num_blocks = [llm.num_blocks_held(llm.running()[0].request_id)]
         while llm.running():
-            num_blocks.append(llm.manager.num_blocks_held(llm.running()[0].request_id))
+            num_blocks.append(llm.num_blocks_held(llm.running()[0].request_id))
             llm.step()
         assert max(num_blocks) - num_blocks[0] <= 90 // BLOCK + 1
 
@@ -136,9 +142,9 @@ def test_trap_07_preemption_in_the_step_that_planned_compression(spare, model):
         taken, preempt = [], llm.scheduler._preempt_request
 
         def preempting(request, *rest, **named):
-            taken.append(len(llm.manager._pending))
+            taken.append(len(packs_in_step(llm.scheduler)))
             preempt(request, *rest, **named)
-            assert not llm.manager._pending
+            assert not packs_in_step(llm.scheduler)
 
         llm.scheduler._preempt_request = preempting
         llm.submit("other", other, 20)  # a prompt alone in its engine is not cut into chunks
@@ -161,7 +167,7 @@ def test_trap_10_block_tables_of_compressed_requests_are_not_by_position(model):
         llm.submit("r", PROMPT, 4)
         llm.step()
         name = llm.running()[0].request_id
-        packed = {block.block_id for block in llm.manager._packed[name]}
+        packed = {block.block_id for block in llm.packed_blocks(name)}
         assert packed
         back, pop = [], llm.manager.pop_blocks_for_free
         llm.manager.pop_blocks_for_free = lambda name: (back.extend(pop(name)), list(back))[1]

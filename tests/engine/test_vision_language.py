@@ -15,9 +15,10 @@ from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from test_reference import WINDOW, assert_equals_reference, packed
 from vision_checkpoints import FAMILIES, ID, PICTURE, make, picture, without_videos
 from vllm_kvcompress.engine.frontend import modalities
-from vllm_kvcompress.engine.messages.spans import spans_of
+from vllm_kvcompress.engine.messages.options import options_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 # the mixture-of-experts model differs from these only after attention
 NAMES = ["qwen3-vl"] if V2 else ["qwen2.5-vl", "qwen3-vl"]
@@ -295,7 +296,8 @@ def test_untested_modalities_are_refused_unless_uncompressed(alone, monkeypatch)
         raw, asks = as_tokens(llm, image_prompt(9)), {"kv_protect": "450:460"}
         assert len(raw["prompt_token_ids"]) < 450
         parsed = process("s", raw, sampling(extra_args=asks), supported_tasks=("generate",))
-        assert spans_of(parsed.sampling_params) == ((450, 460),)
+        options = options_of(llm.worker.settings, parsed.sampling_params)
+        assert options.spans == ((450, 460),)
         message = llm.scheduler.vllm_config
         assert modalities.warning_of(message) is None  # it takes no videos
         monkeypatch.setattr(modalities, "TESTED", {})
@@ -381,18 +383,22 @@ def test_beam_search_with_images_is_refused_with_pieces(alone):
     from vllm.exceptions import VLLMValidationError
 
     from vllm_kvcompress.engine.frontend import api
+    from vllm_kvcompress.engine.messages.settings import active_settings
 
-    def beams(*parts):
+    def check(llm, *parts):
         said = [{"role": "user", "content": list(parts)}]
-        return ChatCompletionRequest(messages=said, use_beam_search=True, n=2)
+        request = ChatCompletionRequest(messages=said, use_beam_search=True, n=2)
+        processor = llm.llm.llm_engine.input_processor
+        engine_settings = active_settings(processor.vllm_config.additional_config)
+        options = RequestOptions.parse(engine_settings, None)
+        with api._refusals(processor):
+            api._check_beams(engine_settings, options, request, chat=True)
 
     text = {"type": "text", "text": "What is this?"}
     shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     with engine(alone[0], additional_config=settings("cake", 0.3, **PIECES), **OPTIONS) as llm:
-        processor = llm.llm.llm_engine.input_processor
-        api._check_beams(processor, beams(text), chat=True)
+        check(llm, text)
         with pytest.raises(VLLMValidationError, match="without use_beam_search"):
-            api._check_beams(processor, beams(shown, text), chat=True)
+            check(llm, shown, text)
     with engine(alone[0], additional_config=settings("cake", 0.3), **OPTIONS) as llm:
-        processor = llm.llm.llm_engine.input_processor
-        api._check_beams(processor, beams(shown, text), chat=True)
+        check(llm, shown, text)

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 import vllm_kvcompress.engine as engine_package
 from checkpoints import make
-from vllm_kvcompress.engine.diagnosis.installation import check_vllm_hooks
+from vllm_kvcompress.engine.doctor.installation import check_vllm_hooks
 from vllm_kvcompress.engine.startup import import_failures
 from vllm_kvcompress.engine.startup.vllm_hook import TESTED, VllmHook
 from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS, check_all
@@ -32,7 +32,7 @@ def test_every_hook_names_our_module_and_a_removal_event():
         assert hook.remove_when
 
 
-# `diagnosis` runs before the hooks are checked, or on an engine that has started
+# `engine/doctor` runs before the hooks are checked, or on an engine that has started
 UNLISTED = {
     "vllm:SamplingParams",
     "vllm.plugins:load_general_plugins",
@@ -194,7 +194,7 @@ ours = {name for name in sys.modules if name.startswith("vllm_kvcompress.engine.
 loaded = {name.rpartition(".")[2] for name in ours}
 built = {"cache_spec", "kv_cache", "scheduler", "worker", "attention", "compressor"}
 assert not loaded & built, loaded
-import vllm_kvcompress.engine.scheduling.cache_spec as own
+import vllm_kvcompress.engine.scheduling.kv_cache as own
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST as known
 assert {FullAttentionSpec, MambaSpec, SlidingWindowSpec, own.CompressedSpec} <= set(known)

@@ -12,9 +12,9 @@ import methods_reference as ref
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
-from vllm_kvcompress.methods.scorers.aggregates import AGGREGATES
-from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
-from vllm_kvcompress.methods.scorers.window import SnapKV
+from vllm_kvcompress.methods.parts.aggregates import AGGREGATES
+from vllm_kvcompress.methods.published.caote import Caote, FastCaote
+from vllm_kvcompress.methods.published.snapkv import SnapKV
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.settings.config import CompressionConfig
 

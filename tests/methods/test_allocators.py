@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels.apportion import cpu
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators import ALLOCATORS
-from vllm_kvcompress.methods.allocators.cake import Cake
-from vllm_kvcompress.methods.allocators.d2o import D2O
-from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
-from vllm_kvcompress.methods.allocators.highest import Global
-from vllm_kvcompress.methods.allocators.pyramid import Pyramid
-from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
+from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.published.cake import Cake
+from vllm_kvcompress.methods.published.pyramidkv import Pyramid
+from vllm_kvcompress.methods.registry import ALLOCATORS
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -59,23 +56,15 @@ def prompts(draw):
 stats_value = st.floats(1e-30, 1e6) | st.just(0.0)
 
 
-def test_names_and_reads():
-    assert dict(ALLOCATORS) == {
-        "uniform": Uniform,
-        "pyramid": Pyramid,
-        "cake": Cake,
-        "dynamickv": DynamicKV,
-        "global": Global,
-        "d2o": D2O,
+def test_reads():
+    assert {name: allocator().reads for name, allocator in ALLOCATORS.items()} == {
+        "uniform": Reads.NOTHING,
+        "pyramid": Reads.NOTHING,
+        "cake": Reads.WINDOW | Reads.VARIANCE,
+        "dynamickv": Reads.SCORES,
+        "global": Reads.SCORES,
+        "d2o": Reads.COLUMN_SUMS,
     }
-    assert [a().reads for a in ALLOCATORS.values()] == [
-        Reads.NOTHING,
-        Reads.NOTHING,
-        Reads.WINDOW | Reads.VARIANCE,
-        Reads.SCORES,
-        Reads.SCORES,
-        Reads.COLUMN_SUMS,
-    ]
     assert [name for name, a in ALLOCATORS.items() if a.exact_ratio] == ["d2o"]
 
 

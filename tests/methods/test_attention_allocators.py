@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import methods_reference as ref
 from kvcompress_kernels.count_highest import count_highest
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators.cake import Cake
-from vllm_kvcompress.methods.allocators.d2o import D2O
-from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
-from vllm_kvcompress.methods.allocators.highest import Global, ranked, shares
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
+from vllm_kvcompress.methods.parts.highest import Global, ranked, shares
+from vllm_kvcompress.methods.published.cake import Cake
+from vllm_kvcompress.methods.published.d2o import D2O
+from vllm_kvcompress.methods.published.dynamickv import DynamicKV
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from host_sync import launches
 from kvcompress_kernels.apportion.reference import apportioned, water_fill
 from vllm_kvcompress.methods import budgets
-from vllm_kvcompress.methods.allocators.cake import Cake
-from vllm_kvcompress.methods.allocators.d2o import D2O
-from vllm_kvcompress.methods.allocators.highest import Global
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.parts.highest import Global
+from vllm_kvcompress.methods.published.cake import Cake
+from vllm_kvcompress.methods.published.d2o import D2O
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 import methods_reference as ref
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.selectors import Chunks, HeavyRecent, TopK
+from vllm_kvcompress.methods.parts.topk import TopK
+from vllm_kvcompress.methods.published.chunkkv import Chunks
+from vllm_kvcompress.methods.published.d2o import HeavyRecent
 
 prop = settings(derandomize=True, deadline=None, max_examples=150)
 

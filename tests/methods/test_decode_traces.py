@@ -16,7 +16,6 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from layer_scores import kept_slots, observe_layers
 from vllm_kvcompress.methods.paged_layers import PagedLayers, attention_to_slots
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 STEPS = 30
 SHAPES = {"grouped": (6, 2, 8), "one KV head": (4, 1, 16), "9 over 3": (9, 3, 4)}
@@ -80,7 +79,7 @@ class Packed:
     """The same layer with the engine's functions, one token of each head per page."""
 
     def __init__(self, name, k, v, attention, budget):
-        self.method = method_of(CompressionConfig.parse({"compress": name}))
+        self.method = CompressionConfig.parse({"compress": name}).method
         self.window, self.budget = WINDOWS[name], budget
         self.k, self.v, self.attention = (
             torch.tensor(np.array(x)).float() for x in (k, v, attention)

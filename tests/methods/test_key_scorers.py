@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import methods_reference as ref
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.budget_spec import AttentionStats, PagedKeys, PagedValues
-from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
-from vllm_kvcompress.methods.scorers.lagkv import LagKV
-from vllm_kvcompress.methods.scorers.position import StreamingLLM
+from vllm_kvcompress.methods.published.keydiff import KeyDiff
+from vllm_kvcompress.methods.published.lagkv import LagKV
+from vllm_kvcompress.methods.published.streamingllm import StreamingLLM
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.settings.config import CompressionConfig
 

@@ -6,14 +6,13 @@ import torch
 
 import methods_reference as ref
 from layer_scores import kept_slots, observe_layers
-from vllm_kvcompress.methods.allocators.pyramid import Pyramid
-from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers, attention_to_slots
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.published.pyramidkv import Pyramid
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 SCALE = DIM**-0.5
@@ -98,11 +97,9 @@ SETTINGS = {
 
 def method_by_name(name):
     raw_settings = SETTINGS[name]
-    return method_of(
-        CompressionConfig.parse(
-            raw_settings if isinstance(raw_settings, dict) else {"compress": raw_settings}
-        )
-    )
+    return CompressionConfig.parse(
+        raw_settings if isinstance(raw_settings, dict) else {"compress": raw_settings}
+    ).method
 
 
 @pytest.mark.parametrize("lengths", [[40, 23, 36, 25], [13, 13], [61]], ids=str)
@@ -178,7 +175,7 @@ def test_column_sums_are_read_up_to_each_layers_length():
     padded_sums = torch.from_numpy(sums.copy())
     for layer, length in enumerate(lengths):
         padded_sums[layer, :, length:] = 1e9
-    window, method = 2, method_of(CompressionConfig.parse({"compress": "d2o"}))
+    window, method = 2, CompressionConfig.parse({"compress": "d2o"}).method
     scores, observed = observe_layers(method, paged, None, window, at_once=2, sums=padded_sums)
     for layer, length in enumerate(lengths):
         layer_sums = sums[layer, :, :length]
@@ -191,14 +188,14 @@ def test_column_sums_are_read_up_to_each_layers_length():
 def test_methods_that_need_the_entire_prompt(name):
     repackable = {"snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv", "cake-chunk"}
     repackable |= {"caote", "fastcaote", "h2o", "d2o"}
-    method = method_of(CompressionConfig.parse({"compress": name}))
+    method = CompressionConfig.parse({"compress": name}).method
     assert bool(method.needs_whole_prompt) == (name not in repackable)
 
 
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"compress": "caote", "base": "h2o"}, "column sums per query head"),
+        ({"compress": "caote", "scorer_params": {"base": "h2o"}}, "column sums per query head"),
         ({"compress": "h2o", "scorer_params": {"per_query": True}}, "queries that saw a token"),
         ({"compress": "d2o", "allocator_params": {"per_query": True}}, "queries that saw a token"),
         ({"compress": "caote", "scorer_params": {"aggregate": "defensive"}}, "with their mean"),
@@ -207,7 +204,7 @@ def test_methods_that_need_the_entire_prompt(name):
     ],
 )
 def test_parts_give_the_reason_for_needing_the_entire_prompt(parts, reason):
-    assert reason in method_of(CompressionConfig.parse(parts)).needs_whole_prompt
+    assert reason in CompressionConfig.parse(parts).method.needs_whole_prompt
 
 
 @pytest.mark.parametrize("allocator", [Uniform(), Pyramid(beta=1.5)], ids=["uniform", "pyramid"])

@@ -1,4 +1,4 @@
-"""Column means instead of column sums in H2O, CAOTE over H2O, and D2O: docs/methods.md 3."""
+"""Column means instead of column sums in H2O and D2O: docs/methods.md 3."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,11 @@ import torch
 
 import methods_reference as ref
 from settings_as_written import refused
-from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators.d2o import D2O
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
-from vllm_kvcompress.methods.scorers.accumulated import H2O, column_means
-from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.methods.parts.pooling import column_means
+from vllm_kvcompress.methods.published.d2o import D2O
+from vllm_kvcompress.methods.published.h2o import H2O
 from vllm_kvcompress.offline import compress
 
 LAYERS, HEADS, KV_HEADS, TOKENS, DIM = 3, 4, 2, 61, 8
@@ -63,20 +62,6 @@ def test_h2o_equals_the_reference(window):
             assert got.positions[layer][head].tolist() == kept
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_caote_equals_the_reference(fast):
-    tensors = inputs(2)
-    policy = {
-        "compress": "fastcaote" if fast else "caote",
-        "base": "h2o",
-        "scorer_params": {"per_query": True},
-    }
-    got = compress(*tensors, policy=policy, budget=40)
-    for layer, (q, k, v) in enumerate(exact(tensors)):
-        want = ref.caote(q, k, v, 32, base="h2o", fast=fast, per_query=True)
-        np.testing.assert_allclose(past_scores(got, layer, 32), want, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("scorer", [False, True])
 @pytest.mark.parametrize("allocator", [False, True])
 @pytest.mark.parametrize("norm", ["layer_minmax", "head_minmax", "raw"])
@@ -105,15 +90,8 @@ def test_reads_of_per_query():
     assert D2O(per_query=True).reads == Reads.COLUMN_SUMS | Reads.COLUMN_MEANS
 
 
-@pytest.mark.parametrize("scorer", [Caote, FastCaote])
-@pytest.mark.parametrize("base", ["snapkv", "tova"])
-def test_caote_refuses_per_query_over_other_bases(scorer, base):
-    with pytest.raises(ConfigError, match=rf"needs base 'h2o', got '{base}'; set"):
-        scorer(base=base, per_query=True)
-
-
 def test_other_scorers_have_no_per_query():
-    for name in ("snapkv", "cake", "tova"):
+    for name in ("snapkv", "cake", "tova", "caote", "fastcaote"):
         refused(
             "no parameter 'per_query'", raw={"compress": name, "scorer_params": {"per_query": True}}
         )

@@ -6,7 +6,6 @@ import torch
 from vllm_kvcompress.methods import method as method_module
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 ROWS, WINDOW, HEADS, TOKENS = 2, 8, 4, 64
 
@@ -35,7 +34,7 @@ def attend(log_sums, allocator_window=None):
         scale=0.25,
         layers=range(ROWS),
     )
-    method = method_of(CompressionConfig.parse({"compress": "cake"}))
+    method = CompressionConfig.parse({"compress": "cake"}).method
     query = torch.randn(ROWS, WINDOW, HEADS, 16)
     method.attention(layers, query, allocator_window, row_log_sums=log_sums)
 

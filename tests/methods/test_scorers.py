@@ -13,17 +13,11 @@ from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
-from vllm_kvcompress.methods.scorers import SCORERS
-from vllm_kvcompress.methods.scorers.accumulated import H2O
-from vllm_kvcompress.methods.scorers.cake import CakeIndicator
-from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
-from vllm_kvcompress.methods.scorers.chance import Random
-from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
-from vllm_kvcompress.methods.scorers.lagkv import LagKV
-from vllm_kvcompress.methods.scorers.position import StreamingLLM
-from vllm_kvcompress.methods.scorers.runs import Runs
-from vllm_kvcompress.methods.scorers.tova import Tova
-from vllm_kvcompress.methods.scorers.window import SnapKV
+from vllm_kvcompress.methods.published.cake import CakeIndicator
+from vllm_kvcompress.methods.published.cake_chunk import Runs
+from vllm_kvcompress.methods.published.snapkv import SnapKV
+from vllm_kvcompress.methods.published.streamingllm import StreamingLLM
+from vllm_kvcompress.methods.registry import SCORERS
 
 prop = settings(derandomize=True, deadline=None, max_examples=60)
 CPU = torch.device("cpu")
@@ -60,37 +54,22 @@ def slow_group_mean(x, kv_heads):
     return np.stack([x[g * group : (g + 1) * group].mean(0) for g in range(kv_heads)])
 
 
-def test_names_and_reads():
-    assert dict(SCORERS) == {
-        "streamingllm": StreamingLLM,
-        "h2o": H2O,
-        "tova": Tova,
-        "snapkv": SnapKV,
-        "cake": CakeIndicator,
-        "runs": Runs,
-        "caote": Caote,
-        "fastcaote": FastCaote,
-        "keydiff": KeyDiff,
-        "lagkv": LagKV,
-        "random": Random,
+def test_reads():
+    grouped, keys = Reads.WINDOW | Reads.KV_HEADS, Reads.KEYS
+    indicator, weights = grouped | Reads.VARIANCE, Reads.WINDOW | Reads.VALUES
+    assert {name: scorer().reads for name, scorer in SCORERS.items()} == {
+        "streamingllm": Reads.NOTHING,
+        "h2o": Reads.COLUMN_SUMS,
+        "tova": grouped | Reads.LAST,
+        "snapkv": grouped,
+        "cake": indicator,
+        "runs": indicator | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM,
+        "caote": weights,
+        "fastcaote": weights,
+        "keydiff": keys,
+        "lagkv": keys | Reads.VALUES,
+        "random": Reads.NOTHING,
     }
-    grouped = Reads.WINDOW | Reads.KV_HEADS
-    both = grouped | Reads.VARIANCE
-    sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
-    nothing, keys = Reads.NOTHING, Reads.KEYS
-    assert [s().reads for s in SCORERS.values()] == [
-        nothing,
-        sums,
-        grouped | Reads.LAST,
-        grouped,
-        both,
-        both | Reads.MAXIMUM | Reads.PROMPT_MAXIMUM,
-        values,
-        values,
-        keys,
-        keys | Reads.VALUES,
-        nothing,
-    ]
 
 
 shapes = st.tuples(

@@ -8,10 +8,9 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.registry import SCORERS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 LAYERS, HEADS, KV_HEADS, TOKENS, DIM, WINDOW = 2, 4, 2, 60, 8, 5
 STATS_BY_READS = {
@@ -37,7 +36,6 @@ STATS_BY_READS = {
 def run(monkeypatch, scorer, **params):
     """Compress a prompt with a scorer that is in the table only for this test."""
     monkeypatch.setitem(SCORERS, "custom-scorer", scorer)
-    method_of.cache_clear()  # the cache compares settings by the scorer's name
     generator = torch.Generator().manual_seed(3)
     shapes = ((LAYERS, HEADS, TOKENS, DIM), *[(LAYERS, KV_HEADS, TOKENS, DIM)] * 2)
     tensors = (torch.randn(shape, generator=generator) for shape in shapes)

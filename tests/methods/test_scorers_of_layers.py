@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from host_sync import launches
 from vllm_kvcompress.methods.base import build
 from vllm_kvcompress.methods.budget_spec import AttentionStats, PagedKeys, PagedValues
-from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.registry import SCORERS
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 6, 2, 8, 16, 9
 LAYERS = (3, 4, 9)
@@ -30,7 +30,7 @@ PARAMS = {
     "caote": [
         {},
         {"base": "tova", "reduce": "l2"},
-        {"base": "h2o", "per_query": True},
+        {"base": "h2o"},
         {"aggregate": "max"},
     ],
     "fastcaote": [{}, {"base": "h2o", "reduce": "l2"}],

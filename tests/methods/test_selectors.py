@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.methods.selectors import SELECTORS, Chunks, HeavyRecent, TopK
+from vllm_kvcompress.methods.parts.topk import TopK
+from vllm_kvcompress.methods.published.chunkkv import Chunks
+from vllm_kvcompress.methods.published.d2o import HeavyRecent
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -35,10 +37,6 @@ def check(rows, keep):
     # values that differ in float64 may be equal in float32
     exact = np.asarray(rows, dtype=np.float32).tolist()
     assert got.tolist() == [sorted_top(row, keep) for row in exact]
-
-
-def test_names():
-    assert dict(SELECTORS) == {"topk": TopK, "chunks": Chunks, "heavy_recent": HeavyRecent}
 
 
 @st.composite

@@ -1,19 +1,20 @@
 """When a prompt in pieces adds groups in k4v3, and the blocks it holds, from lengths alone."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.planning.group_pieces import GroupPieceSchedule
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.memory import Sizes, _max_pages
-from vllm_kvcompress.planning.pieces import piece_schedule
-from vllm_kvcompress.planning.schedules import OutputGroupSchedule
 from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
+from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
+from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import scoring_query_counts
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 prop = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -42,12 +43,12 @@ def test_every_token_is_packed_once_within_max_blocks(case):
     if pieces is None:
         return
     assert isinstance(pieces, GroupPieceSchedule)
-    assert prompt_config.max_whole < tokens
+    assert prompt_config.pieces.max_whole < tokens
     footprint, computed, held, ends = KVFootprint(num_layers=layers, block_size=size), 0, [], []
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
-        assert start < computed <= start + prompt_config.piece
-        assert computed % prompt_config.piece == 0 or computed == tokens
+        assert start < computed <= start + prompt_config.pieces.length
+        assert computed % prompt_config.pieces.length == 0 or computed == tokens
         for between in {start + 1, (start + computed) // 2, computed - 1} - {start, computed}:
             assert pieces.plan(footprint, between) is None
         held.append(footprint.pages // layers - (-computed // size) - footprint.first_block)
@@ -68,8 +69,8 @@ def test_every_token_is_packed_once_within_max_blocks(case):
             assert 0 <= computed - end < page_tokens
         footprint.pack(plan, end // size)
     assert ends[0] == pieces.first_end
-    assert pieces.longest_hit < ends[0]
-    assert pieces.longest_hit <= ends[0] // page_tokens * page_tokens
+    assert pieces.longest_prefix_hit(tokens) < ends[0]
+    assert pieces.longest_prefix_hit(tokens) <= ends[0] // page_tokens * page_tokens
     assert max(held) == pieces.max_blocks
     assert held[-1] == pieces.blocks_at_end
     at_once = prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
@@ -90,13 +91,18 @@ def test_chunks_end_at_boundaries_whatever_the_steps_limits(case, data):
     footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
     seen = set()
     while computed < tokens:
-        max_rows = data.draw(st.integers(prompt_config.piece // 3, 2 * prompt_config.piece))
-        chunk, probe = pieces.chunk(footprint, computed, max_rows)
+        max_rows = data.draw(
+            st.integers(prompt_config.pieces.length // 3, 2 * prompt_config.pieces.length)
+        )
+        chunk, probe = pieces.step_limit(partial(pieces.plan, footprint), computed, max_rows)
         assert 0 < chunk <= max_rows
         assert probe == 0
         computed += chunk
         seen.add(computed)
-    assert seen >= {*range(prompt_config.piece, tokens, prompt_config.piece), tokens}
+    assert seen >= {
+        *range(prompt_config.pieces.length, tokens, prompt_config.pieces.length),
+        tokens,
+    }
 
 
 @prop
@@ -112,7 +118,7 @@ def test_pool_and_staging_cover_every_prompt(case):
     max_blocks = uncompressed_prompt_blocks(prompt_config, layers, size, longest)
     max_pages = _max_pages(sizes, prompt_config, prompt_config)
     assert max_blocks <= -(-longest // size)
-    for tokens in {1, prompt_config.max_whole, longest // 2, longest - 1, longest}:
+    for tokens in {1, prompt_config.pieces.max_whole, longest // 2, longest - 1, longest}:
         if not 0 < tokens <= longest:
             continue
         pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
@@ -163,7 +169,7 @@ def test_worked_example():
         (1024, 1024, 2), (2048, 2048, 4), (3072, 3072, 6), (4096, 4096, 8), (5120, 5120, 10),
         (6000, 5888, 12),
     ]  # fmt: skip
-    assert (pieces.first_end, pieces.longest_hit) == (1024, 1023)
+    assert (pieces.first_end, pieces.longest_prefix_hit(10_000)) == (1024, 1023)
     # 10 packed blocks and 7 of the last piece; the fifth piece had 8 + 8
     assert (pieces.blocks_at_end, pieces.max_blocks) == (17, 17)
     assert uncompressed_prompt_blocks(config(max_whole=2000, piece=1024), 30, 128, 6000) == 17
@@ -174,10 +180,10 @@ def test_worked_example():
 
 def test_nothing_scores_a_piece():
     options = {"max_whole": 2000, "piece": 1024, "probe": 60}
-    assert scoring_query_counts(config(**options)) == (0, 0)
+    assert config(**options).scoring_query_counts == (0, 0)
     auto = config(packed_dtype="auto", budget=0.4, **options)
-    assert scoring_query_counts(auto) == (0, 60)
-    assert scoring_query_counts(config(alias="small=tova:0.4:auto", **options)) == (0, 0)
+    assert auto.scoring_query_counts == (0, 60)
+    assert config(alias="small=tova:0.4:auto", **options).scoring_query_counts == (0, 0)
 
 
 def test_the_pool_covers_aliases_in_both_formats():
@@ -213,11 +219,16 @@ def test_other_budgets_are_refused(budget):
         assert ("alias 'a': " in message) == ("alias" in more)
     assert config(max_whole=2000, budget=budget, packed_dtype="auto").budget == budget
     engine = config(max_whole=2000, allow_override="all")
-    assert settings_for(engine, {"kv_budget": 1.0}).resolved_packed_dtype == "k4v3"
-    assert settings_for(engine, {"kv_budget": budget, "kv_packed_dtype": "auto"}).budget == budget
+    assert RequestOptions.parse(engine, {"kv_budget": 1.0}).settings.resolved_packed_dtype == "k4v3"
+    assert (
+        RequestOptions.parse(
+            engine, {"kv_budget": budget, "kv_packed_dtype": "auto"}
+        ).settings.budget
+        == budget
+    )
     for extra_args in ({"kv_budget": budget}, {"kv_budget": budget, "kv_packed_dtype": "k4v3"}):
         with pytest.raises(OverrideError) as refusal:
-            settings_for(engine, extra_args)
+            RequestOptions.parse(engine, extra_args)
         assert RULE.format(budget) in str(refusal.value)
 
 

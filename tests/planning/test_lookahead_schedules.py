@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
+from vllm_kvcompress.schedules.pieces import PieceSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -121,7 +121,7 @@ def min_plan_pages(ahead, spans, tokens):
     always_kept = -(-(max(window - tail, 0) + protected) // size) + 1
     budget = budget_spec.budget + ahead.output_tokens(tokens)
     share = Fraction(budget * (tokens - protected), tokens)
-    unprotected = math.ceil(share if ahead.settings.protect else Fraction(budget, 2))
+    unprotected = math.ceil(share if ahead.settings.protection.words else Fraction(budget, 2))
     return ahead.num_layers * max(always_kept, -(-(protected + unprotected - tail) // size))
 
 
@@ -174,8 +174,8 @@ def test_a_cached_prompt_is_scored_by_the_computed_queries():
         assert (plan and plan.window) == (min(output_tokens + 1, 32) if output_tokens else None)
     # A prefix-cache hit leaves two queries at the end of the prefill, in case the pool is short,
     # and w queries when the request is due, if its output continues after a preemption.
-    assert ahead.longest_hit == 417 - 2
-    assert replace(ahead, prefilled=450).longest_hit == 417 + 40 - 32
+    assert ahead.longest_prefix_hit(10_000) == 417 - 2
+    assert replace(ahead, prefilled=450).longest_prefix_hit(10_000) == 417 + 40 - 32
 
 
 @given(

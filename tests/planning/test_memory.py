@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.planning.memory import (
     Sizes,
     extra_bytes,
@@ -20,7 +20,7 @@ from vllm_kvcompress.planning.memory import (
     table_columns,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 SIZES = Sizes(
     layers=4, heads=8, kv_heads=2, head_dim=64, itemsize=2, longest=4099, block_size=16,
@@ -72,7 +72,7 @@ def test_no_request_takes_more_than_is_reserved(engine, request_args):
     if engine is None:
         return
     try:
-        config = settings_for(engine, request_args)
+        config = RequestOptions.parse(engine, request_args).settings
     except OverrideError:
         return
     if config is not None:
@@ -104,7 +104,9 @@ def test_no_request_takes_more_than_is_reserved(engine, request_args):
 def test_little_more_is_reserved_than_requests_can_take(engine, requests):
     """The sum may combine one method's window with another method's scores."""
     engine = CompressionConfig.parse(engine)
-    largest = max(extra_bytes(SIZES, settings_for(engine, args)) for args in requests)
+    largest = max(
+        extra_bytes(SIZES, RequestOptions.parse(engine, args).settings) for args in requests
+    )
     # the constant scratch memory for k4v3, whichever request uses it
     scratch = group_bytes(SIZES, engine)
     assert largest <= extra_bytes(SIZES, engine) <= 1.01 * largest + scratch
@@ -116,7 +118,7 @@ def test_an_aliass_budget_counts_for_other_methods_under_the_alias():
         {"compress": "snapkv", "budget": 0.1, "allow_override": "d2o", "budget_bounds": "0.1:0.2"}
         | {"alias": {"most": "snapkv:0.9"}}
     )
-    config = settings_for(engine, {"kv_alias": "most", "kv_compress": "d2o"})
+    config = RequestOptions.parse(engine, {"kv_alias": "most", "kv_compress": "d2o"}).settings
     assert (config.compress, config.budget) == ("d2o", 0.9)
     assert extra_bytes(SIZES, config) <= extra_bytes(SIZES, engine)
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.schedules import OutputSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.outputs import OutputSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 prop = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -51,7 +51,7 @@ def test_held_pages_stay_within_the_cap(case):
     """From the first packing on, pages are exact, and the host's bound on a layer's pages holds."""
     schedule, footprint, packed = case
     size, layers, frozen = footprint.block_size, footprint.num_layers, None
-    interval, window = schedule.settings.decode_interval, schedule.settings.resolved_decode_window
+    interval, window = schedule.settings.decode.interval, schedule.settings.resolved_decode_window
     for tokens in range(schedule.prefilled + 1, schedule.max_tokens):
         held_blocks = packed + -(-tokens // size) - footprint.first_block
         if footprint.frozen:
@@ -148,8 +148,10 @@ def test_minimum_decode_budgets():
         config(**server, alias={"short": "cake-chunk:0.2"})
     server_config = config(compress="cake-chunk", decode_budget=64, allow_override="cake-chunk")
     with pytest.raises(OverrideError, match=r"decode_budget=17 .* at least 48"):
-        settings_for(server_config, {"kv_decode_budget": 17})
-    assert settings_for(server_config, {"kv_decode_budget": 48}).decode_budget == 48
+        RequestOptions.parse(server_config, {"kv_decode_budget": 17})
+    assert (
+        RequestOptions.parse(server_config, {"kv_decode_budget": 48}).settings.decode.budget == 48
+    )
 
 
 def test_decode_windows_of_each_method():

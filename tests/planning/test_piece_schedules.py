@@ -1,5 +1,7 @@
 """When a prompt in pieces is packed, and the pages it holds, from lengths alone."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,14 +9,13 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.memory import Sizes, _max_pages
 from vllm_kvcompress.planning.obstacles import probe_space_refusal
-from vllm_kvcompress.planning.pieces import piece_schedule
-from vllm_kvcompress.planning.schedules import LookaheadSchedule
 from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
+from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import probe_tokens, scoring_query_counts
 
 prop = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -66,24 +67,28 @@ def test_held_pages_stay_within_the_limit(case, edges):
         return
     footprint = KVFootprint(num_layers=layers, block_size=size)
     first_end, max_blocks, computed, packed = pieces.first_end, pieces.max_blocks, 0, 0
-    assert prompt_config.max_whole < tokens
+    assert prompt_config.pieces.max_whole < tokens
     # pages beyond the budget take no more memory than an uncompressed prompt
     kept = -(-pages_kept(prompt_config.budget_spec(layers, tokens), 0, size) // layers)
-    piece_and_probe = prompt_config.piece // size - (-probe_tokens(prompt_config) // size)
-    assert max_blocks <= max(prompt_config.max_whole // size, kept + piece_and_probe)
+    piece_and_probe = prompt_config.pieces.length // size - (
+        -prompt_config.method.probe_tokens // size
+    )
+    assert max_blocks <= max(prompt_config.pieces.max_whole // size, kept + piece_and_probe)
     assert first_end < tokens
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
-        assert start < computed <= start + prompt_config.piece
-        assert computed % prompt_config.piece == 0 or computed == tokens
-        probe = pieces.chunk(footprint, start, tokens - start)[1]
+        assert start < computed <= start + prompt_config.pieces.length
+        assert computed % prompt_config.pieces.length == 0 or computed == tokens
+        probe = pieces.step_limit(partial(pieces.plan, footprint), start, tokens - start)[1]
         assert packed + -(-(computed + probe) // size) - footprint.first_block <= max_blocks
         for between in range(start + 1, computed):
             assert pieces.plan(footprint, between) is None
         plan = pieces.plan(footprint, computed)
         assert (plan is not None) == (computed >= first_end)
         assert (
-            probe == (0 if plan is None else plan.probe) <= min(probe_tokens(prompt_config), tokens)
+            probe
+            == (0 if plan is None else plan.probe)
+            <= min(prompt_config.method.probe_tokens, tokens)
         )
         if plan is None:
             continue
@@ -118,8 +123,8 @@ def test_pool_for_one_request(case):
     assert max_blocks <= -(-longest // size)
     for tokens in {
         1,
-        prompt_config.max_whole,
-        prompt_config.max_whole + 1,
+        prompt_config.pieces.max_whole,
+        prompt_config.pieces.max_whole + 1,
         longest // 2,
         longest - 1,
         longest,
@@ -141,7 +146,7 @@ def test_staging_covers_all_held_pages(case):
         block_size=size, max_requests=1,
     )  # fmt: skip
     max_pages = _max_pages(sizes, prompt_config, prompt_config)
-    for tokens in {prompt_config.max_whole + 1, longest // 2, longest - 1, longest}:
+    for tokens in {prompt_config.pieces.max_whole + 1, longest // 2, longest - 1, longest}:
         pieces = (
             piece_schedule(prompt_config, layers, size, tokens) if 0 < tokens <= longest else None
         )
@@ -220,7 +225,7 @@ def test_steps_stay_within_their_limit_and_the_prompt(case, data):
         footprint, computed, found = KVFootprint(num_layers=layers, block_size=size), 0, []
         while computed < tokens:
             max_rows = min(next(step_limits), tokens - computed)
-            chunk, probe = pieces.chunk(footprint, computed, max_rows)
+            chunk, probe = pieces.step_limit(partial(pieces.plan, footprint), computed, max_rows)
             assert 0 <= chunk + probe <= max_rows
             # a step that reaches the prompt's end would sample a token
             assert probe == 0 or computed + chunk + probe < tokens
@@ -232,8 +237,8 @@ def test_steps_stay_within_their_limit_and_the_prompt(case, data):
                 footprint.pack(plan, computed // size)
         return found
 
-    rows = probe_tokens(prompt_config)
-    step_limits = st.integers(rows + 1, rows + prompt_config.piece + 5)
+    rows = prompt_config.method.probe_tokens
+    step_limits = st.integers(rows + 1, rows + prompt_config.pieces.length + 5)
     limited = boundaries_and_probes(iter(lambda: data.draw(step_limits), None))
     assert limited == boundaries_and_probes(iter(lambda: tokens, None))
 
@@ -272,16 +277,18 @@ def test_methods_without_a_probe():
     options = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 60}
     for other_options in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
         pieces = piece_schedule(config(**(options | other_options)), 30, 128, 6000)
-        assert pieces.chunk(KVFootprint(num_layers=30, block_size=128), 0, 4096) == (1024, 0)
+        assert pieces.step_limit(
+            partial(pieces.plan, KVFootprint(num_layers=30, block_size=128)), 0, 4096
+        ) == (1024, 0)
 
 
 def test_scoring_queries_of_methods_that_requests_may_choose():
     options = {"max_whole": 2000, "piece": 1024, "probe": 60}
-    assert scoring_query_counts(config(compress="off", allow_override="all", **options)) == (0, 60)
-    assert scoring_query_counts(config(compress="off", allow_override="h2o", **options)) == (0, 0)
-    assert scoring_query_counts(config(compress="h2o", allow_override="all", **options)) == (0, 0)
-    assert scoring_query_counts(config(compress="off")) == (0, 0)
-    assert scoring_query_counts(config(**options, probe_first=40)) == (40, 60)
+    assert config(compress="off", allow_override="all", **options).scoring_query_counts == (0, 60)
+    assert config(compress="off", allow_override="h2o", **options).scoring_query_counts == (0, 0)
+    assert config(compress="h2o", allow_override="all", **options).scoring_query_counts == (0, 0)
+    assert config(compress="off").scoring_query_counts == (0, 0)
+    assert config(**options, probe_first=40).scoring_query_counts == (40, 60)
 
 
 def test_the_pool_covers_default_and_alias_budgets():
@@ -292,7 +299,7 @@ def test_the_pool_covers_default_and_alias_budgets():
     assert uncompressed_prompt_blocks(with_override, 2, 16, 4096) == 16
     assert (
         uncompressed_prompt_blocks(with_alias, 2, 16, 4096)
-        == (512 + 64 + probe_tokens(prompt_config)) // 16
+        == (512 + 64 + prompt_config.method.probe_tokens) // 16
     )
 
 

@@ -1,5 +1,6 @@
 """Defaults, budgets and serialization of the settings."""
 
+import copy
 import json
 import math
 import pickle
@@ -7,14 +8,15 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from settings_as_written import parse, refused
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
-from vllm_kvcompress.methods.presets import METHODS, PRESETS
-from vllm_kvcompress.settings.config import MAX_WINDOW, CompressionConfig, parse_budget
+from vllm_kvcompress.methods.registry import METHODS, PRESETS
+from vllm_kvcompress.settings.config import KEYS, MAX_WINDOW, CompressionConfig
+from vllm_kvcompress.settings.parsing import parse_budget
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf
@@ -205,7 +207,7 @@ def test_an_interval_without_a_decode_budget_applies_to_k4v3_only():
     plain = config.variant("snapkv", packed_dtype="auto"), config.alias_settings(config.alias[0])
     assert not any(variant.packs_outputs for variant in plain)
     bounded = parse(decode_budget=512, decode_interval=256).variant("tova")
-    assert (bounded.decode_budget, bounded.decode_interval) == (512, 256)
+    assert (bounded.decode.budget, bounded.decode.interval) == (512, 256)
 
 
 def test_another_method_keeps_the_engines_format():
@@ -234,13 +236,12 @@ FULL = {
     "usage": True,
     "allocator": "cake",
     "scorer": "caote",
-    "base": "tova",
     "selector": "chunks",
     "merge": True,
     "model": "meta-llama/Llama-3.1-8B",
     "selector_params": {"size": 20, "shared": False},
     "allocator_params": {"tau1": 1.6, "tau2": 0.4},
-    "scorer_params": {"kernel": 3, "reduce": "l2"},
+    "scorer_params": {"base": "tova", "kernel": 3, "reduce": "l2"},
     "log_requests": True,
     "decode_budget": 512,
     "decode_interval": 64,
@@ -282,10 +283,86 @@ def test_equal_after_json_and_pickle(raw):
     assert CompressionConfig.parse(config) is config
 
 
+def test_the_method_is_built_once_and_neither_copied_nor_pickled():
+    raw = {"compress": "h2o", "max_whole": 2048, "decode_budget": 512}
+    config = CompressionConfig.parse(raw)
+    size, first_hash = len(pickle.dumps(config)), hash(config)
+    assert config.method is config.method
+    assert config.method.sums_output_attention
+    assert (len(pickle.dumps(config)), hash(config)) == (size, first_hash)
+    unpickled = pickle.loads(pickle.dumps(config))
+    assert not vars(unpickled).keys() & {"parts", "method"}
+    assert unpickled == config == CompressionConfig.parse(raw)
+    unbounded = config.with_values(decode_budget=None, max_whole=None)
+    assert not vars(unbounded).keys() & {"parts", "method"}
+    assert not unbounded.method.compresses_repeatedly
+
+
+ONE_VALUE = {
+    "compress": ["cake", "snapkv", "h2o", "streamingllm", "cake-chunk", "custom", "off"],
+    "budget": [0.2, 1.0, 64, 1024],
+    "packed_dtype": [None, "auto", "k4v3"],
+    "window": [None, 4, 32],
+    "lookahead": [None, 0, 8, 32],
+    "lookahead_on_pressure": ["preemption", "waiting", "never"],
+    "lookahead_slots": [None, 1, 4],
+    "protect": ["none", "system", "tools,question"],
+    "min_prompt": [0, 64, 1024],
+    "min_output": [2, 5],
+    "pressure": [0, 0.5],
+    "decode_budget": [None, "none", 64, 512],
+    "decode_interval": [16, 128, 256],
+    "decode_window": [None, 2, 8],
+    "max_whole": [None, "none", 1024, 8192],
+    "piece": [1024, 4096],
+    "probe": [0, 32, 64],
+    "probe_first": [0, 16],
+    "allow_override": ["all", "off", "off,snapkv", []],
+    "budget_bounds": [[], "0.1:0.5", "0.1:0.5,64:128"],
+    "alias": [{}, {"a": "cake:0.2"}, "b=snapkv:64:auto"],
+    "usage": [True, False],
+    "allocator": [None, "uniform", "cake"],
+    "scorer": [None, "snapkv", "tova"],
+    "selector": [None, "topk", "chunks"],
+    "allocator_params": [{}],
+    "scorer_params": [{}, {"kernel": 5}],
+    "selector_params": [{}, {"size": 20}],
+    "merge": [None, True, "values", False],
+    "log_requests": [True, False],
+    "model": [None, "llama"],
+}
+FEW_KEYS = st.sets(st.sampled_from([*ONE_VALUE]), max_size=8).flatmap(
+    lambda keys: st.fixed_dictionaries({key: st.sampled_from(ONE_VALUE[key]) for key in keys})
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.sampled_from(ONE_VALUE["compress"]), FEW_KEYS)
+def test_a_configuration_keeps_its_values_and_set_keys(method, written):
+    assert ONE_VALUE.keys() == KEYS.keys()
+    written = {"compress": method, **written}
+    try:
+        config = CompressionConfig.parse(written)
+    except ConfigError:
+        assume(False)
+    assert config.given_keys == written.keys()
+    copies = [CompressionConfig.parse(config.to_additional_config())]
+    copies += [pickle.loads(pickle.dumps(config)), copy.deepcopy(config), config.with_values()]
+    for other in copies:
+        assert other == config
+        assert hash(other) == hash(config)
+        assert other.given_keys == config.given_keys
+    same_method = config.variant()
+    for key in KEYS:
+        assert config.with_values(**{key: config.value(key)}) == config
+        if key in same_method.given_keys:
+            assert same_method.value(key) == config.value(key), key
+
+
 def test_every_field_reaches_additional_config():
     assert CompressionConfig.parse(FULL).to_additional_config() == FULL
     # lookahead_slots cannot be combined with a decode budget
-    assert {*FULL, "lookahead_slots"} == set(CompressionConfig.model_fields)
+    assert {*FULL, "lookahead_slots"} == set(KEYS)
     slots = {"compress": "cake", "lookahead": 8, "lookahead_slots": 3}
     assert CompressionConfig.parse(slots).to_additional_config() == slots
     assert CompressionConfig().to_additional_config() == {"compress": "off"}

@@ -7,9 +7,9 @@ from hypothesis import settings
 
 from settings_as_written import parse, refused
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.registry import SCORERS
 from vllm_kvcompress.settings.config import MAX_WINDOW, CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf
@@ -63,6 +63,12 @@ def test_unknown_names_suggest_the_nearest(raw, suggestion):
 )
 def test_unknown_names_without_a_suggestion_are_refused(raw):
     assert "did you mean" not in refused(raw=raw)
+
+
+def test_base_is_a_parameter_of_the_scorer():
+    refused(
+        "'base' is unknown; set it in scorer_params (known", raw={"scorer": "caote", "base": "h2o"}
+    )
 
 
 def test_unknown_names_list_the_known():
@@ -171,9 +177,11 @@ def test_a_method_name_may_contain_a_hyphen():
     assert config.allow_override == ("off", "cake-chunk", "layer-defensivekv")
     assert [(x.name, x.method, x.budget) for x in config.alias] == [("a-b", "cake-chunk", 0.3)]
     assert CompressionConfig.parse(config.to_additional_config()) == config
-    request_settings = settings_for(config, {"kv_compress": "layer-defensivekv", "kv_budget": 0.5})
+    request_settings = RequestOptions.parse(
+        config, {"kv_compress": "layer-defensivekv", "kv_budget": 0.5}
+    ).settings
     assert (request_settings.compress, request_settings.budget) == ("layer-defensivekv", 0.5)
-    assert settings_for(config, {"kv_alias": "a-b"}).compress == "cake-chunk"
+    assert RequestOptions.parse(config, {"kv_alias": "a-b"}).settings.compress == "cake-chunk"
     refused("did you mean 'cake-chunk'?", raw={"compress": "cake_chunk"})
 
 
@@ -245,7 +253,7 @@ def test_whole_numbers(key, value):
 @pytest.mark.parametrize("key", ["window", "min_prompt"])
 @pytest.mark.parametrize("value", [64, "64", 64.0])
 def test_whole_numbers_in_other_types(key, value):
-    got = getattr(parse(**{key: value}), key)
+    got = parse(**{key: value}).value(key)
     assert got == 64
     assert type(got) is int
 

@@ -5,23 +5,24 @@ import math
 import pytest
 
 from settings_as_written import parse, refused
-from vllm_kvcompress.methods.allocators.cake import Cake
-from vllm_kvcompress.methods.allocators.d2o import D2O
-from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
-from vllm_kvcompress.methods.allocators.highest import Global
-from vllm_kvcompress.methods.allocators.pyramid import Pyramid
-from vllm_kvcompress.methods.allocators.uniform import Uniform
-from vllm_kvcompress.methods.presets import METHODS, PRESETS, Preset
-from vllm_kvcompress.methods.scorers.accumulated import H2O
-from vllm_kvcompress.methods.scorers.cake import CakeIndicator
-from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
-from vllm_kvcompress.methods.scorers.chance import Random
-from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
-from vllm_kvcompress.methods.scorers.lagkv import LagKV
-from vllm_kvcompress.methods.scorers.position import StreamingLLM
-from vllm_kvcompress.methods.scorers.tova import Tova
-from vllm_kvcompress.methods.scorers.window import SnapKV
-from vllm_kvcompress.methods.selectors import Chunks, HeavyRecent, TopK
+from vllm_kvcompress.methods.parts.highest import Global
+from vllm_kvcompress.methods.parts.topk import TopK
+from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.preset import Preset
+from vllm_kvcompress.methods.published.cake import Cake, CakeIndicator
+from vllm_kvcompress.methods.published.caote import Caote, FastCaote
+from vllm_kvcompress.methods.published.chunkkv import Chunks
+from vllm_kvcompress.methods.published.d2o import D2O, HeavyRecent
+from vllm_kvcompress.methods.published.dynamickv import DynamicKV
+from vllm_kvcompress.methods.published.h2o import H2O
+from vllm_kvcompress.methods.published.keydiff import KeyDiff
+from vllm_kvcompress.methods.published.lagkv import LagKV
+from vllm_kvcompress.methods.published.pyramidkv import Pyramid
+from vllm_kvcompress.methods.published.random import Random
+from vllm_kvcompress.methods.published.snapkv import SnapKV
+from vllm_kvcompress.methods.published.streamingllm import StreamingLLM
+from vllm_kvcompress.methods.published.tova import Tova
+from vllm_kvcompress.methods.registry import METHODS, PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -66,7 +67,8 @@ def test_presets(name, allocator, scorer, window):
 
 
 def test_a_custom_method():
-    raw = {"allocator": "cake", "scorer": "caote", "base": "snapkv", "selector": "chunks"}
+    raw = {"allocator": "cake", "scorer": "caote", "scorer_params": {"base": "snapkv"}}
+    raw["selector"] = "chunks"
     config = CompressionConfig.parse(raw)
     assert config.compress == "custom"
     assert config.build_allocator() == Cake()
@@ -98,22 +100,17 @@ def test_preset_parameters_apply_only_to_the_presets_parts(monkeypatch):
 
 @pytest.mark.parametrize(("base", "window"), [("snapkv", 32), ("tova", 1), ("h2o", 32)])
 def test_caote_uses_the_window_of_its_base(base, window):
-    assert parse("caote", base=base).resolved_window == window
-    assert parse("caote", base=base, window=16).resolved_window == 16
-    assert parse("caote", scorer_params={"base": base}).resolved_window == window
-    assert parse("snapkv", scorer="caote", base=base).resolved_window == window
-    assert CompressionConfig.parse({"scorer": "fastcaote", "base": base}).resolved_window == window
+    of_base = {"scorer_params": {"base": base}}
+    assert parse("caote", **of_base).resolved_window == window
+    assert parse("caote", **of_base, window=16).resolved_window == 16
+    assert parse("snapkv", scorer="caote", **of_base).resolved_window == window
+    assert CompressionConfig.parse({"scorer": "fastcaote", **of_base}).resolved_window == window
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (
-            {"compress": "h2o", "base": "tova"},
-            ("base='tova' needs one of the scorers", "'h2o'", "remove base"),
-        ),
         ({"compress": "caote", "window": 1, "allocator": "cake"}, ("window to at least 2",)),
-        ({"compress": "caote", "base": "tova", "scorer_params": {"base": "h2o"}}, ("twice",)),
         ({"compress": "dynamickv", "scorer": "streamingllm"}, ("ranks by position", "'uniform'")),
         ({"compress": "dynamickv", "scorer": "random"}, ("ranks at random", "'uniform'")),
         ({"compress": "random", "allocator": "global"}, ("'global'", "at random", "'uniform'")),

@@ -3,11 +3,10 @@
 import pytest
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.presets import PRESETS, RECOMMENDED
+from vllm_kvcompress.methods.registry import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import ON_PRESSURE, _warn_once
-from vllm_kvcompress.settings.method_of import lookahead_window
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
 NEW_KEY = "lookahead_on_pressure"
@@ -33,8 +32,10 @@ def test_only_methods_that_score_by_a_window_have_a_lookahead(method):
         parsed = CompressionConfig.parse(raw)
         assert parsed.resolved_lookahead == 16
         assert parsed.resolved_window == min(PRESETS[method].window, 16)
-        assert lookahead_window(parsed) == (32 if method == RECOMMENDED else parsed.resolved_window)
-        assert ENGINE.variant(method) == parsed.variant(budget=0.2).model_copy()
+        assert parsed.method.lookahead_window == (
+            32 if method == RECOMMENDED else parsed.resolved_window
+        )
+        assert ENGINE.variant(method) == parsed.variant(budget=0.2).with_values()
         return
     with pytest.raises(ConfigError, match=f"'{method}' does not; set lookahead to 0, or choose"):
         CompressionConfig.parse(raw)
@@ -80,8 +81,8 @@ def test_lookahead_on_pressure_takes_three_words():
         CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
         for word in ON_PRESSURE
     ]
-    assert tuple(settings.lookahead_on_pressure for settings in parsed) == ON_PRESSURE
-    assert CompressionConfig.parse({"compress": "cake"}).lookahead_on_pressure == "preemption"
+    assert tuple(settings.lookahead.on_pressure for settings in parsed) == ON_PRESSURE
+    assert CompressionConfig.parse({"compress": "cake"}).lookahead.on_pressure == "preemption"
     for word in ("wait", True, None):
         with pytest.raises(ConfigError, match=r"lookahead_on_pressure=.* is unknown.* choose from"):
             CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
@@ -148,7 +149,7 @@ def test_a_presets_lookahead_applies_only_with_its_scorer(changes, lookahead, wi
     longer than the look-ahead. Replaced parts change the window too.
     """
     parsed = CompressionConfig.parse({"compress": RECOMMENDED, **changes})
-    assert (parsed.resolved_lookahead, lookahead_window(parsed)) == (lookahead, window)
+    assert (parsed.resolved_lookahead, parsed.method.lookahead_window) == (lookahead, window)
     # compression right after the prefill scores as without a look-ahead
     assert parsed.resolved_window == changes.get(
         "window", min(parsed.parts.window, lookahead or window)
@@ -169,7 +170,7 @@ def test_a_presets_lookahead_applies_only_with_its_scorer(changes, lookahead, wi
     ],
 )
 def test_requests_can_choose_a_lookahead(extra_args, lookahead, window):
-    parsed = settings_for(ENGINE, extra_args)
+    parsed = RequestOptions.parse(ENGINE, extra_args).settings
     assert (parsed.resolved_lookahead, parsed.resolved_window) == (lookahead, window)
 
 
@@ -188,5 +189,5 @@ def test_requests_can_choose_a_lookahead(extra_args, lookahead, window):
 )
 def test_forbidden_lookaheads_of_requests_are_refused(extra_args, kind, message):
     with pytest.raises(OverrideError, match=message.replace("'", ".")) as caught:
-        settings_for(ENGINE, extra_args)
+        RequestOptions.parse(ENGINE, extra_args)
     assert caught.value.reason == kind

@@ -7,9 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import override_args, packed_dtypes, settings_for
+from vllm_kvcompress.settings.overrides import override_args, packed_dtypes
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 OPEN = CompressionConfig.parse(
     {"compress": "cake", "budget": 0.2, "min_prompt": 300, "pressure": 0.4, "min_output": 9}
@@ -21,9 +22,13 @@ BOUNDED = CompressionConfig.parse(
 OPT_IN = CompressionConfig.parse({"compress": "off", "allow_override": "all", "budget": 0.3})
 
 
+def request_settings(engine, extra_args):
+    return RequestOptions.parse(engine, extra_args).settings
+
+
 def refusal(engine, **extra_args):
     with pytest.raises(OverrideError) as caught:
-        settings_for(engine, extra_args)
+        request_settings(engine, extra_args)
     assert "\n" not in str(caught.value)
     return caught.value.reason, str(caught.value)
 
@@ -37,22 +42,21 @@ def refusal(engine, **extra_args):
         {
             "other": 3,
             "compressor": 1,
-            "kvcompress_spans": [[0, 3]],
-            "kvcompress_roles": {"user": []},
+            "kvcompress_options": {"spans": [[0, 3]], "roles": {"user": []}},
         },
         {"kv_transfer_params": {}},
     ],
 )
 def test_requests_without_choices_get_the_engines_settings(engine, extra_args):
-    assert settings_for(engine, extra_args) is engine
+    assert request_settings(engine, extra_args) is engine
 
 
 def test_opt_in_compresses_only_requests_that_choose_a_method():
-    assert settings_for(OPT_IN, None) is None
-    assert settings_for(OPT_IN, {"kv_compress": "off"}) is None
-    chosen = settings_for(OPT_IN, {"kv_compress": "tova"})
+    assert request_settings(OPT_IN, None) is None
+    assert request_settings(OPT_IN, {"kv_compress": "off"}) is None
+    chosen = request_settings(OPT_IN, {"kv_compress": "tova"})
     assert (chosen.compress, chosen.budget) == ("tova", 0.3)
-    assert settings_for(OPT_IN, {"kv_compress": "tova", "kv_budget": 64}).budget == 64
+    assert request_settings(OPT_IN, {"kv_compress": "tova", "kv_budget": 64}).budget == 64
     assert refusal(OPT_IN, kv_budget=0.2)[0] == "invalid"
 
 
@@ -65,10 +69,10 @@ def test_an_alias_needs_no_override_permission(compress, changes):
     engine = CompressionConfig.parse(
         {"compress": compress, "alias": NAMED, "min_prompt": 7, **changes}
     )
-    half, few = (settings_for(engine, {"kv_alias": name}) for name in ("half", "few"))
+    half, few = (request_settings(engine, {"kv_alias": name}) for name in ("half", "few"))
     assert (half.compress, half.budget, half.min_prompt) == ("snapkv", 0.5, 7)
     assert (few.compress, few.budget) == ("tova", 200)
-    assert settings_for(engine, {"kv_alias": "full"}) is None
+    assert request_settings(engine, {"kv_alias": "full"}) is None
     reason, message = refusal(engine, kv_alias="third")
     assert (reason, "one of ['few', 'full', 'half']" in message) == ("invalid", True)
     assert refusal(engine, kv_alias=["half"])[0] == "invalid"
@@ -84,7 +88,7 @@ def test_a_request_wins_over_its_alias_if_overrides_are_allowed():
     )
 
     def chosen(name, **extra_args):
-        found = settings_for(bounded, {"kv_alias": name, **extra_args})
+        found = request_settings(bounded, {"kv_alias": name, **extra_args})
         return found and (found.compress, found.budget)
 
     assert chosen("half", kv_budget=0.3) == ("snapkv", 0.3)
@@ -102,7 +106,7 @@ def test_a_request_chooses_the_format_of_kept_tokens():
     """auto always; k4v3 if the engine's own settings, an allowed method or an alias use it."""
     plain = CompressionConfig.parse({"compress": "cake", "allow_override": "all"})
     assert packed_dtypes(plain) == ("auto",)
-    assert settings_for(plain, {"kv_packed_dtype": "auto"}).resolved_packed_dtype == "auto"
+    assert request_settings(plain, {"kv_packed_dtype": "auto"}).resolved_packed_dtype == "auto"
     reason, message = refusal(plain, kv_packed_dtype="k4v3")
     assert reason == "not_allowed"
     assert "does not pack prompts in k4v3" in message
@@ -112,10 +116,10 @@ def test_a_request_chooses_the_format_of_kept_tokens():
         assert packed_dtypes(engine) == ("auto", "k4v3")
         for packed_dtype in ("auto", "k4v3"):
             extra_args = {"kv_packed_dtype": packed_dtype, "kv_compress": "snapkv"}
-            chosen = settings_for(engine, extra_args)
+            chosen = request_settings(engine, extra_args)
             assert (chosen.compress, chosen.resolved_packed_dtype) == ("snapkv", packed_dtype)
     one = {"kv_packed_dtype": "k4v3", "kv_budget": 1.0, "kv_lookahead": 0}
-    assert settings_for(engine, one).resolved_packed_dtype == "k4v3"
+    assert request_settings(engine, one).resolved_packed_dtype == "k4v3"
 
 
 def test_requests_that_may_not_choose_settings_may_not_choose_a_format():
@@ -142,7 +146,7 @@ def test_a_requests_format_wins_over_its_aliass_and_that_over_the_engines():
     )
 
     def packed_dtype(**extra_args):
-        return settings_for(engine, extra_args).resolved_packed_dtype
+        return request_settings(engine, extra_args).resolved_packed_dtype
 
     assert packed_dtype(kv_budget=0.5) == packed_dtype(kv_alias="own") == "k4v3"
     assert packed_dtype(kv_alias="plain") == packed_dtype(kv_alias="plain", kv_budget=0.9) == "auto"
@@ -162,7 +166,7 @@ def test_a_requests_format_wins_over_its_aliass_and_that_over_the_engines():
 def test_override_args_select_the_first_variant(raw, extra_args):
     engine = CompressionConfig.parse(raw)
     assert override_args(engine) == extra_args
-    assert settings_for(engine, extra_args) == engine.variants[0]
+    assert request_settings(engine, extra_args) == engine.variants[0]
 
 
 def test_a_server_without_compression_refuses_aliases():
@@ -171,9 +175,9 @@ def test_a_server_without_compression_refuses_aliases():
 
 
 def test_a_request_can_choose_off():
-    assert settings_for(OPEN, {"kv_compress": "off"}) is None
-    assert settings_for(OPEN, {"kv_compress": "off", "kv_budget": 0.1}) is None
-    assert settings_for(OPEN, {"kv_compress": False}) is None
+    assert request_settings(OPEN, {"kv_compress": "off"}) is None
+    assert request_settings(OPEN, {"kv_compress": "off", "kv_budget": 0.1}) is None
+    assert request_settings(OPEN, {"kv_compress": False}) is None
 
 
 def test_another_method_is_its_preset_with_the_engines_limits():
@@ -181,12 +185,12 @@ def test_another_method_is_its_preset_with_the_engines_limits():
     engine = CompressionConfig.parse(
         {**own, "allow_override": ["snapkv"], "min_prompt": 7, "pressure": 0.5, "min_output": 3}
     )
-    other = settings_for(engine, {"kv_compress": "snapkv"})
+    other = request_settings(engine, {"kv_compress": "snapkv"})
     plain = CompressionConfig.parse({"compress": "snapkv"})
     assert other.parts == plain.parts
     assert other.build_scorer() == plain.build_scorer()
     assert (other.min_prompt, other.pressure, other.min_output) == (7, 0.5, 3)
-    same = settings_for(engine, {"kv_compress": "cake", "kv_budget": 0.7})
+    same = request_settings(engine, {"kv_compress": "cake", "kv_budget": 0.7})
     assert same.allocator_params == engine.allocator_params
     assert (same.resolved_window, same.budget) == (16, 0.7)
 
@@ -268,15 +272,15 @@ def test_refused_decode_budgets(extra_args, reason, words):
 
 def test_a_request_can_lower_the_decode_budget():
     for extra_args in (64, 64.0):
-        own = settings_for(GROWING, {"kv_decode_budget": extra_args, "kv_compress": "snapkv"})
-        assert (own.compress, own.decode_budget, own.decode_window) == ("snapkv", 64, 4)
-    assert settings_for(GROWING, {"kv_compress": "snapkv"}).decode_budget == 512
-    assert settings_for(GROWING, {"kv_compress": "off"}) is None
+        own = request_settings(GROWING, {"kv_decode_budget": extra_args, "kv_compress": "snapkv"})
+        assert (own.compress, own.decode.budget, own.decode.window) == ("snapkv", 64, 4)
+    assert request_settings(GROWING, {"kv_compress": "snapkv"}).decode.budget == 512
+    assert request_settings(GROWING, {"kv_compress": "off"}) is None
 
 
 def test_budget_bounds_are_inclusive_and_separate_by_kind():
     for budget in (0.05, 0.5, 128, 1024):
-        assert settings_for(BOUNDED, {"kv_budget": budget}).budget == budget
+        assert request_settings(BOUNDED, {"kv_budget": budget}).budget == budget
     tokens = CompressionConfig.parse(
         {"compress": "cake", "allow_override": "off", "budget_bounds": "128:1024"}
     )
@@ -287,7 +291,7 @@ def test_budget_bounds_are_inclusive_and_separate_by_kind():
 def test_a_budget_below_the_window_is_refused():
     reason, message = refusal(OPEN, kv_budget=20)
     assert (reason, "window of 32" in message) == ("invalid", True)
-    assert settings_for(OPEN, {"kv_compress": "tova", "kv_budget": 20}).budget == 20
+    assert request_settings(OPEN, {"kv_compress": "tova", "kv_budget": 20}).budget == 20
 
 
 def test_without_override_permission_choices_are_refused():
@@ -298,10 +302,10 @@ def test_without_override_permission_choices_are_refused():
 
 
 def test_without_compression_choices_are_refused():
-    assert settings_for(None, {"kv_compress": "off"}) is None
-    assert settings_for(None, {"kv_compress": "off", "kv_budget": 0.2}) is None
-    assert settings_for(None, {"kv_of_another_plugin": 1}) is None
-    assert settings_for(None, {"other": 1}) is None
+    assert request_settings(None, {"kv_compress": "off"}) is None
+    assert request_settings(None, {"kv_compress": "off", "kv_budget": 0.2}) is None
+    assert request_settings(None, {"kv_of_another_plugin": 1}) is None
+    assert request_settings(None, {"other": 1}) is None
     for extra_args in ({"kv_compress": "cake"}, {"kv_budget": 0.2}):
         reason, message = refusal(None, **extra_args)
         assert (reason, "runs without" in message) == ("not_allowed", True)
@@ -309,9 +313,9 @@ def test_without_compression_choices_are_refused():
 
 def test_a_ratio_of_one_and_one_token_are_different_budgets():
     """1.0 keeps everything and 1 is one token; a cache must not mix them up."""
-    assert settings_for(OPEN, {"kv_budget": 1.0}).budget == 1.0
+    assert request_settings(OPEN, {"kv_budget": 1.0}).budget == 1.0
     assert refusal(OPEN, kv_budget=1)[0] == "invalid"
-    kept = settings_for(OPEN, {"kv_compress": "tova", "kv_budget": 2})
+    kept = request_settings(OPEN, {"kv_compress": "tova", "kv_budget": 2})
     assert type(kept.budget) is int
 
 
@@ -335,7 +339,7 @@ KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_compres", "kv_", "x", ""
 def test_any_choice_is_within_the_policy_or_refused(engine, extra_args):
     refused = None
     try:
-        chosen = settings_for(engine, extra_args)
+        chosen = request_settings(engine, extra_args)
     except OverrideError as e:
         refused = e
     if refused is not None:
@@ -410,7 +414,9 @@ def test_only_a_set_interval_packs_outputs_of_requests_in_k4v3():
         is_set = "decode_interval" in config
         assert engine.packs_outputs is is_set
         for extra_args in ({"kv_budget": 0.3}, {"kv_compress": "snapkv"}):
-            assert settings_for(engine, extra_args).packs_outputs is is_set
-            named = settings_for(engine, {**extra_args, "kv_packed_dtype": "k4v3"})
+            assert request_settings(engine, extra_args).packs_outputs is is_set
+            named = request_settings(engine, {**extra_args, "kv_packed_dtype": "k4v3"})
             assert named.packs_outputs is is_set
-            assert not settings_for(engine, {**extra_args, "kv_packed_dtype": "auto"}).packs_outputs
+            assert not request_settings(
+                engine, {**extra_args, "kv_packed_dtype": "auto"}
+            ).packs_outputs

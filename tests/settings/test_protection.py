@@ -5,9 +5,9 @@ import pytest
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import merge_spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import by_role_for, settings_for
 from vllm_kvcompress.settings.protection import Protection, parse_protect, protection_of
 from vllm_kvcompress.settings.request_keys import BY_ROLE
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 
 def parse(**changes):
@@ -25,9 +25,9 @@ def parse(**changes):
 )
 def test_an_operator_protects_parts_by_name(written, words):
     parsed = parse(protect=written)
-    assert parsed.protect == words
+    assert parsed.protection.words == words
     assert CompressionConfig.parse(parsed.to_additional_config()) == parsed
-    assert parse(protect=written, allow_override="all").variant("tova").protect == words
+    assert parse(protect=written, allow_override="all").variant("tova").protection.words == words
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_requests_cannot_remove_the_operators_protection():
 
 def test_protection_is_not_a_choice_of_a_method():
     parsed = parse(protect="system")
-    assert settings_for(parsed, {"kv_protect": "0:9"}) is parsed
-    assert settings_for(None, {"kv_protect": "0:9"}) is None
+    assert RequestOptions.parse(parsed, {"kv_protect": "0:9"}).settings is parsed
+    assert RequestOptions.parse(None, {"kv_protect": "0:9"}).settings is None
     with pytest.raises(OverrideError, match="did you mean 'kv_protect'"):
-        settings_for(parsed, {"kv_protekt": "0:9"})
+        RequestOptions.parse(parsed, {"kv_protekt": "0:9"})
 
 
 def test_overlapping_and_adjacent_spans_are_joined():
@@ -141,20 +141,20 @@ def test_overlapping_and_adjacent_spans_are_joined():
 def test_by_role_needs_usage_and_override_permission(changes, value, message):
     may = {"compress": "snapkv", "usage": True, "allow_override": "cake"}
     settings = CompressionConfig.parse(may)
-    assert by_role_for(settings, {BY_ROLE: True})
-    assert not by_role_for(settings, {BY_ROLE: False})
-    assert not by_role_for(settings, None)
+    assert RequestOptions.parse(settings, {BY_ROLE: True}).by_role
+    assert not RequestOptions.parse(settings, {BY_ROLE: False}).by_role
+    assert not RequestOptions.parse(settings, None).by_role
     # kv_by_role is not a choice of a method
-    assert settings_for(settings, {BY_ROLE: True}) is settings
+    assert RequestOptions.parse(settings, {BY_ROLE: True}).settings is settings
     with pytest.raises(OverrideError, match=message):
-        by_role_for(
+        RequestOptions.parse(
             CompressionConfig.parse({k: v for k, v in (may | changes).items() if v}),
             {BY_ROLE: value},
         )
     with pytest.raises(
         OverrideError, match="without KV-cache compression, but the request sets kv_by_role"
     ):
-        settings_for(None, {BY_ROLE: True})
+        RequestOptions.parse(None, {BY_ROLE: True})
 
 
 def test_integers_with_too_many_digits_are_refused():

@@ -3,8 +3,8 @@
 import pytest
 
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.settings.overrides import settings_for
 from vllm_kvcompress.settings.request_keys import misplaced, refuse_misplaced
+from vllm_kvcompress.settings.request_options import RequestOptions
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
 FIELDS = {"model", "prompt", "metadata", "vllm_xargs", "kv_transfer_params", "kv_new_in_vllm"}
@@ -85,6 +85,6 @@ def test_other_json_parses_as_in_python():
 
 def test_a_server_without_compression_refuses_misplaced_settings():
     with pytest.raises(OverrideError, match="runs without KV-cache compression"):
-        settings_for(None, misplaced({"kv_compress": "cake"}, FIELDS))
+        RequestOptions.parse(None, misplaced({"kv_compress": "cake"}, FIELDS))
     for body in ({"kv_compress": "off"}, {"kv_bugdet": 1}, {"vllm_xarg": {"kv_budget": 1}}, {}):
-        assert settings_for(None, misplaced(body, FIELDS)) is None
+        assert RequestOptions.parse(None, misplaced(body, FIELDS)).settings is None

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_kvcompress.planning.obstacles import repacking_refusal
-from vllm_kvcompress.planning.schedules import OutputGroupSchedule
+from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -16,10 +16,10 @@ BOUNDED = {"compress": "cake", "decode_budget": 600, "max_whole": 8192}
 )
 def test_defaults_are_rounded_to_whole_blocks(block, interval, piece):
     fitting = in_whole_blocks(CompressionConfig.parse(BOUNDED), block)
-    assert (fitting.decode_interval, fitting.piece) == (interval, piece)
+    assert (fitting.decode.interval, fitting.pieces.length) == (interval, piece)
     assert in_whole_blocks(fitting, block) == fitting
     again = fitting.variant("snapkv", 0.5)
-    assert (again.decode_interval, again.piece) == (interval, piece)
+    assert (again.decode.interval, again.pieces.length) == (interval, piece)
 
 
 @pytest.mark.parametrize("explicit", [{"decode_interval": 128}, {"piece": 4096}])
@@ -28,13 +28,13 @@ def test_explicit_values_are_not_rounded(explicit):
     parsed = CompressionConfig.parse(BOUNDED | explicit)
     for settings in (parsed, CompressionConfig.parse(parsed.to_additional_config())):
         fitting = in_whole_blocks(settings, 528)
-        assert all(getattr(fitting, key) == value for key, value in explicit.items())
+        assert all(fitting.value(key) == value for key, value in explicit.items())
 
 
 def test_the_rounded_interval_holds_the_decode_window():
     parsed = CompressionConfig.parse(BOUNDED | {"decode_window": 120})
-    assert in_whole_blocks(parsed, 96).decode_interval == 192
-    assert in_whole_blocks(parsed, 72).decode_interval == 144
+    assert in_whole_blocks(parsed, 96).decode.interval == 192
+    assert in_whole_blocks(parsed, 72).decode.interval == 144
 
 
 def test_rounding_depends_on_which_fields_were_set():
@@ -42,8 +42,8 @@ def test_rounding_depends_on_which_fields_were_set():
     default = CompressionConfig.parse(BOUNDED)
     assert explicit == default
     for _ in range(2):
-        assert in_whole_blocks(explicit, 528).decode_interval == 128
-        assert in_whole_blocks(default, 528).decode_interval == 528
+        assert in_whole_blocks(explicit, 528).decode.interval == 128
+        assert in_whole_blocks(default, 528).decode.interval == 528
 
 
 def test_unused_lengths_are_not_rounded():

@@ -1,1 +1,1 @@
-"""Implementation of the ``kvcompress`` commands. Needs no vLLM; `health` does not need torch."""
+"""The subcommands of ``kvcompress``. None imports vLLM, and `health` does not import torch."""

@@ -1,23 +1,30 @@
-"""Flags of ``vllm serve`` that the ``kvcompress`` commands also take."""
+"""Flags of ``vllm serve`` that the ``kvcompress`` commands also take.
 
-from typing import Annotated, Any
+``make reference`` writes this file, so that the commands start without the settings and torch.
+"""
+
+from typing import Annotated
 
 import typer
 
-from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.settings.text import parse_json
-
 Compress = Annotated[
     str | None,
-    typer.Option("--kv-compress", metavar="METHOD", help="Compression method."),
+    typer.Option(
+        "--kv-compress",
+        metavar="METHOD",
+        help="Compress the KV cache of long prompts after prefill, with this method: off,"
+        " snapkv, pyramidkv, h2o, tova, streamingllm, cake, dynamickv, d2o, chunkkv,"
+        " caote, fastcaote, defensivekv, layer-defensivekv, keydiff, lagkv, cake-chunk,"
+        " random, custom.",
+    ),
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
         "--kv-budget",
         metavar="BUDGET",
-        help="How much to keep: a ratio of the prompt in (0, 1], or a whole number of tokens per"
-        " layer.",
+        help="How much of each prompt to keep, the observation window included: a ratio in (0,"
+        " 1], or a whole number of tokens per layer.",
     ),
 ]
 PackedDtype = Annotated[
@@ -25,7 +32,8 @@ PackedDtype = Annotated[
     typer.Option(
         "--kv-packed-dtype",
         metavar="FORMAT",
-        help="Format of kept tokens: auto, or k4v3 for 4 times as many tokens in the same memory.",
+        help="Format of kept tokens. auto: the KV cache's dtype. k4v3: 4-bit keys and 3-bit"
+        " values, which hold 4 times as many tokens in the same memory as 16 bits.",
     ),
 ]
 Window = Annotated[
@@ -33,8 +41,8 @@ Window = Annotated[
     typer.Option(
         "--kv-window",
         metavar="TOKENS",
-        help="Observation window: the last tokens of a prompt, which are always kept and whose"
-        " queries score the other tokens.",
+        help="Observation window: the last prompt tokens, which are always kept and whose"
+        " queries score the others.",
     ),
 ]
 Lookahead = Annotated[
@@ -42,51 +50,25 @@ Lookahead = Annotated[
     typer.Option(
         "--kv-lookahead",
         metavar="TOKENS",
-        help="Output tokens to wait for before compressing. Their attention scores the prompt.",
+        help="Compression waits for this many output tokens, whose queries then score the"
+        " prompt. 0 compresses when the prefill ends.",
     ),
 ]
 MinPrompt = Annotated[
     int | None,
     typer.Option(
-        "--kv-min-prompt", metavar="TOKENS", help="Do not compress prompts shorter than this."
-    ),
-]
-MaxWhole = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-max-whole",
+        "--kv-min-prompt",
         metavar="TOKENS",
-        help="Compress prompts longer than this in pieces during prefill.",
-    ),
-]
-Piece = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-piece", metavar="TOKENS", help="Piece length of prompts above --kv-max-whole."
-    ),
-]
-Probe = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-probe",
-        metavar="TOKENS",
-        help="Last tokens of a prompt above --kv-max-whole, whose queries score each piece.",
-    ),
-]
-ProbeFirst = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-probe-first",
-        metavar="TOKENS",
-        help="First tokens of a prompt above --kv-max-whole, whose queries also score each piece.",
+        help="Prompts with fewer tokens stay uncompressed.",
     ),
 ]
 DecodeBudget = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--kv-decode-budget",
         metavar="TOKENS",
-        help="Maximum tokens per layer that a request may hold while it decodes.",
+        help="Tokens per layer that a request may hold while it generates. With none, the KV"
+        " cache of the output grows.",
     ),
 ]
 DecodeInterval = Annotated[
@@ -94,8 +76,48 @@ DecodeInterval = Annotated[
     typer.Option(
         "--kv-decode-interval",
         metavar="TOKENS",
-        help="Output tokens between two compressions to --kv-decode-budget. Without it, in k4v3:"
-        " output tokens between two packings, which drop none.",
+        help="Output tokens between two compressions to --kv-decode-budget: a multiple of the"
+        " KV block. With --kv-packed-dtype k4v3 and no decode budget: output tokens"
+        " between two packings of the output in k4v3. No token is dropped, and the number"
+        " is rounded up to whole packed pages.",
+    ),
+]
+MaxWhole = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-max-whole",
+        metavar="TOKENS",
+        help="Prompts with more tokens are compressed piece by piece during prefill, and may"
+        " be longer than the KV pool. With none, every prompt is compressed after its"
+        " prefill.",
+    ),
+]
+Piece = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-piece",
+        metavar="TOKENS",
+        help="Tokens of a prompt longer than --kv-max-whole between two compressions: a"
+        " multiple of the KV block.",
+    ),
+]
+Probe = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-probe",
+        metavar="TOKENS",
+        help="The last tokens of a prompt longer than --kv-max-whole, whose queries score each"
+        " of its pieces. With 0, each piece's last tokens score it.",
+    ),
+]
+ProbeFirst = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-probe-first",
+        metavar="TOKENS",
+        help="The first tokens of a prompt longer than --kv-max-whole, whose queries also"
+        " score each piece. Set it high enough to include an instruction that comes before"
+        " the text.",
     ),
 ]
 AllowOverride = Annotated[
@@ -103,7 +125,8 @@ AllowOverride = Annotated[
     typer.Option(
         "--kv-allow-override",
         metavar="METHODS",
-        help="Methods that requests may choose: all, or names separated by commas.",
+        help="Methods that requests may choose in vllm_xargs.kv_compress: all, or a list"
+        " separated by commas.",
     ),
 ]
 BudgetBounds = Annotated[
@@ -111,47 +134,26 @@ BudgetBounds = Annotated[
     typer.Option(
         "--kv-budget-bounds",
         metavar="MIN:MAX",
-        help="Budgets that requests may choose: 0.05:0.5, 256:4096, or both separated by a comma.",
+        help="Smallest and largest budget that requests may choose in vllm_xargs.kv_budget,"
+        " for example 0.05:0.5 or 256:4096, or one range of each kind separated by a"
+        " comma.",
     ),
 ]
-Aliases = Annotated[
+Alias = Annotated[
     list[str] | None,
     typer.Option(
         "--kv-alias",
         metavar="NAME=METHOD:BUDGET",
-        help="Additional model name whose requests use this method and budget, and with"
-        " NAME=METHOD:BUDGET:k4v3 also this format. May be repeated.",
+        help="Another model name, whose requests use this method and budget."
+        " NAME=METHOD:BUDGET:k4v3 also sets --kv-packed-dtype. NAME=off compresses"
+        " nothing. May be repeated.",
     ),
 ]
-Everything = Annotated[
+CompressConfig = Annotated[
     str | None,
     typer.Option(
         "--kv-compress-config",
         metavar="JSON",
-        help="All settings as a JSON object. The flags override it.",
+        help="Any settings and method parameters, as a JSON object. The flags above win over it.",
     ),
 ]
-
-
-def settings_from(everything: str | None, **flags: Any) -> dict[str, Any]:
-    """Return the settings given on the command line, by their keys in `CompressionConfig`.
-
-    Args:
-        everything: the JSON of ``--kv-compress-config``, None if not given.
-        flags: the other flags by setting key, None or empty if not given. They override
-            `everything`.
-
-    Raises:
-        ConfigError: `everything` is not a JSON object.
-    """
-    settings: dict[str, Any] = {}
-    if everything is not None:
-        try:
-            settings = parse_json(everything)
-        except ValueError as e:
-            raise ConfigError(
-                f"--kv-compress-config must be a JSON object, got {everything!r} ({e})"
-            ) from None
-        if not isinstance(settings, dict):
-            raise ConfigError(f"--kv-compress-config must be a JSON object, got {everything!r}")
-    return settings | {key: value for key, value in flags.items() if value not in (None, [])}

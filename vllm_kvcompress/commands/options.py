@@ -1,4 +1,4 @@
-"""Typer commands that take their options as one dataclass."""
+"""Typer commands that take their options as one dataclass, and settings given as flags."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits, parse_json
 
 Options = TypeVar("Options")
 
@@ -66,6 +67,30 @@ class PlainNumbers(TyperCommand):
                 raise typer.BadParameter(f"{prefix}{PLAIN_DIGITS}, got {text!r}", ctx=ctx)
             flag = arg if arg.startswith("-") else ""
         return super().parse_args(ctx, args)
+
+
+def settings_from(everything: str | None, **flags: Any) -> dict[str, Any]:
+    """Return the settings given on the command line, by their keys in `CompressionConfig`.
+
+    Args:
+        everything: the JSON of ``--kv-compress-config``, None if not given.
+        flags: the other flags by setting key, None or empty if not given. They override
+            `everything`.
+
+    Raises:
+        ConfigError: `everything` is not a JSON object.
+    """
+    settings: dict[str, Any] = {}
+    if everything is not None:
+        try:
+            settings = parse_json(everything)
+        except ValueError as e:
+            raise ConfigError(
+                f"--kv-compress-config must be a JSON object, got {everything!r} ({e})"
+            ) from None
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--kv-compress-config must be a JSON object, got {everything!r}")
+    return settings | {key: value for key, value in flags.items() if value not in (None, [])}
 
 
 def _is_number(text: str) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvcompress.compare.client import FULL, Cell, Client
-from vllm_kvcompress.compare.low_bit_caches import share_of_bytes
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.planning.cache_dtypes import share_of_bytes
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
 from vllm_kvcompress.settings.request_keys import BY_ROLE, PACKED_DTYPE
 

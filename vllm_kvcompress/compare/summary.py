@@ -6,11 +6,17 @@ from statistics import fmean, median
 from typing import Literal
 
 from vllm_kvcompress.compare.client import Cell
-from vllm_kvcompress.compare.low_bit_caches import ALTERNATIVES, share_of_bytes
 from vllm_kvcompress.compare.measures import POSITION_RANGES
-from vllm_kvcompress.compare.obeyed import RuleResults, shares_obeyed
 from vllm_kvcompress.compare.outcome import Outcome
-from vllm_kvcompress.compare.statistics import Estimate, estimate, prompts_needed, unseen_share
+from vllm_kvcompress.compare.statistics import (
+    Estimate,
+    RuleResults,
+    estimate,
+    prompts_needed,
+    shares_obeyed,
+    unseen_share,
+)
+from vllm_kvcompress.planning.cache_dtypes import ALTERNATIVES, share_of_bytes
 
 Measure = Literal["score", "agreement", "similarity"]
 """A loss measure, as in ``--by``."""

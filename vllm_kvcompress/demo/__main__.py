@@ -23,7 +23,7 @@ from vllm_kvcompress.demo.progress import Progress
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, REQUEST_TOKENS, prompt
 from vllm_kvcompress.demo.report import save_picture, show, show_request
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.presets import RECOMMENDED, RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
 from vllm_kvcompress.serving.process import CACHE_SPACE, ENVIRONMENT, Server, command, launch
 from vllm_kvcompress.serving.text import long_prompt
 from vllm_kvcompress.settings.packed_dtype import K4V3, PACKED_DTYPES

@@ -1,1 +1,7 @@
-"""The parts of `kvcompress doctor` that do not need vLLM: probes, checks and reports."""
+"""``kvcompress doctor``, except for the checks that need vLLM (`engine.doctor`).
+
+`command` runs the checks and prints them. `child_process` starts `engine.doctor` for a model, and
+`server_probe` sends a prompt to a running server. `kept_map` holds the kept tokens of that prompt,
+which `kept_text` and `kept_picture` show. `checks` defines a check and a report. `probe_prompt`
+computes the prompt length and block counts.
+"""

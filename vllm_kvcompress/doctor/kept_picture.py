@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.doctor.kept_map import KeptMap
 from vllm_kvcompress.errors import ConfigError
 
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"

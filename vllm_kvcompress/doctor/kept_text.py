@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from rich.console import Console
 
-from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.doctor.kept_map import KeptMap
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 _BAR, _STRIP = 20, 60

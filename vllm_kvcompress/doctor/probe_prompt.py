@@ -1,20 +1,18 @@
 """Prompt lengths and block counts with which the doctor can verify compression."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.planning.kv_footprint import KVFootprint
-from vllm_kvcompress.planning.pieces import PieceSchedule, PiecewiseSchedule, piece_schedule
-from vllm_kvcompress.planning.schedules import (
-    LookaheadSchedule,
-    OutputSchedule,
-    PromptSchedule,
-    lookahead_of,
-)
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
+from vllm_kvcompress.schedules.outputs import OutputSchedule
+from vllm_kvcompress.schedules.pieces import PiecewiseSchedule, piece_schedule
+from vllm_kvcompress.schedules.prompt import PromptSchedule
+from vllm_kvcompress.schedules.request import lookahead_tokens_of
 from vllm_kvcompress.settings.config import CompressionConfig
 
 MIN_OUTPUT_TOKENS = 24
@@ -49,10 +47,10 @@ class Limits:
         """Output tokens to request: enough to finish the look-ahead and to reach a repacking."""
         lookahead = self.settings.resolved_lookahead
         min_tokens = max(MIN_OUTPUT_TOKENS, self.settings.min_output) + lookahead
-        if self.settings.decode_budget is None:
+        if self.settings.decode.budget is None:
             return min_tokens
         # One interval, up to one block for alignment, and a step that reads the packed pages.
-        until_repacked = self.settings.decode_interval + self.block_size + 2
+        until_repacked = self.settings.decode.interval + self.block_size + 2
         return max(min_tokens, lookahead + until_repacked)
 
     def plan(self, tokens: int) -> PagePlan | None:
@@ -68,7 +66,7 @@ class Limits:
             return None
         pieces = self._piece_schedule(tokens)
         prefill = pieces or PromptSchedule(settings=self.settings, page_plan=plan)
-        if not lookahead_of(prefill):
+        if not lookahead_tokens_of(prefill):
             return plan
         lookahead = LookaheadSchedule(
             settings=self.settings,
@@ -139,12 +137,11 @@ class Limits:
 
         A look-ahead delays packing the end of the prompt, but not the pieces before it.
         """
-        footprint, piece = self._nothing_packed(), self.settings.piece
-        pieces = self._piece_schedule(prompt)
-        if pieces is None:
+        footprint, piece = self._nothing_packed(), self.settings.pieces.length
+        schedule = self._piece_schedule(prompt)
+        if schedule is None:
             return footprint
-        if isinstance(pieces, PieceSchedule):
-            pieces = replace(pieces, packs_end=False)
+        pieces = schedule.before_lookahead()
         for tokens in range(piece, min(computed, prompt) + 1, piece):
             plan = pieces.plan(footprint, tokens)
             if plan is not None:
@@ -159,7 +156,7 @@ class Limits:
         """Return the footprint of `computed` tokens, and how often their output was packed."""
         footprint, times = self._nothing_packed(), 0
         footprint.pack(plan, plan.full_blocks)
-        if self.settings.decode_budget is None:
+        if self.settings.decode.budget is None:
             return footprint, 0
         prompt = plan.tokens - self.lookahead(plan)
         last = prompt + self.output_tokens

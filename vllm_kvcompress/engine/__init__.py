@@ -2,8 +2,8 @@
 
 `startup` runs once, before a model is loaded. `frontend` runs where requests arrive, `scheduling`
 runs in the scheduler, and `worker`, `attention`, `compression` and `pages` run on each worker.
-`diagnosis` runs in `kvcompress doctor`. `messages` defines the data they send to each other.
+`doctor` runs in `kvcompress doctor`. `messages` defines the data they send to each other.
 Imports go from left to right only::
 
-    diagnosis > startup > frontend, worker > attention > compression > scheduling, pages > messages
+    doctor > startup > frontend, worker > attention > compression > scheduling, pages > messages
 """

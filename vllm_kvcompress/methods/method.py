@@ -30,9 +30,9 @@ from vllm_kvcompress.methods.kept_slots import (
 )
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
-from vllm_kvcompress.methods.presets import Merge
+from vllm_kvcompress.methods.parts.pooling import column_means
+from vllm_kvcompress.methods.preset import Merge
 from vllm_kvcompress.methods.protected import ProtectedTokens
-from vllm_kvcompress.methods.scorers.accumulated import column_means
 
 _UNDECLARED = "its scorer does not declare needs_whole_prompt = ''"
 

@@ -1,1 +1,1 @@
-"""Planning from lengths alone: which steps pack, how many blocks, and how much memory."""
+"""Check a model's configuration: whether compression supports it, and how much memory it takes."""

@@ -1,4 +1,4 @@
-"""Known KV cache dtypes, and the KV cache dtype that a quantised checkpoint declares."""
+"""KV cache dtypes: which ones we know, their size, and which one a checkpoint declares."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,20 @@ PLAIN_CACHES = frozenset({"auto", "float16", "bfloat16", "float32"})
 FLOAT8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """FP8 caches with one scale per layer: vLLM's name -> torch dtype."""
 _PER_HEAD = "attn_head"
+_HEAD_DIM, _LAYERS = 128, 32
+"""Shapes that `share_of_bytes` assumes: those of an 8B Llama."""
+_SCALES = 8
+"""Bytes of the two float32 scales that a per-token-head format stores per token and KV head."""
+_TURBOQUANT_BYTES: Mapping[str, int] = {
+    "turboquant_k8v4": 196,
+    "turboquant_4bit_nc": 134,
+    "turboquant_k3v4_nc": 118,
+    "turboquant_3bit_nc": 102,
+}
+"""Bytes of one token and KV head at a head dimension of 128. Four layers stay at 16 bits."""
+
+ALTERNATIVES = ("fp8", "int8_per_token_head", "int4_per_token_head")
+"""Values of ``--kv-cache-dtype`` that reports name as alternatives."""
 
 
 def declared_cache(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
@@ -55,3 +69,29 @@ def declared_cache(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | 
             return "fp8_e4m3"
         return "nvfp4" if is_float and scheme.get("num_bits") == 4 else None
     return _MODELOPT_CACHES.get(str(scheme).lower())
+
+
+def share_of_bytes(cache_dtype: str) -> float | None:
+    """Return the bytes of a token in a KV cache, relative to a model in 16 bits.
+
+    The result includes scales. Their share depends on the model: this assumes 32 layers and a head
+    dimension of 128.
+
+    Args:
+        cache_dtype: value of ``--kv-cache-dtype``.
+
+    Returns:
+        None for a format that is not known here.
+    """
+    if cache_dtype in PLAIN_CACHES:
+        return 1.0
+    if cache_dtype in FLOAT8_CACHES:
+        return 0.5
+    if cache_dtype in ("int8_per_token_head", "fp8_per_token_head"):
+        return (2 * _HEAD_DIM + _SCALES) / (4 * _HEAD_DIM)
+    if cache_dtype == "int4_per_token_head":
+        return (_HEAD_DIM + _SCALES) / (4 * _HEAD_DIM)
+    if cache_dtype in _TURBOQUANT_BYTES:
+        low_bit = _TURBOQUANT_BYTES[cache_dtype] / (4 * _HEAD_DIM)
+        return (4 + (_LAYERS - 4) * low_bit) / _LAYERS
+    return None

@@ -10,16 +10,6 @@ from vllm_kvcompress.methods.spans import MAX_SPANS
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import (
-    compresses_repeatedly,
-    lookahead_window,
-    merges,
-    method_of,
-    probe_tokens,
-    ring_window,
-    sums_attention,
-    sums_output_attention,
-)
 from vllm_kvcompress.settings.overrides import Kept, largest_budgets
 from vllm_kvcompress.settings.packed_dtype import AUTO
 
@@ -168,7 +158,7 @@ def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None)
     Args:
         blocks: maximum blocks of the pool; None if it is not known.
     """
-    if blocks is None or settings.max_whole is None:
+    if blocks is None or settings.pieces.max_whole is None:
         return sizes.blocks
     uneven_pages = max(_uneven_pages(sizes, settings, variant) for variant in settings.variants)
     return min(sizes.blocks, _aligned(blocks + uneven_pages))
@@ -176,12 +166,12 @@ def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None)
 
 def _uneven_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
     """Return the packed pages that one layer may have in addition to the blocks of all layers."""
-    if method_of(variant).allocator.equal_shares:
+    if variant.method.allocator.equal_shares:
         return 0
     # A shorter prompt has a shorter tail, which may leave each layer one more page.
     pages = _max_pages(sizes, settings, variant) + sizes.layers
-    if settings.decode_budget is not None:
-        output_tokens = max(settings.decode_budget, variant.resolved_decode_window)
+    if settings.decode.budget is not None:
+        output_tokens = max(settings.decode.budget, variant.resolved_decode_window)
         pages = max(pages, sizes.layers * -(-output_tokens // sizes.block_size))
     return pages - -(-pages // sizes.layers)
 
@@ -234,15 +224,16 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
     variants = settings.variants
     variant_reads = [
-        method_of(variant).reads | method_of(variant, scored_by_output=True).reads
-        for variant in variants
+        variant.method.reads | variant.method.after_lookahead.reads for variant in variants
     ]
     maximum = any(Reads.MAXIMUM in reads for reads in variant_reads)
     # Copies of two statistics without the columns of the window.
     prompt_maximum = 2 * any(Reads.PROMPT_MAXIMUM in reads for reads in variant_reads)
     columns = scored_tokens(layers, longest)
     statistics = (4 + maximum + prompt_maximum) * sizes.heads * columns * _FLOAT
-    window = max(lookahead_window(variant) + probe_tokens(variant) for variant in variants)
+    window = max(
+        variant.method.lookahead_window + variant.method.probe_tokens for variant in variants
+    )
     queries = (
         (_MAX_PREFILLS + MAX_SCORED_PROMPTS) * layers * window * sizes.heads * dim * sizes.itemsize
     )
@@ -251,7 +242,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
         sums = 0
     staging = _staging_bytes(sizes, settings, longest, blocks)
     prompt_bytes = scores + statistics + queries + sums + staging
-    if compresses_repeatedly(settings):
+    if variants[0].method.compresses_repeatedly:
         # the slots of protected spans in packed pages
         prompt_bytes += sizes.max_requests * layers * sizes.kv_heads * MAX_SPANS * _INT
     prompt_bytes += group_bytes(sizes, settings)
@@ -267,7 +258,7 @@ def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """
     gathered = (
         _MAX_SUMMED_REQUESTS
-        if any(sums_output_attention(variant) for variant in settings.variants)
+        if any(variant.method.sums_output_attention for variant in settings.variants)
         else 0
     )
     slots = ring_slots(sizes, settings)
@@ -283,9 +274,9 @@ def ring_slots(sizes: Sizes, settings: CompressionConfig) -> int:
     slot_bytes = _slot_bytes(sizes, settings)
     if not slot_bytes:
         return 0
-    if settings.decode_budget is not None:
+    if settings.decode.budget is not None:
         return sizes.max_requests
-    slots = settings.lookahead_slots or max(_LOOKAHEAD_BYTES // slot_bytes, 1)
+    slots = settings.lookahead.slots or max(_LOOKAHEAD_BYTES // slot_bytes, 1)
     return min(slots, sizes.max_requests)
 
 
@@ -297,7 +288,7 @@ def _slot_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 
 def ring_places(sizes: Sizes, settings: CompressionConfig) -> int:
     """Return how many queries a request keeps per layer: drafts must not overwrite the last w."""
-    window = ring_window(settings)
+    window = settings.ring_window
     return window and window + sizes.max_drafts
 
 
@@ -307,7 +298,7 @@ def sum_bytes_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
     A block has a float32 per KV head and token, and a location. 0 unless a method that ranks by the
     attention of all queries packs more than once.
     """
-    if not any(sums_attention(variant) for variant in settings.variants):
+    if not any(variant.method.sums_attention for variant in settings.variants):
         return 0
     return sizes.layers * sizes.kv_heads * (sizes.block_size * _FLOAT + _INT)
 
@@ -341,14 +332,14 @@ def _staging_bytes(
         largest = max(
             largest, staging * sizes.kv_heads + merged if variant.parts.merge else staging
         )
-    if settings.decode_budget is not None:
-        request_pages = sizes.layers * max(-(-settings.decode_budget // block), 1)
-        if settings.protect:
+    if settings.decode.budget is not None:
+        request_pages = sizes.layers * max(-(-settings.decode.budget // block), 1)
+        if settings.protection.words:
             # A prompt that stays uncompressed because most of it is protected keeps all of it.
             request_pages = max(request_pages, sizes.layers * (longest // block))
         batch_pages = sizes.layers * longest // (_STAGING_DIVISOR * block)
         staging = max(request_pages, batch_pages) * head_page
-        if any(merges(variant) for variant in settings.variants):
+        if any(variant.method.merges_repeatedly for variant in settings.variants):
             staging = staging * sizes.kv_heads + merged
         largest = max(largest, staging)
     return largest
@@ -374,7 +365,7 @@ def _max_added_pages(sizes: Sizes, settings: CompressionConfig, page_tokens: int
     Args:
         page_tokens: tokens that a packed page holds.
     """
-    packed_tokens = max(settings.max_whole or 0, settings.piece + page_tokens)
+    packed_tokens = max(settings.pieces.max_whole or 0, settings.pieces.length + page_tokens)
     return sizes.layers * -(-packed_tokens // page_tokens)
 
 
@@ -402,15 +393,15 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
         # A boundary before the end has no tail, so all kept tokens are in pages.
         kept = pages_kept(spec, 0, sizes.block_size) if piecewise else plan.pages
         if not piecewise:
-            window = lookahead_window(variant)
+            window = variant.method.lookahead_window
             # Protected spans in the prompt's window raise no budget, but lie in pages of their own
             # once output tokens make up the window.
             kept += sizes.layers * (-(-window // sizes.block_size) + 1)
-            if settings.protect:
+            if settings.protection.words:
                 kept = max(kept, _max_protected_pages(sizes, window, spec.budget, plan.page_tokens))
         return min(kept + lookahead_pages, all_pages)
 
-    piecewise = settings.max_whole is not None and sizes.longest > settings.max_whole
+    piecewise = settings.pieces.max_whole is not None and sizes.longest > settings.pieces.max_whole
     # The output tokens of a look-ahead are packed with the prompt.
     lookahead_pages = sizes.layers * -(-variant.resolved_lookahead // sizes.block_size)
     budgets = largest_budgets(settings, variant.compress)
@@ -419,8 +410,8 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
     # If a budget keeps everything, a slightly smaller budget compresses.
     page_counts += [pages(kept_tokens, all_pages) for kept_tokens in budgets.named]
     has_auto = variant.resolved_packed_dtype == AUTO or bool(settings.allow_override)
-    if settings.max_whole is not None and piecewise and has_auto:
+    if settings.pieces.max_whole is not None and piecewise and has_auto:
         # Assume no probe, which leaves the most pages.
-        held = (settings.max_whole - settings.piece) // sizes.block_size
+        held = (settings.pieces.max_whole - settings.pieces.length) // sizes.block_size
         page_counts.append(sizes.layers * held)
     return max(page_counts, default=0)

@@ -185,6 +185,13 @@ class Traits:
     cache: str = "auto"
 
 
+def looks_like_hub_id(model: str) -> bool:
+    """Return whether `model` could be a Hugging Face name: ``owner/name``, without a leading dot
+    or tilde."""
+    parts = model.split("/")
+    return len(parts) <= 2 and all(parts) and not model.startswith((".", "~"))
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of the config that describes the language model.
 

@@ -6,11 +6,10 @@ Each reason is a sentence.
 from collections.abc import Iterable
 
 from kvcompress_kernels import k4v3
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.model_traits import WITH_CACHED_STATES
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, probe_tokens
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 
 
@@ -21,12 +20,12 @@ def repacking_refusal(settings: CompressionConfig, block_size: int | None) -> st
         block_size: tokens in a KV block; None if it is not known yet.
     """
     flags = {
-        "--kv-decode-budget": (settings.decode_budget, "bound outputs"),
-        "--kv-max-whole": (settings.max_whole, "pack prompts"),
+        "--kv-decode-budget": (settings.decode.budget, "bound outputs"),
+        "--kv-max-whole": (settings.pieces.max_whole, "pack prompts"),
     }
     for flag, (value, purpose) in flags.items():
         for variant in settings.variants if value is not None else ():
-            if reason := method_of(variant).needs_whole_prompt:
+            if reason := variant.method.needs_whole_prompt:
                 return (
                     f"{flag} cannot {purpose} by {variant.compress!r}: {reason}; choose from"
                     f" {_repackable_presets()}, or remove {flag}"
@@ -37,8 +36,8 @@ def repacking_refusal(settings: CompressionConfig, block_size: int | None) -> st
 def block_multiple_refusal(settings: CompressionConfig, block_size: int) -> str | None:
     """Return which interval or piece is not a multiple of the KV block, or None if both are."""
     flags = {
-        "--kv-decode-interval": (settings.decode_budget, settings.decode_interval),
-        "--kv-piece": (settings.max_whole, settings.piece),
+        "--kv-decode-interval": (settings.decode.budget, settings.decode.interval),
+        "--kv-piece": (settings.pieces.max_whole, settings.pieces.length),
     }
     for flag, (value, tokens) in flags.items():
         if value is not None and tokens % block_size:
@@ -59,7 +58,7 @@ def merging_refusal(settings: CompressionConfig, cache_dtype: str | None, fix: s
     if cache_dtype not in FLOAT8_CACHES:
         return None
     for variant in settings.variants:
-        if method_of(variant).merge:
+        if variant.method.merge:
             return (
                 f"{variant.compress!r} merges tokens, which would have to be quantised again in a"
                 f" {cache_dtype} KV cache; choose a method that does not merge, or set {fix}"
@@ -108,12 +107,16 @@ def packed_shape_refusal(
 
 def probe_refusal(settings: CompressionConfig) -> str | None:
     """Return why prompts in pieces cannot use a probe with stateful layers, or None without one."""
-    if settings.max_whole is None or not any(map(probe_tokens, settings.variants)):
+    if not any(variant.method.probe_tokens for variant in settings.variants):
         return None
     return (
         "a probe's rows would advance the states, which cannot be rolled back; set --kv-probe 0,"
-        f" got {settings.probe}"
-        + (f" with --kv-probe-first {settings.probe_first}" if settings.probe_first else "")
+        f" got {settings.pieces.probe}"
+        + (
+            f" with --kv-probe-first {settings.pieces.probe_first}"
+            if settings.pieces.probe_first
+            else ""
+        )
     )
 
 
@@ -143,7 +146,7 @@ def probe_space_refusal(
         limits: flags with the tokens that each leaves to a step, or to a chunk of a step for flags
             about long prefills; None or 0 if a flag sets no limit.
     """
-    probe = max(probe_tokens(variant) for variant in settings.variants)
+    probe = max(variant.method.probe_tokens for variant in settings.variants)
     for flag, max_tokens in limits if probe else ():
         per_chunk = "prefill" in flag
         min_tokens = probe + (1 if per_chunk else requests)
@@ -161,9 +164,7 @@ def probe_space_refusal(
 def _repackable_presets() -> list[str]:
     """Return the names of the presets that can compress a prompt that has lost tokens."""
     presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
-    return sorted(
-        name for name, preset in presets.items() if not method_of(preset).needs_whole_prompt
-    )
+    return sorted(name for name, preset in presets.items() if not preset.method.needs_whole_prompt)
 
 
 def unreachable_length_refusal(settings: CompressionConfig, max_tokens: int) -> str | None:
@@ -174,16 +175,16 @@ def unreachable_length_refusal(settings: CompressionConfig, max_tokens: int) -> 
     """
     lows = [low for low, _ in settings.budget_bounds]
     largest_low = max((low for low in lows if isinstance(low, int)), default=None)
-    given = settings.model_fields_set
+    given = settings.given_keys
     lengths = {
         "--kv-budget": settings.budget if isinstance(settings.budget, int) else None,
         "the smallest of --kv-budget-bounds": largest_low,
-        "--kv-decode-budget": settings.decode_budget,
-        "--kv-decode-interval": settings.decode_interval if "decode_interval" in given else None,
+        "--kv-decode-budget": settings.decode.budget,
+        "--kv-decode-interval": settings.decode.interval if "decode_interval" in given else None,
         "--kv-min-prompt": settings.min_prompt if "min_prompt" in given else None,
         "--kv-min-output": settings.min_output,
-        "--kv-max-whole": settings.max_whole,
-        "--kv-piece": settings.piece if "piece" in given else None,
+        "--kv-max-whole": settings.pieces.max_whole,
+        "--kv-piece": settings.pieces.length if "piece" in given else None,
     }
     for alias in settings.alias:
         budget = alias.budget if isinstance(alias.budget, int) else None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.pieces import piece_schedule
+from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -27,9 +27,9 @@ def uncompressed_prompt_blocks(
         itemsize: bytes of a cached number.
     """
     uncompressed = -(-max_tokens // block_size)
-    if settings.max_whole is None:
+    if settings.pieces.max_whole is None:
         return uncompressed
-    blocks = -(-min(settings.max_whole, max_tokens) // block_size)
+    blocks = -(-min(settings.pieces.max_whole, max_tokens) // block_size)
     for variant in _granted_variants(settings):
         page_tokens = packed_page_tokens(variant, block_size, itemsize)
         pieces = piece_schedule(

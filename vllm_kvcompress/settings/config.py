@@ -2,176 +2,182 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, model_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.allocators import ALLOCATORS
-from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, choose, closest
+from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, closest
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
+from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.presets import (
+from vllm_kvcompress.methods.parts.topk import TopK
+from vllm_kvcompress.methods.preset import (
+    Preset,
+    refuse_meaningless_parts,
+    refuse_window,
+)
+from vllm_kvcompress.methods.published.chunkkv import Chunks
+from vllm_kvcompress.methods.registry import (
+    ALLOCATORS,
     CAOTES,
     CUSTOM,
     METHODS,
     PRESETS,
-    Merge,
-    Params,
-    Preset,
+    SCORERS,
+    SELECTORS,
     fallback_window,
-    min_window,
-    refuse_base,
-    refuse_meaningless_parts,
-    refuse_window,
+    published,
 )
-from vllm_kvcompress.methods.published import published
-from vllm_kvcompress.methods.scorers import SCORERS
-from vllm_kvcompress.methods.selectors import SELECTORS, Chunks
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
-from vllm_kvcompress.settings.lookahead import (
-    LookaheadSettings,
-    current_names,
-    scores_by_window,
+from vllm_kvcompress.settings.declared import (
+    DEPLOY_DEFAULT,
+    Parsed,
+    SettingDeclaration,
+    SettingsGroup,
+    declare,
 )
+from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
+from vllm_kvcompress.settings.lookahead import LookaheadSettings, current_names, scores_by_window
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
-    Bounds,
+    Aliases,
+    BoundsOfKinds,
+    Budget,
+    MergeOrUnset,
+    MethodName,
+    MethodNames,
+    PartParams,
+    Tokens,
+    TokensOrUnset,
     number,
     one_sentence,
-    parse_aliases,
-    parse_bounds,
-    parse_budget,
-    parse_merge,
-    parse_methods,
-    plain,
-    whole_tokens,
 )
 from vllm_kvcompress.settings.pieces import PieceSettings
 from vllm_kvcompress.settings.protection import ProtectSettings
+from vllm_kvcompress.settings.resolved_method import ResolvedMethod
 
 MAX_WINDOW = 1024
-_ENGINE_KEYS = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
-for _settings in (
-    DecodeSettings,
-    PieceSettings,
-    LookaheadSettings,
-    ProtectSettings,
-    PackedSettings,
-):
-    _ENGINE_KEYS |= {*_settings.model_fields}
-_OVERRIDE_KEYS = {"allow_override", "budget_bounds", "alias"}
+_CACHED = ("given_keys", "parts", "method")
+"""Properties of `CompressionConfig` that are derived once and never copied."""
 
 
-class CompressionConfig(
-    DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings, PackedSettings
-):
+def _names(parts: Mapping[str, object]) -> str:
+    """Return the names of parts for docs/flags.md."""
+    *names, last = (f"`{name}`" for name in parts)
+    return f"{', '.join(names)} or {last}"
+
+
+_COMPRESS = f"""Compress the KV cache of long prompts after prefill, with this method:
+{", ".join(METHODS)}.
+
+[Methods](methods.md) explains them. `custom` is a combination of your own, implied if you set only
+an allocator or scorer."""
+
+
+class CompressionConfig(SettingsGroup):
     """Compression settings of an engine or of a request; frozen and hashable.
 
-    Every field is a key of ``--kv-compress-config JSON`` and of
-    ``additional_config={"kvcompress": {...}}``. Those in `FLAGS` of engine/startup/cli_args.py are
-    flags too. Create it with `parse`, which reports each error in one sentence.
+    Users write one flat object, in ``--kv-compress-config JSON`` or in
+    ``additional_config={"kvcompress": {...}}``. A group's settings are keys of the same object.
+    KEYS lists all keys in the order of --help. Create a configuration with `parse`, which reports
+    each error in one sentence.
     """
 
-    compress: str = "off"
-    """off, a preset of PRESETS, or custom with `allocator`, `scorer` and `selector`."""
-    budget: float | int = 0.2
-    """Ratio of the prompt in (0, 1], or whole number of tokens per layer; includes the window."""
-    window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
-    """Observation window: last prompt tokens, always kept. None uses the preset's."""
-    min_prompt: int = Field(default=1024, ge=0)
+    compress: MethodName = declare(
+        "off", "METHOD", deployed=DEPLOY_DEFAULT, per_method=True, description=_COMPRESS
+    )
+    budget: Budget = declare(
+        0.2, "BUDGET", unit="ratio, or tokens per layer", deployed=DEPLOY_DEFAULT, per_method=True
+    )
+    """How much of each prompt to keep, the observation window included: a ratio in (0, 1], or a
+    whole number of tokens per layer.
+
+    `0.2` is a fifth, `1024` is 1,024 tokens per layer, `1.0` is every token and `1` is one
+    token."""
+    packed: PackedSettings = PackedSettings()
+    window: TokensOrUnset = declare(
+        None, "TOKENS", unit="prompt tokens", ge=0, le=MAX_WINDOW, per_method=True
+    )
+    """Observation window: the last prompt tokens, which are always kept and whose queries score the
+    others."""
+    lookahead: LookaheadSettings = LookaheadSettings()
+    protection: ProtectSettings = ProtectSettings()
+    min_prompt: Tokens = declare(
+        1024, "TOKENS", unit="prompt tokens", ge=0, deployed=DEPLOY_DEFAULT
+    )
     """Prompts with fewer tokens stay uncompressed."""
-    min_output: int = Field(default=2, ge=2)
-    """Requests with a smaller max_tokens stay uncompressed. At least 2, because a request for one
-    token never reads the compressed cache."""
-    pressure: float = Field(default=0.0, ge=0, le=1)
-    """A prompt stays uncompressed while the KV pool, with it, is less full than this share."""
-    allow_override: tuple[str, ...] = ()
-    """Methods that requests may choose, or "all". Include off to let requests opt out."""
-    budget_bounds: tuple[Bounds, ...] = ()
-    """Smallest and largest budget that requests may choose: ratios, tokens or one pair of each."""
-    alias: tuple[Alias, ...] = ()
-    """Other model names and what they mean: ``{"llama@kv0.2": "cake:0.2:k4v3"}``."""
-    usage: bool = False
-    """Report in the usage of compressed requests how many tokens were kept."""
-    allocator: str | None = None
-    """How much each layer keeps. None uses the preset's allocator."""
-    scorer: str | None = None
-    """Which tokens matter. None uses the preset's scorer."""
-    base: str | None = None
-    """Scorer whose weights caote and fastcaote use: snapkv, tova or h2o."""
-    selector: str | None = None
-    """How scores become positions. None uses the preset's selector."""
-    merge: Merge | None = None
-    """True merges evicted tokens into their nearest kept tokens (D2O), "values" merges only their
-    values, and False drops them. None uses the preset's."""
-    allocator_params: Params = ()
-    """Parameters of the allocator: ``{"beta": 10}``."""
-    scorer_params: Params = ()
-    """Parameters of the scorer: ``{"kernel": 5}``."""
-    selector_params: Params = ()
-    """Parameters of the selector: ``{"size": 20}``."""
-    model: str | None = None
-    """Model whose published method parameters are the defaults. The engine sets it."""
-    log_requests: bool = False
-    """Log one line per compressed request: tokens before and after, and per layer."""
+    # At least 2: a request for one token never reads the compressed cache.
+    min_output: Annotated[int, Parsed(number)] = declare(2, "TOKENS", unit="output tokens", ge=2)
+    """Prompts of requests with a smaller max_tokens stay uncompressed."""
+    pressure: Annotated[float, Parsed(number)] = declare(
+        0.0, "SHARE", unit="share of the KV pool", ge=0, le=1
+    )
+    """A prompt stays uncompressed while less than this share of the KV pool is in use, counting the
+    prompt itself."""
+    decode: DecodeSettings = DecodeSettings()
+    pieces: PieceSettings = PieceSettings()
+    allow_override: MethodNames = declare((), "METHODS", deployed="off", per_engine=True)
+    """Methods that requests may choose in vllm_xargs.kv_compress: all, or a list separated by
+    commas.
+
+    With `off` in the list, a request may stay uncompressed."""
+    budget_bounds: BoundsOfKinds = declare(
+        (),
+        "MIN:MAX",
+        unit="as `--kv-budget`",
+        deployed="0.05:1.0,256:65536",
+        per_engine=True,
+    )
+    """Smallest and largest budget that requests may choose in vllm_xargs.kv_budget, for example
+    0.05:0.5 or 256:4096, or one range of each kind separated by a comma."""
+    alias: Aliases = declare((), "NAME=METHOD:BUDGET", repeated=True, per_engine=True)
+    """Another model name, whose requests use this method and budget. NAME=METHOD:BUDGET:k4v3 also
+    sets --kv-packed-dtype. NAME=off compresses nothing. May be repeated."""
+    usage: bool = declare(False, "", deployed=DEPLOY_DEFAULT)
+    """Report in the usage of each compressed request how many prompt tokens were kept.
+
+    `--no-kv-usage` turns it off."""
+    allocator: str | None = declare(
+        None, per_method=True, description=f"How much each layer keeps: {_names(ALLOCATORS)}."
+    )
+    scorer: str | None = declare(
+        None, per_method=True, description=f"Which tokens matter: {_names(SCORERS)}."
+    )
+    selector: str | None = declare(
+        None, per_method=True, description=f"How scores become positions: {_names(SELECTORS)}."
+    )
+    allocator_params: PartParams = declare((), per_method=True)
+    """Parameters of the allocator, such as `{"beta": 10}`."""
+    scorer_params: PartParams = declare((), per_method=True)
+    """Parameters of the scorer, such as `{"kernel": 5}`."""
+    selector_params: PartParams = declare((), per_method=True)
+    """Parameters of the selector, such as `{"size": 20}`."""
+    merge: MergeOrUnset = declare(None, per_method=True)
+    """`true` merges dropped tokens into their nearest kept ones, `"values"` merges only their
+    values, and `false` drops them."""
+    log_requests: bool = declare(False)
+    """Log one line for each compressed prompt, with its tokens and blocks before and after."""
+    model: str | None = declare(None)
+    """Name of the model, which selects the method parameters that papers publish for it. The engine
+    sets it."""
 
     # -- checks -------------------------------------------------------------------------------
 
-    @field_validator("compress", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _parse_compress(cls, value: Any) -> str:
-        # YAML parses a bare off as False.
-        name = "off" if value is False else str(value)
-        choose("compress", dict.fromkeys(METHODS), name)
-        return name
-
-    @field_validator("budget", mode="before")
-    @classmethod
-    def _parse_budget(cls, value: Any) -> float | int:
-        return parse_budget(value)
-
-    @field_validator("window", "min_prompt", mode="before")
-    @classmethod
-    def _parse_prompt_tokens(cls, value: Any) -> Any:
-        return whole_tokens(value)
-
-    @field_validator("min_output", "pressure", mode="before")
-    @classmethod
-    def _parse_number(cls, value: Any) -> Any:
-        return number(value)
-
-    @field_validator("allow_override", mode="before")
-    @classmethod
-    def _parse_methods(cls, value: Any) -> tuple[str, ...]:
-        return parse_methods(value)
-
-    @field_validator("budget_bounds", mode="before")
-    @classmethod
-    def _parse_bounds(cls, value: Any) -> tuple[Bounds, ...]:
-        return parse_bounds(value)
-
-    @field_validator("merge", mode="before")
-    @classmethod
-    def _parse_merge(cls, value: Any) -> Merge | None:
-        return parse_merge(value)
-
-    @field_validator("alias", mode="before")
-    @classmethod
-    def _parse_aliases(cls, value: Any) -> tuple[Alias, ...]:
-        return parse_aliases(value)
-
-    @field_validator("allocator_params", "scorer_params", "selector_params", mode="before")
-    @classmethod
-    def _parse_params(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            items = ((str(key), plain(item)) for key, item in value.items())
-            return tuple(sorted(items, key=lambda item: item[0]))
-        return value
+    def _group(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put the values of each group into a mapping of their own."""
+        grouped: dict[str, Any] = {}
+        for key, value in values.items():
+            group = KEYS[key].group
+            place = grouped.setdefault(group, {}) if group else grouped
+            place[key] = value
+        return grouped
 
     @model_validator(mode="after")
     def _check_combination(self) -> "CompressionConfig":
@@ -192,24 +198,21 @@ class CompressionConfig(
                 raise ConfigError(f"alias {alias.name!r}: {e}") from None
         if not self.enabled:
             return self
-        parts, window = self.parts, self.resolved_window
-        refuse_base(parts.scorer, self.base, dict(self.scorer_params))
-        allocator, scorer = self.build_allocator(), self.build_scorer()
-        refuse_meaningless_parts(parts, allocator, scorer, self.build_selector())
-        reads = allocator.reads | scorer.reads
-        smallest_window = min_window(reads)
-        bounded = self.decode_budget is not None
-        self.check_lookahead(self.compress, reads, smallest_window, bounded=bounded)
+        parts, window, method = self.parts, self.resolved_window, self.method
+        refuse_meaningless_parts(parts, method.allocator, method.scorer, method.selector)
+        reads, smallest_window = method.reads, method.min_window
+        bounded = self.decode.budget is not None
+        self.lookahead.check(self.compress, reads, smallest_window, bounded=bounded)
         refuse_window(parts.scorer, reads, window)
-        self.check_decode(
+        self.decode.check(
             self.resolved_decode_window,
             smallest_window,
             self._chunk,
             packs_groups=self.packs_k4v3,
         )
-        self.check_pieces(window, self.min_prompt)
-        self.check_packed_dtype(
-            self.resolved_packed_dtype, self.budget, self.decode_budget, self.max_whole
+        self.pieces.check(window, self.min_prompt)
+        self.packed.check(
+            self.resolved_packed_dtype, self.budget, self.decode.budget, self.pieces.max_whole
         )
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep every token" if self.budget == 1 else ""
@@ -235,10 +238,11 @@ class CompressionConfig(
             )
         raw = current_names(raw)
         for key in raw:
-            if key not in cls.model_fields:
+            if key not in KEYS:
+                # Until this release, `base` was a setting of its own.
+                hint = "; set it in scorer_params" if key == "base" else closest(str(key), KEYS)
                 raise ConfigError(
-                    f"kvcompress setting {key!r} is unknown{closest(str(key), cls.model_fields)}"
-                    f" (known: {sorted(cls.model_fields)})"
+                    f"kvcompress setting {key!r} is unknown{hint} (known: {sorted(KEYS)})"
                 )
         if "compress" not in raw and raw.keys() & {"allocator", "scorer"}:
             raw = {"compress": CUSTOM, **raw}
@@ -251,17 +255,49 @@ class CompressionConfig(
         try:
             return cls.model_validate(dict(raw))
         except ValidationError as e:
-            raise ConfigError(one_sentence(e)) from None
+            raise ConfigError(one_sentence(e, KEYS)) from None
 
     def to_additional_config(self) -> dict[str, Any]:
         """Return JSON values that `parse` turns back into an equal configuration."""
-        values = self.model_dump(mode="json", exclude_unset=True) | {"compress": self.compress}
+        values: dict[str, Any] = {}
+        dump = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        for name, value in dump.items():
+            values |= value if isinstance(getattr(self, name), SettingsGroup) else {name: value}
+        values["compress"] = self.compress
         for key in ("allocator_params", "scorer_params", "selector_params"):
             if key in values:
                 values[key] = dict(getattr(self, key))
         if self.alias:
             values["alias"] = {alias.name: alias.meaning for alias in self.alias}
         return values
+
+    @cached_property
+    def given_keys(self) -> frozenset[str]:
+        """Return the keys that were set, even if to their default."""
+        return frozenset(
+            key for key, each in KEYS.items() if each.name in self._holder(key).model_fields_set
+        )
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key, which may be in a group."""
+        return getattr(self._holder(key), KEYS[key].name)
+
+    def _holder(self, key: str) -> SettingsGroup:
+        """Return the group that holds a key's value, or these settings."""
+        group = KEYS[key].group
+        return getattr(self, group) if group else self
+
+    def with_values(self, **values: Any) -> "CompressionConfig":
+        """Return these settings with other values for these keys. The values are not checked."""
+        changed: dict[str, Any] = {}
+        for key, value in values.items():
+            group, name = KEYS[key].group, KEYS[key].name
+            if group:
+                old = changed.get(group, getattr(self, group))
+                changed[group] = old.model_copy(update={name: value})
+            else:
+                changed[name] = value
+        return self.model_copy(update=changed)
 
     # -- derived values -----------------------------------------------------------------------
 
@@ -281,8 +317,8 @@ class CompressionConfig(
         """Return whether output tokens are packed in k4v3 too, every `decode_interval` tokens."""
         return (
             self.resolved_packed_dtype == "k4v3"
-            and self.decode_budget is None
-            and "decode_interval" in self.model_fields_set
+            and self.decode.budget is None
+            and "interval" in self.decode.model_fields_set
         )
 
     @property
@@ -325,12 +361,13 @@ class CompressionConfig(
             ConfigError: the budget does not fit the method.
         """
         name = self.compress if compress is None else compress
-        keys = _ENGINE_KEYS
-        if name == self.compress:
-            keys = type(self).model_fields.keys() - _OVERRIDE_KEYS
-        values = {key: getattr(self, key) for key in self.model_fields_set & keys}
+        is_other = name != self.compress
+        dropped = {
+            key for key, each in KEYS.items() if each.per_engine or (is_other and each.per_method)
+        }
+        values = {key: self.value(key) for key in self.given_keys - dropped}
         values["compress"] = name
-        is_other_preset = name != self.compress and name in PRESETS
+        is_other_preset = is_other and name in PRESETS
         if "lookahead" in values and is_other_preset and not scores_by_window(_reads_of(name)):
             del values["lookahead"]
         if budget is not None or "budget" not in values:
@@ -346,9 +383,9 @@ class CompressionConfig(
     @property
     def _base(self) -> str:
         """Return the scorer whose weights a caote scorer uses."""
-        return self.base or str(dict(self.scorer_params).get("base", "snapkv"))
+        return str(dict(self.scorer_params).get("base", "snapkv"))
 
-    @property
+    @cached_property
     def parts(self) -> Preset:
         """Return the preset with the allocator, scorer, selector, window and merge set here."""
         if self.compress == CUSTOM:
@@ -388,7 +425,7 @@ class CompressionConfig(
     @property
     def resolved_packed_dtype(self) -> PackedDtype:
         """Return the format of kept tokens."""
-        return self.parts.packed_dtype if self.packed_dtype is None else self.packed_dtype
+        return self.parts.packed_dtype if self.packed.dtype is None else self.packed.dtype
 
     @property
     def packs_k4v3(self) -> bool:
@@ -398,13 +435,13 @@ class CompressionConfig(
     @property
     def resolved_lookahead(self) -> int:
         """Return the output tokens that compression waits for; 0 compresses after the prefill."""
-        return self.parts.lookahead if self.lookahead is None else self.lookahead
+        return self.parts.lookahead if self.lookahead.tokens is None else self.lookahead.tokens
 
     @property
     def resolved_decode_window(self) -> int:
         """Return the decode window in tokens."""
         default = min(self.resolved_window, MAX_DEFAULT_WINDOW)
-        return default if self.decode_window is None else self.decode_window
+        return default if self.decode.window is None else self.decode.window
 
     @property
     def min_decode_budget(self) -> int:
@@ -414,8 +451,70 @@ class CompressionConfig(
     @property
     def _chunk(self) -> int:
         """Return the tokens per chunk that the method keeps; 0 if it keeps single tokens."""
-        selector = self.build_selector()
+        selector = self.method.selector
         return selector.size if isinstance(selector, Chunks) else 0
+
+    @cached_property
+    def method(self) -> ResolvedMethod:
+        """Return the method that these settings describe, built once.
+
+        Raises:
+            KeyError: `compress` is "off".
+        """
+        parts, window = self.parts, self.resolved_window
+        method = Method(
+            allocator=self.build_allocator(),
+            scorer=self.build_scorer(),
+            selector=self.build_selector(),
+            merge=parts.merge,
+        )
+        after_lookahead = method
+        if parts.output_scorer:
+            scorer = SCORERS[parts.output_scorer]()
+            after_lookahead = replace(method, scorer=scorer, selector=TopK())
+        lookahead, prompt_window = self.resolved_lookahead, parts.prompt_window
+        return ResolvedMethod(
+            allocator=method.allocator,
+            scorer=method.scorer,
+            selector=method.selector,
+            merge=method.merge,
+            after_lookahead=after_lookahead,
+            decode=self.decode,
+            pieces=self.pieces,
+            packed_dtype=self.resolved_packed_dtype,
+            decode_window=self.resolved_decode_window,
+            lookahead=lookahead,
+            lookahead_window=lookahead + prompt_window if prompt_window else window,
+        )
+
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> "CompressionConfig":
+        """Return a copy that derives its own cached values, because `update` may change them."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in _CACHED:
+            copied.__dict__.pop(name, None)
+        return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Return the state to pickle, without cached values, which each process derives itself."""
+        state = super().__getstate__()
+        fields = {key: value for key, value in state["__dict__"].items() if key not in _CACHED}
+        return {**state, "__dict__": fields}
+
+    @property
+    def scoring_query_counts(self) -> tuple[int, int]:
+        """Return the number of first and of last prompt tokens that score a piece, for reports.
+
+        If compression is off by default, return the largest counts that a request can choose.
+        """
+        variants = [self] if self.enabled else self.variants
+        return max((each.method.scoring_query_counts for each in variants), default=(0, 0))
+
+    @property
+    def ring_window(self) -> int:
+        """Return the number of last queries that the engine stores per request; 0 for none."""
+        return max((variant.method.ring_window for variant in self.variants), default=0)
 
     def build_allocator(self) -> Allocator:
         name = self.parts.allocator
@@ -424,8 +523,7 @@ class CompressionConfig(
         return allocator
 
     def build_scorer(self) -> Scorer:
-        base = {} if self.base is None else {"base": self.base}
-        defaults = dict(self.parts.scorer_params) | base
+        defaults = dict(self.parts.scorer_params)
         scorer: Scorer = build("scorer", SCORERS, self.parts.scorer, defaults, self.scorer_params)
         return scorer
 
@@ -467,13 +565,17 @@ class CompressionConfig(
             return None
         budget = self.budget_spec(num_layers, tokens)
         return page_plan(
-            budget, block_size, spans, full_share=self.full_share, page_tokens=page_tokens
+            budget,
+            block_size,
+            spans,
+            full_share=self.protection.full_share,
+            page_tokens=page_tokens,
         )
 
     def budget_spec(self, num_layers: int, tokens: int) -> BudgetSpec:
         """Return the budget of a prompt of `tokens` tokens on `num_layers` layers."""
         total = None
-        if not isinstance(self.budget, int) and ALLOCATORS[self.parts.allocator].exact_ratio:
+        if not isinstance(self.budget, int) and self.method.allocator.exact_ratio:
             share = round(Fraction(repr(self.budget)) * tokens * num_layers)
             total = max(share, num_layers * (self.resolved_window + 1))
         return BudgetSpec(
@@ -485,8 +587,17 @@ class CompressionConfig(
         )
 
 
+KEYS: Mapping[str, SettingDeclaration] = {each.key: each for each in CompressionConfig.declared()}
+"""Every setting by its key, in the order of --help."""
+COMPRESS_CONFIG_FLAG = SettingDeclaration(
+    key="compress_config",
+    metavar="JSON",
+    help="Any settings and method parameters, as a JSON object. The flags above win over it.",
+)
+"""The flag ``--kv-compress-config``, which takes any key."""
+
+
 @cache
 def _reads_of(method: str) -> Reads:
     """Return the statistics that a preset reads."""
-    preset = CompressionConfig.parse({"compress": method})
-    return preset.build_allocator().reads | preset.build_scorer().reads
+    return CompressionConfig.parse({"compress": method}).method.reads

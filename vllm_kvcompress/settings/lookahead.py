@@ -6,13 +6,12 @@ This is the look-ahead of arXiv:2505.20334, not vLLM's speculative `num_lookahea
 import functools
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from typing import Annotated, Any, Literal
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads, choose
-from vllm_kvcompress.settings.parsing import whole_tokens
+from vllm_kvcompress.settings.declared import Parsed, SettingsGroup, declare, flag_of
+from vllm_kvcompress.settings.parsing import TokensOrUnset
 
 logger = logging.getLogger("vllm.kvcompress")
 
@@ -23,35 +22,28 @@ RENAMED_KEYS: Mapping[str, str] = {"lookahead_yields": "lookahead_on_pressure"}
 """Old spelling of a key -> the key. Old spellings are accepted for one release."""
 
 
-class LookaheadSettings(BaseModel):
-    """Look-ahead fields of `CompressionConfig`."""
+def _parse_on_pressure(value: Any) -> str:
+    return choose("lookahead_on_pressure", {word: word for word in ON_PRESSURE}, str(value))
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lookahead: int | None = Field(default=None, ge=0, le=MAX_LOOKAHEAD)
-    """Output tokens that compression waits for, whose queries then score the prompt. 0 compresses
-    at the end of the prefill. None uses the preset's."""
-    lookahead_slots: int | None = Field(default=None, ge=1, strict=True)
-    """Requests that may be in their look-ahead at once, and so hold their last queries. None is
-    the number of running requests, limited to 1 GiB of queries per GPU (`planning.memory`)."""
+class LookaheadSettings(SettingsGroup):
+    """`CompressionConfig.lookahead`: the output tokens that compression waits for."""
 
-    lookahead_on_pressure: OnPressure = "preemption"
-    """When a short KV pool ends look-aheads early: before a preemption ("preemption"), also to
-    admit the next waiting request ("waiting"), or "never"."""
+    tokens: TokensOrUnset = declare(
+        None, "TOKENS", key="lookahead", unit="output tokens", ge=0, le=MAX_LOOKAHEAD
+    )
+    """Compression waits for this many output tokens, whose queries then score the prompt. 0
+    compresses when the prefill ends."""
+    on_pressure: Annotated[OnPressure, Parsed(_parse_on_pressure)] = declare(
+        "preemption", "WHEN", key="lookahead_on_pressure"
+    )
+    """When a short KV pool ends look-aheads early: before a request would be preempted
+    (preemption), also to admit a waiting request (waiting), or never."""
+    slots: int | None = declare(None, key="lookahead_slots", unit="requests", ge=1, strict=True)
+    """Requests that may be in their look-ahead at once. None is as many as run, within 1 GiB of
+    queries per GPU."""
 
-    @field_validator("lookahead_on_pressure", mode="before")
-    @classmethod
-    def _parse_on_pressure(cls, value: Any) -> str:
-        return choose("lookahead_on_pressure", {word: word for word in ON_PRESSURE}, str(value))
-
-    @field_validator("lookahead", mode="before")
-    @classmethod
-    def _parse_lookahead(cls, value: Any) -> Any:
-        return whole_tokens(value)
-
-    def check_lookahead(
-        self, compress: str, reads: Reads, min_window: int, *, bounded: bool
-    ) -> None:
+    def check(self, compress: str, reads: Reads, min_window: int, *, bounded: bool) -> None:
         """Check that the look-ahead works with the method.
 
         Args:
@@ -59,26 +51,23 @@ class LookaheadSettings(BaseModel):
             reads: statistics that the method reads.
             min_window: smallest observation window of the method, in tokens.
             bounded: whether a decode budget is set.
-
-        Raises:
-            ConfigError: the message states the rule, the value and the fix.
         """
-        if bounded and self.lookahead_slots is not None:
+        if bounded and self.slots is not None:
             raise ConfigError(
-                f"lookahead_slots={self.lookahead_slots} cannot be combined with"
+                f"lookahead_slots={self.slots} cannot be combined with"
                 " --kv-decode-budget, which stores the last queries of every request; remove"
                 " lookahead_slots"
             )
-        if not self.lookahead:
+        if not self.tokens:
             return
         if not scores_by_window(reads):
             raise ConfigError(
-                f"lookahead={self.lookahead} needs a method that scores a prompt with its latest"
+                f"lookahead={self.tokens} needs a method that scores a prompt with its latest"
                 f" queries, and {compress!r} does not; set lookahead to 0, or choose another method"
             )
-        if self.lookahead < min_window:
+        if self.tokens < min_window:
             raise ConfigError(
-                f"lookahead must be at least {min_window} for {compress!r}, got {self.lookahead};"
+                f"lookahead must be at least {min_window} for {compress!r}, got {self.tokens};"
                 f" set lookahead to {min_window} or more, or to 0"
             )
 
@@ -102,7 +91,7 @@ def current_names(raw: Mapping[Any, Any]) -> Mapping[Any, Any]:
             continue
         if new in raw:
             raise ConfigError(
-                f"{new} and its old name {old} are both set; remove {old} (or {_flag(old)})"
+                f"{new} and its old name {old} are both set; remove {old} (or {flag_of(old)})"
             )
         _warn_once(old, new)
         raw = {new if key == old else key: value for key, value in raw.items()}
@@ -113,12 +102,8 @@ def current_names(raw: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def _warn_once(old: str, new: str) -> None:
     logger.warning(
         "%s (%s) is deprecated and will be removed in the next release; use %s (%s)",
-        _flag(old),
+        flag_of(old),
         old,
-        _flag(new),
+        flag_of(new),
         new,
     )
-
-
-def _flag(key: str) -> str:
-    return f"--kv-{key.replace('_', '-')}"

@@ -1,11 +1,10 @@
 """Setting of the format in which kept tokens are stored."""
 
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, field_validator
+from typing import Annotated, Any, Literal
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
+from vllm_kvcompress.settings.declared import Parsed, SettingsGroup, declare
 
 PackedDtype = Literal["auto", "k4v3"]
 AUTO: PackedDtype = "auto"
@@ -13,22 +12,23 @@ K4V3: PackedDtype = "k4v3"
 PACKED_DTYPES = (AUTO, K4V3)
 
 
-class PackedSettings(BaseModel):
-    """Field of `CompressionConfig` for the format of kept tokens."""
+def _parse(value: Any) -> PackedDtype | None:
+    return None if value is None else parse_packed_dtype(value)
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    packed_dtype: PackedDtype | None = None
-    """Format of kept tokens: auto is the cache's dtype, and k4v3 packs them with 4-bit keys and
-    3-bit values (`kvcompress_kernels.k4v3`). None uses the preset's."""
+class PackedSettings(SettingsGroup):
+    """`CompressionConfig.packed`: the format of kept tokens."""
 
-    @field_validator("packed_dtype", mode="before")
-    @classmethod
-    def _parse_packed_dtype(cls, value: Any) -> PackedDtype | None:
-        return None if value is None else parse_packed_dtype(value)
+    dtype: Annotated[PackedDtype | None, Parsed(_parse)] = declare(
+        None, "FORMAT", key="packed_dtype", deployed=AUTO
+    )
+    """Format of kept tokens. auto: the KV cache's dtype. k4v3: 4-bit keys and 3-bit values, which
+    hold 4 times as many tokens in the same memory as 16 bits.
+
+    [k4v3](methods.md#110-packed-format-k4v3) with `--kv-max-whole` needs a budget of `1.0`."""
 
     @staticmethod
-    def check_packed_dtype(
+    def check(
         packed_dtype: PackedDtype,
         budget: float | int,
         decode_budget: int | None,
@@ -40,9 +40,6 @@ class PackedSettings(BaseModel):
             packed_dtype: the resolved format.
             budget: as in `CompressionConfig`.
             decode_budget, max_whole: as in `DecodeSettings` and `PieceSettings`.
-
-        Raises:
-            ConfigError: the message states the rule, the value and the fix.
         """
         if packed_dtype != K4V3:
             return

@@ -1,15 +1,20 @@
-"""Parsers for budgets, bounds, method lists and aliases as users write them."""
+"""Parsers for budgets, bounds, method lists and aliases as users write them.
+
+Each parser raises ConfigError for anything else. The message has the rule and the value.
+"""
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ValidationError
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
-from vllm_kvcompress.methods.presets import PRESETS, Merge
+from vllm_kvcompress.methods.preset import Merge, Params
+from vllm_kvcompress.methods.registry import METHODS, PRESETS, RECOMMENDED
+from vllm_kvcompress.settings.declared import Parsed
 from vllm_kvcompress.settings.packed_dtype import PackedDtype, parse_packed_dtype
 from vllm_kvcompress.settings.text import has_plain_digits, refuse_other_digits
 
@@ -53,11 +58,7 @@ def plain(value: Any) -> Any:
 
 
 def parse_budget(value: Any) -> float | int:
-    """Parse a budget: a ratio in (0, 1], or a whole number of tokens per layer >= 1.
-
-    Raises:
-        ConfigError: `value` is neither.
-    """
+    """Parse a budget: a ratio in (0, 1], or a whole number of tokens per layer >= 1."""
     message = (
         "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
         f" as 1024; got {value!r}"
@@ -86,21 +87,13 @@ def parse_budget(value: Any) -> float | int:
 
 
 def parse_budget_and_format(text: str) -> tuple[float | int, PackedDtype | None]:
-    """Parse ``BUDGET`` or ``BUDGET:FORMAT`` into a budget and a format of kept tokens.
-
-    Raises:
-        ConfigError: a part is wrong.
-    """
+    """Parse ``BUDGET`` or ``BUDGET:FORMAT`` into a budget and a format of kept tokens."""
     budget, colon, packed_dtype = (part.strip() for part in text.partition(":"))
     return parse_budget(budget), parse_packed_dtype(packed_dtype) if colon else None
 
 
 def parse_methods(value: Any) -> tuple[str, ...]:
-    """Parse the methods that requests may choose: "all", a list, or comma-separated names.
-
-    Raises:
-        ConfigError: a name is unknown, or no method is named.
-    """
+    """Parse the methods that requests may choose: "all", a list, or comma-separated names."""
     if value == "all":
         return ("off", *PRESETS)
     parts = value.split(",") if isinstance(value, str) else value
@@ -116,37 +109,26 @@ def parse_methods(value: Any) -> tuple[str, ...]:
 
 
 def whole_tokens(value: Any) -> Any:
-    """Return `value` unless it is a bool, a fraction or text with unusual digits.
-
-    pydantic does the conversion to int afterwards.
-
-    Raises:
-        ConfigError: `value` is one of these; pydantic would convert a bool silently.
-    """
+    """Return `value` unless it is a bool, which pydantic would convert silently, or a fraction."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ConfigError(f"must be a whole number of tokens, got {value!r}")
     return refuse_other_digits(value)
 
 
+def tokens_or_none(value: Any) -> Any:
+    """Return None for "none", which manifests write for an unset flag; else as `whole_tokens`."""
+    return None if value == "none" else whole_tokens(value)
+
+
 def number(value: Any) -> Any:
-    """Return `value` unless it is a bool or text with unusual digits.
-
-    pydantic does the conversion to float afterwards.
-
-    Raises:
-        ConfigError: `value` is one of these; pydantic would convert a bool silently.
-    """
+    """Return `value` unless it is a bool, which pydantic would convert silently."""
     if isinstance(value, bool):
         raise ConfigError(f"must be a number, got {value!r}")
     return refuse_other_digits(value)
 
 
 def parse_merge(value: Any) -> Merge | None:
-    """Parse `merge`: a bool or its text, "values", or None.
-
-    Raises:
-        ConfigError: `value` is something else.
-    """
+    """Parse `merge`: a bool or its text, "values", or None."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str) and value in _MERGES:
@@ -157,12 +139,24 @@ def parse_merge(value: Any) -> Merge | None:
     )
 
 
-def parse_bounds(value: Any) -> tuple[Bounds, ...]:
-    """Parse budget bounds: ``0.05:0.5,256:4096``, or a list of pairs.
+def parse_params(value: Any) -> Any:
+    """Return the parameters of a part in the order of their names."""
+    if not isinstance(value, Mapping):
+        return value
+    items = ((str(key), plain(item)) for key, item in value.items())
+    return tuple(sorted(items, key=lambda item: item[0]))
 
-    Raises:
-        ConfigError: a pair is not two ordered budgets of one kind, or a kind occurs twice.
-    """
+
+def parse_compress(value: Any) -> str:
+    """Parse the name of a method, or off."""
+    # YAML parses a bare off as False.
+    name = "off" if value is False else str(value)
+    choose("compress", dict.fromkeys(METHODS), name)
+    return name
+
+
+def parse_bounds(value: Any) -> tuple[Bounds, ...]:
+    """Parse budget bounds: ``0.05:0.5,256:4096``, or a list of pairs."""
     message = (
         "budget_bounds must be MIN:MAX, both ratios such as 0.05:0.5 or both whole numbers of"
         f" tokens such as 256:4096, or one of each kind with a comma between; got {value!r}"
@@ -186,12 +180,7 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
 
 
 def parse_aliases(value: Any) -> tuple[Alias, ...]:
-    """Parse aliases: ``NAME=METHOD:BUDGET[:FORMAT]``, a list of such texts, or an object.
-
-    Raises:
-        ConfigError: an alias has another form, an unknown method or format or a wrong budget, or
-            occurs twice.
-    """
+    """Parse aliases: ``NAME=METHOD:BUDGET[:FORMAT]``, a list of such texts, or an object."""
     if isinstance(value, Mapping):
         pairs = [(name, meaning) for name, meaning in value.items()]
     else:
@@ -215,11 +204,7 @@ def parse_aliases(value: Any) -> tuple[Alias, ...]:
 
 
 def _alias(name: Any, meaning: Any) -> Alias:
-    """Return the alias `name` with the parsed `meaning`.
-
-    Raises:
-        ConfigError: see `parse_aliases`.
-    """
+    """Return the alias `name` with the parsed `meaning`."""
     # YAML reads a bare off as False.
     if meaning is False:
         meaning = "off"
@@ -249,12 +234,36 @@ def _alias_error(value: Any) -> ConfigError:
     )
 
 
-def one_sentence(error: ValidationError) -> str:
-    """Return pydantic's first error as one sentence with the key and the value received."""
+Tokens = Annotated[int, Parsed(whole_tokens)]
+TokensOrUnset = Annotated[int | None, Parsed(whole_tokens)]
+TokensOrNone = Annotated[int | None, Parsed(tokens_or_none)]
+"""As `TokensOrUnset`; users may also write "none"."""
+MethodName = Annotated[str, Parsed(parse_compress)]
+Budget = Annotated[float | int, Parsed(parse_budget)]
+MethodNames = Annotated[tuple[str, ...], Parsed(parse_methods)]
+BoundsOfKinds = Annotated[tuple[Bounds, ...], Parsed(parse_bounds)]
+Aliases = Annotated[tuple[Alias, ...], Parsed(parse_aliases)]
+PartParams = Annotated[Params, Parsed(parse_params)]
+MergeOrUnset = Annotated[Merge | None, Parsed(parse_merge)]
+
+
+def one_sentence(error: ValidationError, keys: Container[str]) -> str:
+    """Return pydantic's first error as one sentence with the key and the value received.
+
+    Args:
+        keys: all keys of the settings.
+    """
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"][:1])
+    # pydantic's "loc" is (key, type...), or (group, key, type...) for a setting in a group.
+    key = next((str(part) for part in reversed(first["loc"][:2]) if part in keys), "")
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return text if not key or key in text else f"{key} {text}"
     message = text[:1].lower() + text[1:]
     return f"{key}: {message}, got {first.get('input')!r}"
+
+
+def with_default_method(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, with the recommended method if they name none."""
+    named = settings.keys() & {"compress", "allocator", "scorer"}
+    return settings if named else {"compress": RECOMMENDED, **settings}

@@ -5,12 +5,11 @@ give token spans.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from pydantic import BaseModel, ConfigDict, field_validator
+from typing import Annotated, Any, NamedTuple
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.base import closest
+from vllm_kvcompress.settings.declared import DEPLOY_DEFAULT, Parsed, SettingsGroup, declare
 
 PROTECT = "kv_protect"
 SYSTEM, TOOLS, QUESTION = "system", "tools", "question"
@@ -24,14 +23,24 @@ _RULE = (
 )
 
 
-class ProtectSettings(BaseModel):
-    """Protection fields of `CompressionConfig`."""
+def _parse_words(value: Any) -> tuple[str, ...]:
+    words, spans = parse_protect("protect", value)
+    if spans:
+        raise ConfigError(
+            f"protect must be one or more of {', '.join(WORDS)}, or {NONE}, got"
+            f" {shorten(value)}; only a request can give token spans, in {PROTECT}"
+        )
+    return words
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    protect: tuple[str, ...] = ()
-    """Parts of a chat that every layer keeps: `system` (and developer) messages, `tools`, and the
-    `question`, which is the last user message, or its first and last 256 tokens."""
+class ProtectSettings(SettingsGroup):
+    """`CompressionConfig.protection`: what the operator protects."""
+
+    words: Annotated[tuple[str, ...], Parsed(_parse_words)] = declare(
+        (), "PARTS", key="protect", deployed=DEPLOY_DEFAULT
+    )
+    """Parts of a chat that every layer keeps: system, tools, question, or several of them separated
+    by commas. With none, no part is protected."""
 
     @property
     def full_share(self) -> bool:
@@ -40,18 +49,7 @@ class ProtectSettings(BaseModel):
         This holds if the operator protects parts. If only a request does, unprotected tokens get at
         least half of the budget.
         """
-        return bool(self.protect)
-
-    @field_validator("protect", mode="before")
-    @classmethod
-    def _words(cls, value: Any) -> tuple[str, ...]:
-        words, spans = parse_protect("protect", value)
-        if spans:
-            raise ConfigError(
-                f"protect must be one or more of {', '.join(WORDS)}, or {NONE}, got"
-                f" {shorten(value)}; only a request can give token spans, in {PROTECT}"
-            )
-        return words
+        return bool(self.words)
 
 
 class Protection(NamedTuple):
@@ -144,13 +142,12 @@ def protection_of(
     try:
         words, spans = parse_protect(PROTECT, extra_args[PROTECT])
     except ConfigError as e:
-        raise OverrideError("invalid", str(e)) from None
+        raise OverrideError.invalid(str(e)) from None
     if may_choose:
         granted_words = tuple(word for word in protect if word in words)
         return Protection(words=words, spans=spans, granted=granted_words, named=words)
     if not words and not spans and protect:
-        raise OverrideError(
-            "not_allowed",
+        raise OverrideError.not_allowed(
             f"this server protects {', '.join(protect)}, and requests cannot change that; remove"
             f" {PROTECT}, or ask the operator for --kv-allow-override",
         )

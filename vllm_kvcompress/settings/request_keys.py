@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.settings.protection import PROTECT, shorten
@@ -12,15 +12,82 @@ COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
 PACKED_DTYPE = "kv_packed_dtype"
 BY_ROLE = "kv_by_role"
-CHOICES = (COMPRESS, BUDGET, PACKED_DTYPE, DECODE_BUDGET, LOOKAHEAD)
-KEYS = (*CHOICES, PROTECT, BY_ROLE)
+
+
+class RequestKey(NamedTuple):
+    """A key that a request may set.
+
+    Args:
+        name: the key.
+        needs: flags that the server needs, and `help`: the key's meaning, both for docs/flags.md.
+        smallest: smallest whole number that it takes and its unit, if it takes a number.
+    """
+
+    name: str
+    needs: str
+    help: str
+    smallest: str = "0"
+
+    @property
+    def minimum(self) -> int:
+        """Return the number of `smallest`."""
+        return int(self.smallest.split()[0])
+
+
+_OVERRIDE, _TOKENS = "`--kv-allow-override`", "2 tokens per layer"
+_KEYS = (
+    RequestKey(COMPRESS, _OVERRIDE, "`off`, or a method that the server allows."),
+    RequestKey(
+        BUDGET,
+        _OVERRIDE,
+        "A budget within `--kv-budget-bounds`, written as in `--kv-budget`.",
+        _TOKENS,
+    ),
+    RequestKey(
+        PACKED_DTYPE,
+        _OVERRIDE,
+        "`auto`; or `k4v3`, if `--kv-packed-dtype`, an allowed method or an alias of the server"
+        " uses it.",
+    ),
+    RequestKey(
+        DECODE_BUDGET,
+        f"{_OVERRIDE}, `--kv-decode-budget`",
+        f"At least {_TOKENS}, and at most the server's decode budget.",
+        _TOKENS,
+    ),
+    RequestKey(
+        LOOKAHEAD,
+        _OVERRIDE,
+        "Output tokens, at most the look-ahead that the method has on this server.",
+        "0 output tokens",
+    ),
+    RequestKey(
+        PROTECT,
+        "",
+        "`system`, `tools`, `question` or spans of tokens such as `0:200`, separated by commas; or"
+        " `none`. Without `--kv-allow-override`, at most about half of the budget.",
+    ),
+    RequestKey(
+        BY_ROLE,
+        f"{_OVERRIDE}, `--kv-usage`",
+        "`true` reports in the usage which share of each role's tokens was kept.",
+    ),
+    RequestKey(
+        ALIAS,
+        "`--kv-alias`",
+        "One of the server's aliases. Only offline; over HTTP, the request's `model` names it.",
+    ),
+)
+REQUEST_KEYS = {key.name: key for key in _KEYS}
+KEYS = tuple(name for name in REQUEST_KEYS if name != ALIAS)
+"""The keys that a client may set over HTTP."""
 XARGS = "vllm_xargs"
 _TRANSFER = "kv_transfer_params"
 VLLM_KEYS = frozenset({_TRANSFER, "kv_cache_report_mode"})
 """Keys of vLLM that also begin with ``kv_``."""
-SPANS, ROLES = "kvcompress_spans", "kvcompress_roles"
-"""Extra arguments that the API server adds for the scheduler."""
-_EXACT = frozenset({*KEYS, ALIAS, SPANS, ROLES, *VLLM_KEYS})
+OPTIONS = "kvcompress_options"
+"""Extra argument in which the checked options of a request travel. Clients cannot set it."""
+_EXACT = frozenset({*KEYS, ALIAS, OPTIONS, *VLLM_KEYS})
 _MAX_SHOWN = 24
 """Characters of an unknown key that are compared and shown."""
 _KV_PREFIX = re.compile(r"kv[_-]", re.IGNORECASE)
@@ -71,10 +138,9 @@ def refuse_unknown(extra_args: Mapping[str, Any]) -> None:
         near = _nearest(key)
         if near is not None or _KV_PREFIX.match(key):
             hint = f"did you mean {near!r}?" if near else f"a request may set {list(KEYS)}"
-            raise OverrideError("invalid", f"{key[:_MAX_SHOWN]!r} is unknown; {hint}")
+            raise OverrideError.invalid(f"{key[:_MAX_SHOWN]!r} is unknown; {hint}")
         if found := next(_settings_in(value), None):
-            raise OverrideError(
-                "invalid",
+            raise OverrideError.invalid(
                 f"{found!r} must be a top-level extra argument, but is inside"
                 f" {key[:_MAX_SHOWN]!r}; move it to the top level",
             )
@@ -110,15 +176,14 @@ def refuse_misplaced(body: Mapping[str, Any], fields: Collection[str], place: st
             continue
         shown = key[:_MAX_SHOWN]
         if key in KEYS:
-            raise OverrideError(
-                "invalid",
+            raise OverrideError.invalid(
                 f"{key!r} ({shorten(value)}) must be inside {place}, but is outside, where vLLM"
                 f" ignores it; send {place} with {key!r} in it",
             )
         near = _nearest(key) if _letters(key).startswith("kv") else None
         if near is not None or _KV_PREFIX.match(key):
-            raise OverrideError(
-                "invalid", f"{shown!r} is not a field of the request; {_hint(near, place)}"
+            raise OverrideError.invalid(
+                f"{shown!r} is not a field of the request; {_hint(near, place)}"
             )
         _refuse_object(shown, value, place)
 
@@ -136,8 +201,7 @@ def _refuse_object(key: str, value: Any, place: str) -> None:
     if not isinstance(value, Mapping | list):
         return
     if _letters(key) == "extrabody":
-        raise OverrideError(
-            "invalid",
+        raise OverrideError.invalid(
             f"{key!r} is an argument of the openai client and not a field of the request, got"
             f" {shorten(value)}; send its keys at the top level, and settings such as"
             f" {BUDGET!r} inside {place}",
@@ -148,8 +212,7 @@ def _refuse_object(key: str, value: Any, place: str) -> None:
             (inner for inner in value if isinstance(inner, str) and _looks_like_ours(inner)), None
         )
     if found is not None:
-        raise OverrideError(
-            "invalid",
+        raise OverrideError.invalid(
             f"{key!r} is not a field of the request; did you mean {place}? It holds"
             f" {found[:_MAX_SHOWN]!r}, which vLLM ignores there",
         )

@@ -12,15 +12,15 @@ from vllm_kvcompress.settings.config import CompressionConfig
 def in_whole_blocks(settings: CompressionConfig, block_size: int) -> CompressionConfig:
     """Return `settings` with the default interval and piece rounded to whole KV blocks.
 
-    Each becomes the largest multiple of the block up to its default, and at least one block and
-    the decode window. Values that the user set stay as they are: `block_multiple_refusal`
-    refuses those that do not fit.
+    Each becomes the largest multiple of the block up to its default, but at least one block. The
+    interval is also at least the decode window. Values that the user set stay as they are:
+    `block_multiple_refusal` refuses them if they do not fit.
 
     Args:
         settings: settings of the engine or of a request.
         block_size: tokens per KV block.
     """
-    return _rounded(settings, frozenset(settings.model_fields_set), block_size)
+    return _rounded(settings, settings.given_keys, block_size)
 
 
 @lru_cache(maxsize=256)
@@ -30,8 +30,8 @@ def _rounded(
     # `fields_set` is part of the cache key: equal settings may differ in which fields were set.
     windows = (variant.resolved_decode_window for variant in settings.variants)
     min_tokens = {"decode_interval": max(windows, default=1), "piece": 1}
-    limits = {"decode_interval": settings.decode_budget, "piece": settings.max_whole}
-    defaults = {key: getattr(settings, key) for key, limit in limits.items() if limit is not None}
+    limits = {"decode_interval": settings.decode.budget, "piece": settings.pieces.max_whole}
+    defaults = {key: settings.value(key) for key, limit in limits.items() if limit is not None}
     rounded = {
         key: max(tokens // block_size, -(-min_tokens[key] // block_size)) * block_size
         for key, tokens in defaults.items()

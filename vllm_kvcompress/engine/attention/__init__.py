@@ -1,1 +1,1 @@
-"""vLLM's attention backends over the flat page pool; each layer reads its own block table."""
+"""vLLM's attention backends, extended so that each layer reads a block table of its own."""

@@ -209,23 +209,24 @@ class CompressedImpl(ABC):
     ) -> torch.Tensor:
         compressor, group_rows = self._compressor, group_rows_of(attn_metadata)
         layers, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
-        if compressor is not None and layers is not None:
-            kv_cache, attn_metadata = compressor.pool.pages, layers[self._layer]
+        queries = query
+        if compressor is not None:
+            if layers is not None:
+                kv_cache, attn_metadata = compressor.pool.pages, layers[self._layer]
+            if query.itemsize == 1:
+                # vLLM quantised the queries; `Scales` includes their scale.
+                queries = query.to(compressor.queries_dtype)
+            if keeps:
+                assert compressor.pool.ring is not None, self._layer
+                compressor.pool.ring.store(self._layer, queries)
         result: torch.Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
-        if compressor is None:
-            return result
-        if group_rows is not None:
-            self._attend_to_groups(compressor.pool, query, output, group_rows)
-        if query.itemsize == 1:
-            # vLLM quantised the queries; `Scales` includes their scale.
-            query = query.to(compressor.queries_dtype)
-        if keeps:
-            assert compressor.pool.ring is not None, self._layer
-            compressor.pool.ring.store(self._layer, query)
-        if compressor.watching:
-            compressor.after_attention(self._layer, query)
+        if compressor is not None:
+            if group_rows is not None:
+                self._attend_to_groups(compressor.pool, query, output, group_rows)
+            if compressor.watching:
+                compressor.after_attention(self._layer, queries)
         return result
 
     def _attend_to_groups(

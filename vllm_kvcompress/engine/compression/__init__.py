@@ -1,1 +1,1 @@
-"""Compression on a worker: observe the layers, score tokens, select them, and pack them."""
+"""Compression on a worker: score a prompt's tokens, select them, and pack them into pages."""

@@ -10,7 +10,7 @@ from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.messages.step import AttentionAddition
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.paged_layers import attention_to_slots
-from vllm_kvcompress.methods.scorers.pooling import group_mean
+from vllm_kvcompress.methods.parts.pooling import group_mean
 from vllm_kvcompress.planning.memory import requests_per_sum
 
 

@@ -30,7 +30,6 @@ from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
 
 _ATTENTION = Reads.WINDOW | Reads.COLUMN_SUMS
 
@@ -131,7 +130,7 @@ class PromptCompressor:
         for request_id in in_pieces:
             self.pool.admit(request_id)
         for request_id, settings in plan.observe:
-            if method_of(settings).reads & _ATTENTION:
+            if settings.method.reads & _ATTENTION:
                 span = self._span(step, request_id, settings, row_of[request_id], query_start)
                 span.blocks = self._blocks(block_table, span.row, span.prefill.tokens)
                 if request_id in plan.keep_output_queries:
@@ -169,7 +168,7 @@ class PromptCompressor:
         stopwatch = Stopwatch(self.pool.pages.device)
         prefill = self._prefills.setdefault(
             pack_request.request_id,
-            PrefillState(method_of(settings), settings.resolved_window, stopwatch),
+            PrefillState(settings.method, settings.resolved_window, stopwatch),
         )
         return GroupJob(pack_request, blocks, prefill.stopwatch)
 
@@ -180,8 +179,8 @@ class PromptCompressor:
 
         Queries in the ring score it once its look-ahead has ended, or it keeps all tokens.
         """
-        method = method_of(
-            pack_request.settings, scored_by_output=pack_request.plan.scored_by_output
+        method = pack_request.settings.method.method_for(
+            scored_by_output=pack_request.plan.scored_by_output
         )
         if not pack_request.prefill:
             return PackJob(pack_request=pack_request, method=method, row=row)
@@ -210,7 +209,7 @@ class PromptCompressor:
         Args:
             packs_prompt: whether the prompt is packed after this chunk, and nothing was dropped.
         """
-        method = method_of(settings)
+        method = settings.method
         start, stop = int(query_start[row]), int(query_start[row + 1])
         probe = step.probes[request_id].rows if request_id in step.probes else 0
         stop -= step.drafts.get(request_id, 0) + probe
@@ -431,7 +430,7 @@ class PromptCompressor:
                 pack_request.tokens,
             )
             return
-        if pack_request.output_tokens is not None and pack_request.settings.decode_budget is None:
+        if pack_request.output_tokens is not None and pack_request.settings.decode.budget is None:
             self.pool.drop_queries(pack_request.request_id)
         assert job.stopwatch is not None, pack_request
         self._report_prompt(pack_request, pages, job.stopwatch)

@@ -224,8 +224,9 @@ class Packer:
         these, and in total). With merging it also has the tail length.
         """
         pack_request, plan = job.pack_request, job.pack_request.plan
+        method = job.method
         return (
-            job.method,
+            (method.allocator, method.scorer, method.selector, method.merge),
             pack_request.prefill,
             pack_request.nothing_dropped,
             pack_request.destination is None,

@@ -80,7 +80,7 @@ class ProtectedSlots:
         for index, (pack_request, rows) in enumerate(
             zip(pack_requests, kept.split(count), strict=True)
         ):
-            if pack_request.completes_prompt and pack_request.settings.decode_budget is None:
+            if pack_request.completes_prompt and pack_request.settings.decode.budget is None:
                 self._pool.protected.pop(pack_request.request_id, None)
                 continue
             spans = clip_spans(pack_request.plan.spans, 0, pack_request.plan.intact_from)

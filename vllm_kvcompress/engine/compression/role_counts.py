@@ -6,7 +6,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.engine.messages.spans import roles_of
+from vllm_kvcompress.engine.messages.options import roles_of
 from vllm_kvcompress.engine.messages.step import PackRequest, RoleKept
 from vllm_kvcompress.methods.spans import Roles, clip_spans, token_count
 

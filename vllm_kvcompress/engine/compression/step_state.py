@@ -55,7 +55,7 @@ class Probe:
 
     @classmethod
     def of(cls, pack_request: PackRequest) -> Self:
-        first = pack_request.settings.num_first_probe_tokens(pack_request.plan.probe)
+        first = pack_request.settings.pieces.num_first_probe_tokens(pack_request.plan.probe)
         return cls(first, pack_request.plan.probe - first)
 
     @property

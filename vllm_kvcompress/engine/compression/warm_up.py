@@ -10,17 +10,9 @@ from vllm_kvcompress.engine.messages.step import AttentionAddition, PackRequest
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import QUERIES_PER_SUM
-from vllm_kvcompress.methods.presets import min_window
+from vllm_kvcompress.methods.preset import min_window
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import (
-    lookahead_window,
-    method_of,
-    num_allocator_queries,
-    probe_tokens,
-    sums_attention,
-    sums_output_attention,
-)
 
 
 class WarmUp:
@@ -43,7 +35,7 @@ class WarmUp:
         queries: tuple[int, int, torch.dtype],
     ) -> None:
         self._packer, self._adder, self._pool = packer, adder, packer.pool
-        self._settings, self._method = settings, method_of(settings)
+        self._settings, self._method = settings, settings.method
         self._heads, self._dim, self._dtype = queries
         self._page_tokens = packed_page_tokens(settings, self._pool.block_size, self._pool.itemsize)
 
@@ -54,18 +46,18 @@ class WarmUp:
         if self._page_tokens is not None:
             # As floats, the bytes of groups may be NaN.
             self._pool.zero((0,))
-        if settings.decode_budget is not None:
+        if settings.decode.budget is not None:
             self.pack_again(settings.resolved_decode_window, prefill=False)
-        if settings.max_whole is not None:
+        if settings.pieces.max_whole is not None:
             self.pack_again(settings.resolved_window, prefill=True)
-            probe, min_rows = probe_tokens(settings), min_window(self._method.reads)
+            probe, min_rows = self._method.probe_tokens, self._method.min_window
             for rows in _powers_of_two(probe):
-                allocator_window = num_allocator_queries(settings, rows)
+                allocator_window = self._method.num_allocator_queries(rows)
                 if rows >= min_rows:
                     self.pack_again(
                         rows, prefill=True, probe=rows, allocator_window=allocator_window
                     )
-        if settings.max_whole is not None or settings.lookahead_on_pressure != "never":
+        if settings.pieces.max_whole is not None or settings.lookahead.on_pressure != "never":
             # Prompts packed in pieces, or early under memory pressure, are packed again after
             # their look-ahead, with the queries of their output.
             for window, output_queries in self._lookahead_windows():
@@ -87,7 +79,7 @@ class WarmUp:
         settings, block = self._settings, self._pool.block_size
         budget = settings.budget if isinstance(settings.budget, int) else 0
         short = max(
-            2 * lookahead_window(settings), 4 * block, settings.min_prompt, budget + 2 * block
+            2 * self._method.lookahead_window, 4 * block, settings.min_prompt, budget + 2 * block
         )
         lengths = sorted({min(short + extra, max_tokens) for extra in (3, 4096, 32768, max_tokens)})
         for tokens in lengths:
@@ -98,9 +90,9 @@ class WarmUp:
         if plan is None or not settings.resolved_lookahead:
             return
         # Early compression may have fewer queries; kernels are specialised for powers of two.
-        for rows in _powers_of_two(lookahead_window(settings)):
+        for rows in _powers_of_two(self._method.lookahead_window):
             plan = self._plan_with_window(rows, lengths[-1])
-            if plan is not None and rows >= min_window(self._method.reads):
+            if plan is not None and rows >= self._method.min_window:
                 self._pack_prompt(plan, shortest=False)
         for window, output_queries in self._lookahead_windows():
             plan = self._plan_with_window(window, lengths[-1])
@@ -128,11 +120,11 @@ class WarmUp:
             Pairs of a window and the number of output queries that the method reads separately;
             None if it does not read them separately.
         """
-        settings, window = self._settings, lookahead_window(self._settings)
+        settings, window = self._settings, self._method.lookahead_window
         if not settings.resolved_lookahead:
             return []
         windows: list[tuple[int, int | None]] = [(window, None)]
-        reads = method_of(settings, scored_by_output=True).reads
+        reads = self._method.after_lookahead.reads
         if not reads & (Reads.VARIANCE | Reads.PROMPT_MAXIMUM):
             return windows
         prompt_window = settings.parts.prompt_window or window
@@ -166,7 +158,7 @@ class WarmUp:
             )
             job = PackJob(
                 pack_request=pack_request,
-                method=method_of(self._settings, scored_by_output=plan.scored_by_output),
+                method=self._method.method_for(scored_by_output=plan.scored_by_output),
                 blocks=blocks,
                 queries=dict.fromkeys(layers, self._query(plan.window)),
                 sums=dict.fromkeys(layers, sums),
@@ -221,9 +213,10 @@ class WarmUp:
             )
             self._pool.put_null_block_in_row(plan.tokens)
             queries = dict.fromkeys(range(layers), self._query(window)) if prefill else {}
-            method = method_of(self._settings, scored_by_output=scored_by_output)
+            method = self._method.method_for(scored_by_output=scored_by_output)
             self._packer.run([PackJob(pack_request=pack_request, method=method, queries=queries)])
-        if sums_attention(self._settings) if prefill else sums_output_attention(self._settings):
+        method = self._method
+        if method.sums_attention if prefill else method.sums_output_attention:
             self._add_up(prefill)
         self._pool.put_null_block_in_row(0)
         self._pool.forget("")
@@ -232,7 +225,7 @@ class WarmUp:
         """Add attention with every number of queries for which kernels are specialised."""
         size = self._pool.block_size
         max_queries = (
-            QUERIES_PER_SUM if prefill else min(self._settings.decode_interval, QUERIES_PER_SUM)
+            QUERIES_PER_SUM if prefill else min(self._settings.decode.interval, QUERIES_PER_SUM)
         )
         for latest in sorted({min(2**power, max_queries) for power in range(3, 8)}):
             tokens = (latest // size + 1) * size

@@ -1,18 +1,22 @@
-"""VllmHook `api`: check the compression settings of a request before any part of it runs.
+"""VllmHook `api`: parse and check the options of each request before it runs.
 
 A wrong value is answered with HTTP 400 on every endpoint, streaming or not. vLLM checks parameters
-when its generator is first awaited, after a stream has answered 200, so we check where the
-generator is created. Offline, and for requests that arrive in other ways, we check again where vLLM
-turns parameters into a request.
+when its generator is first awaited, after a stream has answered 200, so we check in the handler and
+where the generator is created. The options then travel in the request's extra arguments to
+`process_inputs`, which attaches them for the engine core. Requests that arrive in other ways, such
+as those of `LLM`, get their options there.
 """
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from starlette.requests import Request
+from vllm.config import VllmConfig
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -24,9 +28,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.engine.frontend.aliases import resolve
-from vllm_kvcompress.engine.frontend.bodies import ignored_keys
-from vllm_kvcompress.engine.frontend.by_role import requested_roles
-from vllm_kvcompress.engine.frontend.chat_parts import REPORTED, needed_parts
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.frontend.modalities import (
     forget,
@@ -36,8 +37,10 @@ from vllm_kvcompress.engine.frontend.modalities import (
     rendered,
     waits_for_rendering,
 )
-from vllm_kvcompress.engine.frontend.prompt_limits import check_fits_pool, check_token_budget
-from vllm_kvcompress.engine.frontend.protection import protected_spans
+from vllm_kvcompress.engine.frontend.prompt_limits import check_fits_pool
+from vllm_kvcompress.engine.frontend.protection.by_role import requested_roles
+from vllm_kvcompress.engine.frontend.protection.chat_parts import REPORTED, needed_parts
+from vllm_kvcompress.engine.frontend.protection.spans import protected_spans
 from vllm_kvcompress.engine.frontend.transfers import (
     PARAMETERS,
     Pulls,
@@ -45,13 +48,18 @@ from vllm_kvcompress.engine.frontend.transfers import (
     check_transfer,
     prompts_of,
 )
+from vllm_kvcompress.engine.messages.options import attach_options
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
-from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import by_role_for, protection_for, settings_for
-from vllm_kvcompress.settings.request_keys import BY_ROLE, XARGS, misplaced, refuse_misplaced
+from vllm_kvcompress.settings.request_keys import (
+    BY_ROLE,
+    OPTIONS,
+    XARGS,
+    misplaced,
+    refuse_misplaced,
+)
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (
@@ -59,6 +67,131 @@ HANDLERS = (
     (OpenAIServingCompletion, "create_completion"),
     (OpenAIServingResponses, "create_responses"),
 )
+_PARAMS = "sampling_params"
+_PARAMS_FIELDS = frozenset(SamplingParams.__annotations__)
+
+
+# -- enter ----------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Wrap the methods where requests enter; safe to call twice."""
+    if getattr(InputProcessor, _INSTALLED, False):
+        return
+    process_inputs = InputProcessor.process_inputs
+    generate = AsyncLLM.generate
+
+    @functools.wraps(process_inputs)
+    def processing(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        options = _checked(self, prompt, params, request_id)
+        request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
+        if options is not None and waits_for_rendering(prompt):
+            options = _checked(self, rendered(request), params, request_id, options)
+        if options is not None and request.sampling_params is not None:
+            attach_options(request.sampling_params, options)
+        return request
+
+    @functools.wraps(generate)
+    def generating(
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        options = _checked(self.input_processor, prompt, sampling_params, request_id, begins=True)
+        if options is not None:
+            sampling_params = copy.copy(sampling_params)
+            sampling_params.extra_args = _with_options(sampling_params.extra_args, options)
+        return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
+
+    InputProcessor.process_inputs = processing
+    AsyncLLM.generate = generating
+    for serving, name in HANDLERS:
+        chat = serving is not OpenAIServingCompletion
+        setattr(serving, name, _checking(getattr(serving, name), chat=chat))
+    batch: Any = OpenAIServingChatBatch
+    batch.create_batch_chat_completion = _checking_batch(batch.create_batch_chat_completion)
+    serving_tokens: Any = ServingTokens
+    serving_tokens.serve_tokens = _reporting_refusals(serving_tokens.serve_tokens)
+    setattr(InputProcessor, _INSTALLED, True)
+
+
+def _checking(handler: Any, *, chat: bool) -> Any:
+    """Wrap a server handler to check the request first, and note the parts of a chat to find.
+
+    This cannot wait for the generator: the Responses API creates it inside the stream, and beam
+    search drops the extra arguments.
+    """
+
+    async def checked(self: Any, request: Any, raw_request: Any) -> None:
+        resolve(self.models, request)
+        processor = self.engine_client.input_processor
+        settings = _policy(processor).settings
+        beams = bool(getattr(request, "use_beam_search", False))
+        with _refusals(processor):
+            await _refuse_misplaced_settings(processor, request, raw_request)
+            options = _options(processor, request.vllm_xargs)
+            if settings is not None:
+                _check_pull(processor.vllm_config, request)
+            if settings is not None and beams:
+                _check_beams(settings, options, request, chat=chat)
+        if settings is not None:
+            request.vllm_xargs = _with_options(request.vllm_xargs, options)
+        # Beam search makes its own prompts, which are not chats.
+        needed_parts.set(_needed_parts(options) if chat and not beams else None)
+
+    @functools.wraps(handler)
+    async def handling(self: Any, request: Any, raw_request: Any = None, **more: Any) -> Any:
+        # If the request is refused, vLLM tells the prefill server to free its blocks.
+        await self._with_kv_transfer_rejection_cleanup(
+            checked(self, request, raw_request), request, raw_request
+        )
+        return await handler(self, request, raw_request, **more)
+
+    return handling
+
+
+def _checking_batch(handler: Any) -> Any:
+    """Wrap the handler of chat batches; each chat is checked when its generation starts.
+
+    The prefill server is not told of refused batches: a batch has no request id, and vLLM's engine
+    crashes without one.
+    """
+
+    @functools.wraps(handler)
+    async def handling(self: Any, request: Any, raw_request: Any = None, **more: Any) -> Any:
+        processor = self.engine_client.input_processor
+        with _refusals(processor):
+            await _refuse_misplaced_settings(processor, request, raw_request)
+            if _policy(processor).settings is not None:
+                _check_pull(processor.vllm_config, request)
+        return await handler(self, request, raw_request, **more)
+
+    return handling
+
+
+def _reporting_refusals(handler: Any) -> Any:
+    """Wrap a handler for which vLLM does not tell the prefill server about refused requests.
+
+    If nothing can be compressed, the handler runs unchanged.
+    """
+
+    @functools.wraps(handler)
+    async def handling(self: Any, request: Any, raw_request: Any = None, **more: Any) -> Any:
+        processor = self.engine_client.input_processor
+
+        async def checked() -> Any:
+            with _refusals(processor):
+                await _refuse_misplaced_settings(processor, request, raw_request)
+            return await handler(self, request, raw_request, **more)
+
+        if _policy(processor).settings is None:
+            return await checked()
+        return await self._with_kv_transfer_rejection_cleanup(checked(), request, raw_request)
+
+    return handling
+
+
+# -- parse ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,40 +214,6 @@ class _Policy:
 _policies: WeakKeyDictionary[InputProcessor, _Policy] = WeakKeyDictionary()
 
 
-def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a request with wrong or forbidden compression settings.
-
-    Args:
-        processor: input processor of the engine, whose configuration determines the policy.
-        extra_args: ``vllm_xargs`` of the request, or `extra_args` of its sampling parameters.
-
-    Raises:
-        VLLMValidationError: the request is refused. vLLM's server answers with status 400.
-    """
-    if not extra_args:
-        return
-    policy = _policy(processor)
-    if policy.switched_off:
-        return
-    with _counted_refusals():
-        request_settings = settings_for(policy.settings, extra_args)
-        if policy.settings is not None:
-            protection_for(policy.settings, extra_args)
-            by_role_for(policy.settings, extra_args)
-            check_lookahead(processor.vllm_config, request_settings)
-            check_token_budget(request_settings, extra_args, processor.vllm_config)
-
-
-@contextmanager
-def _counted_refusals(parameter: str = XARGS) -> Iterator[None]:
-    """Turn an OverrideError into vLLM's validation error, and count it."""
-    try:
-        yield
-    except OverrideError as e:
-        count_refusal(e.reason)
-        raise VLLMValidationError(str(e), parameter=parameter) from None
-
-
 def _policy(processor: InputProcessor) -> _Policy:
     if processor not in _policies:
         config = processor.vllm_config.additional_config
@@ -124,217 +223,157 @@ def _policy(processor: InputProcessor) -> _Policy:
     return _policies[processor]
 
 
-def _check_request(
-    processor: InputProcessor, prompt: Any, params: Any, request_id: str, *, begins: bool = False
-) -> tuple[Spans, Roles]:
-    """Run `_checked_spans`, and refuse to pull a prompt that another request has pulled.
+def _options(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    """Return a request's options; parse and check them if this process has not done so yet.
 
-    If the request is refused, its items are removed from vLLM's processor cache.
+    A `RequestOptions` object under the key OPTIONS is trusted: a client's JSON cannot contain one.
+
+    Args:
+        processor: input processor of the engine, whose configuration determines the policy.
+        extra_args: ``vllm_xargs`` of the request, or `extra_args` of its sampling parameters.
+    """
+    carried = (extra_args or {}).get(OPTIONS)
+    if isinstance(carried, RequestOptions):
+        return carried
+    policy, config = _policy(processor), processor.vllm_config
+    if policy.switched_off:
+        return RequestOptions()
+    max_model_len = int(config.model_config.max_model_len)
+    options = RequestOptions.parse(policy.settings, extra_args, max_model_len)
+    check_lookahead(config, options.settings)
+    return options
+
+
+def _with_options(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
+    """Return extra arguments in which the options travel inside this process."""
+    return {**(extra_args or {}), OPTIONS: options}
+
+
+def _needed_parts(options: RequestOptions) -> tuple[str, ...]:
+    """Return the parts of a chat to find: protected parts, and parts that a role report counts."""
+    # Uncompressed requests search for roles too, so that comparisons measure the same work.
+    reported = REPORTED if options.by_role else ()
+    return reported if options.settings is None else (*options.protection.words, *reported)
+
+
+# -- check ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _refusals(processor: InputProcessor, prompt: Any = None) -> Iterator[None]:
+    """Turn an OverrideError into vLLM's validation error, which its server answers with 400.
+
+    The refusal is counted, and the prompt's items are removed from vLLM's processor cache.
     """
     try:
-        checked = _checked_spans(processor, prompt, params)
-        policy = _policy(processor)
-        if policy.settings is not None and isinstance(params, SamplingParams):
-            with _counted_refusals(PARAMETERS):
-                policy.pulls.check(
-                    processor.vllm_config, params.extra_args, request_id, begins=begins
-                )
-        return checked
-    except VLLMValidationError:
+        yield
+    except OverrideError as e:
+        count_refusal(e.reason)
         forget(processor.renderer, prompt)
-        raise
+        raise VLLMValidationError(str(e), parameter=e.parameter) from None
 
 
-def _checked_spans(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
-    """Run `check`, and the checks that need the prompt.
+def _checked(
+    processor: InputProcessor,
+    prompt: Any,
+    params: Any,
+    request_id: str,
+    options: RequestOptions | None = None,
+    *,
+    begins: bool = False,
+) -> RequestOptions | None:
+    """Return the options of a request after all checks; None if nothing can be compressed.
 
-    If the prompt waits for rendering, its length is unknown and only `check` and the transfer
-    parameters are checked.
+    If the prompt still waits for rendering, its length is unknown, and the result has no spans.
 
-    Returns:
-        The protected spans of the prompt, and the spans of each role if the request asks for them.
-    """
-    if not isinstance(params, SamplingParams):
-        return (), {}
-    config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
-    check(processor, extra_args)
-    if policy.settings is not None:
-        with _counted_refusals(PARAMETERS):
-            check_transfer(config, extra_args, params.n)
-    if waits_for_rendering(prompt):
-        return (), {}
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    tokens = None if ids is None else len(ids)
-    with _counted_refusals():
-        refuse_untested(config, policy.settings, params, modalities_of(prompt), tokens or 0)
-        spans = protected_spans(config, policy.settings, params, prompt)
-        roles = requested_roles(policy.settings, params, prompt)
-    check_fits_pool(config, policy.settings, extra_args, tokens, spans)
-    return spans, roles
-
-
-def install() -> None:
-    """Wrap the methods where requests enter; safe to call twice."""
-    if getattr(InputProcessor, _INSTALLED, False):
-        return
-    process_inputs = InputProcessor.process_inputs
-    generate = AsyncLLM.generate
-
-    @functools.wraps(process_inputs)
-    def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request_id = kwargs["request_id"] if "request_id" in kwargs else args[0]
-        prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
-        params = kwargs["params"] if "params" in kwargs else args[2]
-        spans, roles = _check_request(self, prompt, params, request_id)
-        request = process_inputs(self, *args, **kwargs)
-        if waits_for_rendering(prompt):
-            spans, roles = _check_request(self, rendered(request), params, request_id)
-        if request.sampling_params is not None:
-            attach_spans(request.sampling_params, spans, roles)
-        return request
-
-    @functools.wraps(generate)
-    def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prompt = kwargs["prompt"] if "prompt" in kwargs else args[0]
-        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
-        request_id = kwargs["request_id"] if "request_id" in kwargs else args[2]
-        _check_request(self.input_processor, prompt, params, request_id, begins=True)
-        return generate(self, *args, **kwargs)
-
-    InputProcessor.process_inputs = processing
-    AsyncLLM.generate = generating
-    for serving, name in HANDLERS:
-        chat = serving is not OpenAIServingCompletion
-        setattr(serving, name, _checking(getattr(serving, name), chat=chat))
-    batch: Any = OpenAIServingChatBatch
-    batch.create_batch_chat_completion = _checking_batch(batch.create_batch_chat_completion)
-    serving_tokens: Any = ServingTokens
-    serving_tokens.serve_tokens = _reporting_refusals(serving_tokens.serve_tokens)
-    setattr(InputProcessor, _INSTALLED, True)
-
-
-def _needed_parts(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
-    """Return the parts of a chat to find: protected ones and those of a role report.
-
-    None for beam search, whose own prompts are not chats.
-    """
-    settings = _policy(processor).settings
-    if getattr(request, "use_beam_search", False):
-        return None
-    if settings is None:
-        return ()
-    # Uncompressed requests search for roles too, so that comparisons measure the same work.
-    reported = REPORTED if by_role_for(settings, request.vllm_xargs) else ()
-    if settings_for(settings, request.vllm_xargs) is None:
-        return reported
-    return (*protection_for(settings, request.vllm_xargs).words, *reported)
-
-
-def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None:
-    """Refuse beam search that compression cannot serve as requested.
-
-    Each beam step is a request for one token with the engine's settings, which stays uncompressed
-    unless it is compressed piece by piece. The operator's protected parts apply to chats only.
+    Args:
+        processor: input processor of the engine.
+        prompt: prompt of the request.
+        params: its parameters.
+        request_id: vLLM's id of the request.
+        options: its options if they have been parsed already.
+        begins: whether a new request starts here.
 
     Raises:
         VLLMValidationError: the request is refused.
     """
-    settings = _policy(processor).settings
-    if settings is None or not getattr(request, "use_beam_search", False):
-        return
-    if by_role_for(settings, request.vllm_xargs):
-        with _counted_refusals():
-            raise OverrideError(
-                "invalid",
-                f"beam search starts other requests, which do not report {BY_ROLE};"
-                f" send the request without use_beam_search, or without {BY_ROLE}",
-            )
-    if not settings.enabled or settings.max_whole is None:
-        return
-    if chat and has_more_than_text(request.messages):
-        with _counted_refusals():
-            raise OverrideError(
-                "invalid",
-                "a prompt with more than text must be compressed after its prefill, and beam search"
-                " makes longer prompts from this one, which this server may compress piece by"
-                " piece; send it without use_beam_search",
-            )
-    protection = protection_for(settings, request.vllm_xargs)
-    if protection.spans or protection.named or (chat and protection.words):
-        with _counted_refusals():
-            raise OverrideError(
-                "invalid",
-                "beam search makes other prompts from this one, which this server may compress"
-                " piece by piece without protection; send it without use_beam_search",
-            )
+    if not isinstance(params, SamplingParams):
+        return None
+    policy, config = _policy(processor), processor.vllm_config
+    with _refusals(processor, prompt):
+        if options is None:
+            options = _options(processor, params.extra_args)
+        if policy.settings is None:
+            return None
+        if options.has_spans:
+            return options
+        check_transfer(config, params.extra_args, params.n)
+        if not waits_for_rendering(prompt):
+            options = _with_spans(config, policy.settings, options, prompt, params.max_tokens)
+        policy.pulls.check(config, params.extra_args, request_id, begins=begins)
+    return options
 
 
-def _checking(handler: Any, *, chat: bool) -> Any:
-    """Wrap a server handler to check the request first, and note the parts of a chat to find.
+def _with_spans(
+    config: VllmConfig,
+    settings: CompressionConfig,
+    options: RequestOptions,
+    prompt: Any,
+    max_tokens: int | None,
+) -> RequestOptions:
+    """Return the options with the spans of the prompt, after the checks that need the prompt."""
+    is_rendered = isinstance(prompt, Mapping)
+    ids = prompt.get("prompt_token_ids") if is_rendered else None
+    tokens = None if ids is None else len(ids)
+    refuse_untested(config, options, modalities_of(prompt), tokens or 0, max_tokens)
+    options = replace(
+        options,
+        spans=protected_spans(config, settings, options, prompt, max_tokens),
+        roles=requested_roles(options, prompt),
+        has_spans=is_rendered,
+    )
+    check_fits_pool(config, settings, options, tokens)
+    return options
 
-    This cannot wait for the generator: the Responses API creates it inside the stream, and beam
-    search drops the extra arguments.
+
+def _check_pull(config: VllmConfig, request: Any) -> None:
+    """Check the transfer parameters of an HTTP request."""
+    extra_args = {PARAMETERS: getattr(request, PARAMETERS, None)}
+    choices, prompts = getattr(request, "n", None), prompts_of(request)
+    beams = bool(getattr(request, "use_beam_search", False))
+    check_transfer(config, extra_args, choices, prompts, beams=beams)
+
+
+def _check_beams(
+    settings: CompressionConfig, options: RequestOptions, request: Any, *, chat: bool
+) -> None:
+    """Refuse beam search that compression cannot serve as requested.
+
+    Each beam step is a request for one token with the engine's settings, which stays uncompressed
+    unless it is compressed piece by piece. The operator's protected parts apply to chats only.
     """
-
-    async def checked(self: Any, request: Any, raw_request: Any) -> None:
-        resolve(self.models, request)
-        processor = self.engine_client.input_processor
-        await _refuse_misplaced_settings(processor, request, raw_request)
-        check(processor, request.vllm_xargs)
-        _check_pull(processor, request)
-        _check_beams(processor, request, chat=chat)
-        needed_parts.set(_needed_parts(processor, request) if chat else None)
-
-    @functools.wraps(handler)
-    async def handling(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        raw_request = args[0] if args else kwargs.get("raw_request")
-        # If the request is refused, vLLM tells the prefill server to free its blocks.
-        await self._with_kv_transfer_rejection_cleanup(
-            checked(self, request, raw_request), request, raw_request
+    protection = options.protection
+    if options.by_role:
+        problem = (
+            f"beam search starts other requests, which do not report {BY_ROLE};"
+            f" send the request without use_beam_search, or without {BY_ROLE}"
         )
-        return await handler(self, request, *args, **kwargs)
-
-    return handling
-
-
-def _checking_batch(handler: Any) -> Any:
-    """Wrap the handler of chat batches; each chat is checked when its generation starts.
-
-    The prefill server is not told of refused batches: a batch has no request id, and vLLM's engine
-    crashes without one.
-    """
-
-    @functools.wraps(handler)
-    async def handling(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        processor = self.engine_client.input_processor
-        raw_request = args[0] if args else kwargs.get("raw_request")
-        await _refuse_misplaced_settings(processor, request, raw_request)
-        _check_pull(processor, request)
-        return await handler(self, request, *args, **kwargs)
-
-    return handling
-
-
-def _reporting_refusals(handler: Any) -> Any:
-    """Wrap a handler for which vLLM does not tell the prefill server about refused requests.
-
-    If nothing can be compressed, the handler runs unchanged.
-    """
-
-    @functools.wraps(handler)
-    async def handling(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        processor = self.engine_client.input_processor
-        raw_request = args[0] if args else kwargs.get("raw_request")
-
-        async def checked() -> Any:
-            await _refuse_misplaced_settings(processor, request, raw_request)
-            return await handler(self, request, *args, **kwargs)
-
-        if _policy(processor).settings is None:
-            return await checked()
-        return await self._with_kv_transfer_rejection_cleanup(checked(), request, raw_request)
-
-    return handling
+    elif not settings.enabled or settings.pieces.max_whole is None:
+        return
+    elif chat and has_more_than_text(request.messages):
+        problem = (
+            "a prompt with more than text must be compressed after its prefill, and beam search"
+            " makes longer prompts from this one, which this server may compress piece by"
+            " piece; send it without use_beam_search"
+        )
+    elif protection.spans or protection.named or (chat and protection.words):
+        problem = (
+            "beam search makes other prompts from this one, which this server may compress"
+            " piece by piece without protection; send it without use_beam_search"
+        )
+    else:
+        return
+    raise OverrideError.invalid(problem)
 
 
 async def _refuse_misplaced_settings(
@@ -342,27 +381,43 @@ async def _refuse_misplaced_settings(
 ) -> None:
     """Refuse settings outside ``vllm_xargs``, which vLLM ignores.
 
-    A server without compression refuses there what it would refuse in ``vllm_xargs``.
-
-    Raises:
-        VLLMValidationError: a setting is in the wrong place.
+    A server without compression applies the rules of ``vllm_xargs`` to them.
     """
     policy = _policy(processor)
     if policy.switched_off:
         return
-    with _counted_refusals():
-        for body, fields, place in await ignored_keys(request, raw_request):
-            if policy.settings is None:
-                settings_for(None, misplaced(body, fields))
-            else:
-                refuse_misplaced(body, fields, place)
+    for body, fields, place in await ignored_keys(request, raw_request):
+        if policy.settings is None:
+            RequestOptions.parse(None, misplaced(body, fields))
+        else:
+            refuse_misplaced(body, fields, place)
 
 
-def _check_pull(processor: InputProcessor, request: Any) -> None:
-    """Check the transfer parameters of an HTTP request."""
-    extra_args = {PARAMETERS: getattr(request, PARAMETERS, None)}
-    if _policy(processor).settings is not None:
-        with _counted_refusals(PARAMETERS):
-            choices, prompts = getattr(request, "n", None), prompts_of(request)
-            beams = bool(getattr(request, "use_beam_search", False))
-            check_transfer(processor.vllm_config, extra_args, choices, prompts, beams=beams)
+async def ignored_keys(
+    request: Any, raw_request: Any
+) -> list[tuple[Mapping[str, Any], Collection[str], str]]:
+    """Return the objects in a request body where a client may have misplaced a setting.
+
+    For some APIs, such as Anthropic messages and requests with token ids, vLLM drops unknown keys,
+    so the HTTP body is read.
+
+    Args:
+        request: request as parsed by vLLM, or converted from another API's request.
+        raw_request: HTTP request; None if the request comes from a file.
+
+    Returns:
+        Each object with the keys that vLLM reads there, and the place where settings belong.
+    """
+    body: Any = dict(getattr(request, "model_extra", None) or {})
+    if isinstance(raw_request, Request):
+        body = await raw_request.json()  # vLLM has parsed it, and Starlette caches the result
+    fields = frozenset(type(request).model_fields)
+    if not isinstance(body, Mapping):
+        return []
+    if _PARAMS not in fields:
+        return [(body, fields | {XARGS}, XARGS)]
+    place = f"{_PARAMS}.extra_args"
+    objects: list[tuple[Mapping[str, Any], Collection[str], str]] = [(body, fields, place)]
+    if isinstance(body.get(_PARAMS), Mapping):
+        objects.append((body[_PARAMS], _PARAMS_FIELDS, place))
+    return objects

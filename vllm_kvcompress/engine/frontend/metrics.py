@@ -25,7 +25,6 @@ from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import scoring_query_counts
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
@@ -199,7 +198,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     def _set_gauges(self, settings: CompressionConfig, stages: int) -> None:
         """Create the gauges with the settings and the budget."""
         names = {alias.name: alias.meaning for alias in settings.alias}
-        first, last = scoring_query_counts(settings)
+        first, last = settings.scoring_query_counts
         settings = in_whole_blocks(settings, self._block_size)
         page_tokens = k4v3.page_tokens(self._block_size, self._itemsize)
         values = {
@@ -207,23 +206,23 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "budget": str(settings.budget),
             "packed_dtype": settings.resolved_packed_dtype
             if settings.enabled
-            else settings.packed_dtype or "",
+            else settings.packed.dtype or "",
             "packed_page_tokens": str(page_tokens) if settings.packs_k4v3 else "",
             "window": str(settings.resolved_window if settings.enabled else 0),
             # Empty if each method has its own.
             "lookahead": str(settings.resolved_lookahead)
             if settings.enabled
-            else ("" if settings.lookahead is None else str(settings.lookahead)),
-            "protect": ",".join(settings.protect),
+            else ("" if settings.lookahead.tokens is None else str(settings.lookahead.tokens)),
+            "protect": ",".join(settings.protection.words),
             "min_prompt": str(settings.min_prompt),
             "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),
-            "decode_budget": str(settings.decode_budget or ""),
-            "decode_interval": str(settings.decode_interval if settings.decode_budget else ""),
-            "max_whole": str(settings.max_whole or ""),
-            "piece": str(settings.piece if settings.max_whole else ""),
-            "probe": str(last if settings.max_whole else ""),
-            "probe_first": str(first if settings.max_whole else ""),
+            "decode_budget": str(settings.decode.budget or ""),
+            "decode_interval": str(settings.decode.interval if settings.decode.budget else ""),
+            "max_whole": str(settings.pieces.max_whole or ""),
+            "piece": str(settings.pieces.length if settings.pieces.max_whole else ""),
+            "probe": str(last if settings.pieces.max_whole else ""),
+            "probe_first": str(first if settings.pieces.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
             "stages": str(stages),

@@ -9,14 +9,11 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.renderers.base import BaseRenderer
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_kvcompress.engine.frontend.protection import stays_uncompressed
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Spans, merge_spans
-from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 TESTED: Mapping[str, frozenset[str]] = {
     "Qwen2_5_VLForConditionalGeneration": frozenset({"image"}),
@@ -33,51 +30,44 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 
 def refuse_untested(
     config: VllmConfig,
-    settings: CompressionConfig | None,
-    params: SamplingParams,
+    options: RequestOptions,
     modalities: frozenset[str],
     tokens: int,
+    max_tokens: int | None,
 ) -> None:
     """Refuse a prompt that may be compressed and has modalities that were not tested.
 
     Args:
         config: configuration of the engine.
-        settings: settings of the engine; None without compression.
-        params: sampling parameters, whose extra arguments `settings_for` has accepted.
+        options: options of the request.
         modalities: modalities in the prompt besides text, by vLLM's names, such as "image".
         tokens: prompt length, including the placeholder tokens of these modalities.
+        max_tokens: maximum length of the output; None without a limit.
 
     Raises:
         OverrideError: the prompt is refused.
     """
-    request_settings = None if settings is None else settings_for(settings, params.extra_args)
-    if (
-        request_settings is None
-        or not modalities
-        or stays_uncompressed(request_settings, params, tokens)
-    ):
+    if not modalities or options.stays_uncompressed(tokens, max_tokens):
         return
     architecture = config.model_config.architecture
     untested = sorted(modalities - TESTED.get(architecture, frozenset()))
     if untested:
-        raise OverrideError(
-            "invalid",
+        raise OverrideError.invalid(
             f"prompts of {architecture} are compressed only with text"
             f"{' and images' if architecture in TESTED else ''}, and this one contains"
             f" {' and '.join(_WORDS.get(name, name) for name in untested)}, which is not tested;"
             f" {_CURE}",
         )
-    max_model_len = config.model_config.max_model_len
-    max_tokens = max_model_len
-    if params.max_tokens is not None:
-        max_tokens = min(max_model_len, tokens + params.max_tokens)
-    if request_settings.max_whole is not None and max_tokens > request_settings.max_whole:
-        fix = "lower max_tokens" if tokens < request_settings.max_whole else "send a shorter prompt"
-        raise OverrideError(
-            "invalid",
+    longest = config.model_config.max_model_len
+    if max_tokens is not None:
+        longest = min(longest, tokens + max_tokens)
+    max_whole = None if options.settings is None else options.settings.pieces.max_whole
+    if max_whole is not None and longest > max_whole:
+        fix = "lower max_tokens" if tokens < max_whole else "send a shorter prompt"
+        raise OverrideError.invalid(
             "a prompt with images must be compressed after its prefill, and this one may be"
-            f" compressed piece by piece, because it has {tokens} tokens, up to {max_tokens} with"
-            f" its output, and --kv-max-whole is {request_settings.max_whole}; {fix}, or {_CURE}",
+            f" compressed piece by piece, because it has {tokens} tokens, up to {longest} with"
+            f" its output, and --kv-max-whole is {max_whole}; {fix}, or {_CURE}",
         )
 
 

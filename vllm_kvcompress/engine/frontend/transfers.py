@@ -31,8 +31,7 @@ def check_lookahead(config: VllmConfig, request_settings: CompressionConfig | No
         or request_settings.resolved_lookahead
     ):
         return
-    raise OverrideError(
-        "not_allowed",
+    raise OverrideError.not_allowed(
         "this server pulls prompts from a prefill server and scores them with output tokens:"
         " kv_lookahead must be at least 1, got 0; remove kv_lookahead, or set kv_compress to off",
     )
@@ -62,29 +61,28 @@ def check_transfer(
     if config.kv_transfer_config is None or not isinstance(transfer, Mapping):
         return
     if transfer.get("do_remote_decode"):
-        raise OverrideError(
-            "not_allowed",
+        problem = (
             f"{PARAMETERS} must not have do_remote_decode, because other servers cannot read"
-            " compressed blocks; send the request to a prefill server",
+            " compressed blocks; send the request to a prefill server"
         )
-    if transfer.get("do_remote_prefill") and prompts > 1:
-        raise OverrideError(
-            "not_allowed",
-            f"{PARAMETERS} must be for one prompt, got {prompts} prompts; send each by itself",
-        )
-    if transfer.get("do_remote_prefill") and beams:
-        raise OverrideError(
-            "not_allowed",
+    elif not transfer.get("do_remote_prefill"):
+        return
+    elif prompts > 1:
+        problem = f"{PARAMETERS} must be for one prompt, got {prompts} prompts; send each by itself"
+    elif beams:
+        problem = (
             "beam search starts other requests, which pull nothing, so the prefill server would"
             " keep the blocks of this prompt; send it without use_beam_search, or without"
-            f" {PARAMETERS}",
+            f" {PARAMETERS}"
         )
-    if transfer.get("do_remote_prefill") and (choices or 1) > 1:
-        raise OverrideError(
-            "not_allowed",
+    elif (choices or 1) > 1:
+        problem = (
             f"a pulled prompt must have n=1, got n={choices}, because the prefill server frees its"
-            " blocks after one read; send several requests",
+            " blocks after one read; send several requests"
         )
+    else:
+        return
+    raise OverrideError.not_allowed(problem, PARAMETERS)
 
 
 def prompts_of(request: Any) -> int:
@@ -149,10 +147,10 @@ class Pulls:
                 # vLLM would tell the prefill server to free blocks that the first request may
                 # still be pulling.
                 transfer["do_remote_prefill"] = False
-            raise OverrideError(
-                "not_allowed",
+            raise OverrideError.not_allowed(
                 f"{PARAMETERS} can be used by one request, and another has pulled this prompt"
                 f" (remote_request_id {remote!r}); send the prompt to the prefill server again",
+                PARAMETERS,
             )
         if len(self._by_prompt) > self.MAX_PROMPTS:
             self._by_prompt.popitem(last=False)

@@ -4,23 +4,20 @@ The decision is made when a request is admitted, from the request's settings and
 of the pool. It stays until the request ends, even if the request is preempted.
 """
 
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
-
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import OtherLayers
-from vllm_kvcompress.engine.messages.spans import spans_of
-from vllm_kvcompress.engine.scheduling.settings_memo import SettingsMemo
+from vllm_kvcompress.engine.messages.options import options_of
+from vllm_kvcompress.engine.scheduling.request_state import Decision, RequestState
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
-from vllm_kvcompress.planning.pieces import PiecewiseSchedule, piece_schedule
+from vllm_kvcompress.schedules.pieces import PiecewiseSchedule, piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_options import RequestOptions
 
 logger = init_logger("vllm.kvcompress")
 
@@ -59,47 +56,7 @@ REASONS = (
 )
 
 
-@dataclass(slots=True)
-class Decision:
-    """The decision about one request's prompt.
-
-    Args:
-        settings: settings to compress it with. None if it stays uncompressed.
-        skip_reason: why it stays uncompressed, one of REASONS. Empty if it is compressed.
-        output_settings: settings that bound or pack the request's cache during decoding. None if
-            the cache may grow.
-        is_final: the request was admitted, so the decision no longer changes.
-        error: for INVALID, what is wrong with the request's settings.
-        spans: protected tokens of the prompt.
-        inputs: request values that the decision depends on (`Admissions._inputs`). None if it also
-            depends on pool usage, so that the next step decides again.
-    """
-
-    settings: CompressionConfig | None
-    skip_reason: str = ""
-    output_settings: CompressionConfig | None = None
-    is_final: bool = False
-    error: str = ""
-    spans: Spans = ()
-    inputs: tuple[object, ...] | None = None
-
-    @property
-    def never_packs(self) -> bool:
-        """Return whether neither the prompt nor the output is ever packed."""
-        return self.settings is None and self.output_settings is None
-
-    @property
-    def recompute_settings(self) -> CompressionConfig | None:
-        """Return settings to pack an uncompressed prompt that is recomputed with its output.
-
-        None if the cache may grow during decoding. After a preemption, prompt and output are
-        computed together and packed to the decode budget. The prompt's own budget would keep all of
-        a short prompt. Without a decode budget, the output was packed in k4v3, and so is all of it.
-        """
-        settings = self.output_settings
-        if settings is None or settings.decode_budget is None:
-            return settings
-        return settings.variant(budget=max(settings.decode_budget, settings.resolved_window + 1))
+_MAX_PLANS = 64
 
 
 class Admissions:
@@ -123,58 +80,50 @@ class Admissions:
         other_layers: OtherLayers | None = None,
         itemsize: int = 2,
     ) -> None:
+        self.settings = settings
         self._other_layers = other_layers
         self._itemsize = itemsize
-        self._engine_settings = settings if settings.active else None
         self._num_layers = num_layers
         self._block_size = block_size
         self._pool = pool
-        self._decisions: WeakKeyDictionary[Request, Decision] = WeakKeyDictionary()
-        self._page_tokens = SettingsMemo(self._compute_page_tokens)
-        self._plans = SettingsMemo(self._compute_plan)
+        # The latest plans. Keys have the ids of settings, because equal settings may differ in the
+        # keys that were given. Values hold the settings, so that no other object gets their id.
+        self._plans: dict[tuple[object, ...], tuple[CompressionConfig, PagePlan | None]] = {}
 
-    def consider(self, request: Request) -> Decision:
-        """Return the decision for the pool's current state. A final decision does not change."""
-        decision = self._decisions.get(request)
-        if decision is not None and decision.is_final:
-            return decision
-        inputs = self._inputs(request)
-        if decision is None or decision.inputs != inputs:
-            decision = self._decisions[request] = self._decide(request)
-            settings, is_low = decision.settings, decision.skip_reason == LOW_PRESSURE
-            depends_on_pool = is_low or (settings is not None and settings.pressure > 0)
-            decision.inputs = None if depends_on_pool else inputs
-        return decision
+    def new_state(self, request: Request) -> RequestState:
+        """Return a new state of a request, with its options and a first decision."""
+        engine_settings = self.settings if self.settings.active else None
+        options, error = RequestOptions(), ""
+        try:
+            options = options_of(engine_settings, request.sampling_params)
+        except OverrideError as e:
+            # The request did not come through a front end that checks it (`frontend.api`).
+            error = str(e)
+        return RequestState(request, options, error, self.decide(request, options, error))
 
-    @staticmethod
-    def _inputs(request: Request) -> tuple[object, ...]:
-        """Return the values of a request that its decision depends on and that may change."""
-        return (
-            request.num_prompt_tokens,
-            request.num_tokens,
-            request.max_tokens,
-            request.resumable,
-        )
+    def refresh_decision(self, state: RequestState) -> None:
+        """Repeat the decision about a waiting request if an input of the decision has changed.
 
-    def admit(self, request: Request) -> str:
+        The inputs are the request's lengths and, with `pressure`, the number of blocks in use.
+        """
+        decision = state.decision
+        if not decision.is_final and decision.inputs != _inputs(state.request):
+            state.decision = self.decide(state.request, state.options, state.error)
+
+    def finalize_decision(self, state: RequestState) -> str:
         """Make the decision final.
 
         Returns:
             Why the prompt stays uncompressed. Empty if it is compressed, or if the decision was
             already final.
         """
-        decision = self.decision_of(request)
+        decision = state.decision
         if decision.is_final:
             return ""
         decision.is_final = True
-        if decision.error:
-            logger.warning("request %s stays uncompressed: %s", request.request_id, decision.error)
+        if decision.skip_reason == INVALID:
+            logger.warning("request %s stays uncompressed: %s", state.request_id, state.error)
         return decision.skip_reason
-
-    def decision_of(self, request: Request) -> Decision:
-        """Return the latest decision about a request."""
-        decision = self._decisions.get(request)
-        return self.consider(request) if decision is None else decision
 
     @property
     def pool_blocks(self) -> int:
@@ -192,19 +141,19 @@ class Admissions:
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
         """Return the plan for a prefill of `tokens` tokens, or None if it frees no block."""
-        return self._plans(settings, tokens, spans)
-
-    def _compute_plan(
-        self, settings: CompressionConfig, tokens: int, spans: Spans
-    ) -> PagePlan | None:
-        page_tokens = self.packed_page_tokens(settings)
-        return settings.page_plan(self._num_layers, tokens, self._block_size, spans, page_tokens)
+        key = (id(settings), tokens, spans)
+        if key not in self._plans:
+            page_tokens = self.packed_page_tokens(settings)
+            layers, size = self._num_layers, self._block_size
+            plan = settings.page_plan(layers, tokens, size, spans, page_tokens)
+            self._plans[key] = settings, plan
+            if len(self._plans) > _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            return plan
+        return self._plans[key][1]
 
     def packed_page_tokens(self, settings: CompressionConfig) -> int | None:
         """Return the tokens in a packed page; None if it holds those of an ordinary page."""
-        return self._page_tokens(settings)
-
-    def _compute_page_tokens(self, settings: CompressionConfig) -> int | None:
         return packed_page_tokens(settings, self._block_size, self._itemsize)
 
     def usage_with_prompt(self, tokens: int) -> float:
@@ -218,47 +167,57 @@ class Admissions:
         self, settings: CompressionConfig, tokens: int, spans: Spans = ()
     ) -> PiecewiseSchedule | None:
         """Return the schedule that packs a prefill of `tokens` in pieces, or None if none does."""
-        if settings.max_whole is None:
+        if settings.pieces.max_whole is None:
             return None
         page_tokens = self.packed_page_tokens(settings)
         return piece_schedule(
             settings, self._num_layers, self._block_size, tokens, spans, page_tokens
         )
 
-    def _decide(self, request: Request) -> Decision:
+    def decide(self, request: Request, options: RequestOptions, error: str) -> Decision:
+        """Return a new decision about a request."""
         if request.pooling_params is not None or request.resumable:
-            return Decision(None, UNSUPPORTED)
-        params = request.sampling_params
-        try:
-            settings = settings_for(self._engine_settings, params.extra_args if params else None)
-        except OverrideError as e:
-            # The request did not come through a front end that checks it (`frontend.api`).
-            return Decision(None, INVALID, error=str(e))
+            return Decision(None, UNSUPPORTED, inputs=_inputs(request))
+        settings = options.settings
         if settings is None:
-            return Decision(None, OFF)
-        spans = spans_of(params)
-        decision = self._decide_prompt(request, settings, spans)
-        decision.spans = spans
+            return Decision(None, INVALID if error else OFF, inputs=_inputs(request))
+        skip_reason = self._skip_reason(request, settings, options.spans)
         packs_groups = self.packed_page_tokens(settings) is not None
-        if settings.decode_budget is not None or (packs_groups and settings.packs_outputs):
-            decision.output_settings = settings
-        return decision
+        packs_output = settings.decode.budget is not None or (
+            packs_groups and settings.packs_outputs
+        )
+        depends_on_pool = skip_reason == LOW_PRESSURE or (not skip_reason and settings.pressure > 0)
+        return Decision(
+            None if skip_reason else settings,
+            skip_reason,
+            output_settings=settings if packs_output else None,
+            inputs=None if depends_on_pool else _inputs(request),
+        )
 
-    def _decide_prompt(
-        self, request: Request, settings: CompressionConfig, spans: Spans
-    ) -> Decision:
+    def _skip_reason(self, request: Request, settings: CompressionConfig, spans: Spans) -> str:
+        """Return why a prompt stays uncompressed; empty if it is compressed."""
         if self.piece_schedule(settings, request.num_prompt_tokens, spans) is not None:
             # It exceeds `max_whole`, so it must be compressed whatever the checks below say.
-            return Decision(settings)
+            return ""
         if request.num_prompt_tokens < settings.min_prompt:
-            return Decision(None, SHORT_PROMPT)
+            return SHORT_PROMPT
         if request.max_tokens < settings.min_output:
-            return Decision(None, SHORT_OUTPUT)
+            return SHORT_OUTPUT
         if self.plan(settings, request.num_tokens, spans) is None:
             is_protected = mostly_protected(spans, int(request.num_prompt_tokens))
             if is_protected or self.plan(settings, request.num_tokens) is not None:
-                return Decision(None, PROTECTED)
-            return Decision(None, WITHIN_BUDGET)
+                return PROTECTED
+            return WITHIN_BUDGET
         if settings.pressure and self.usage_with_prompt(request.num_tokens) < settings.pressure:
-            return Decision(None, LOW_PRESSURE)
-        return Decision(settings)
+            return LOW_PRESSURE
+        return ""
+
+
+def _inputs(request: Request) -> tuple[object, ...]:
+    """Return the values of a request that its decision depends on and that may change."""
+    return (
+        request.num_prompt_tokens,
+        request.num_tokens,
+        request.max_tokens,
+        request.resumable,
+    )

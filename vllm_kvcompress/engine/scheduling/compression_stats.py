@@ -6,13 +6,11 @@ whichever server receives them.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from weakref import WeakSet
-
-from vllm.v1.request import Request
+from dataclasses import dataclass, field, fields
 
 from vllm_kvcompress.engine.messages.counts import Counts
 from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest
+from vllm_kvcompress.engine.scheduling.request_state import RequestState
 
 
 @dataclass(slots=True)
@@ -20,23 +18,8 @@ class CompressionStats:
     """Counts since the last `take`.
 
     Each request is counted once, in `planned` or in `skipped`, even if it is preempted or aborted.
-
-    Args:
-        planned: prompts that the scheduler told the workers to compress, by method.
-        skipped: prompts that stay uncompressed, by reason.
-        freed_blocks: blocks of uncompressed prompts that went back to the pool.
-        packed_blocks: blocks taken from the pool for kept tokens.
-        in_place: prompts packed into their own blocks.
-        packed: the workers' reports, one for each request in `planned`.
-        seconds: device time of each packing.
-        repacked_answers: times that a request's cache was packed again during decoding.
-        freed_answer_blocks: blocks that these repackings returned to the pool.
-        packed_pieces: times that a prompt under ``max_whole`` was packed, its last packing
-            included.
-        slotless_lookaheads: prompts that found no free look-ahead slot.
-        protected_tokens: protected tokens of the planned prompts.
-        raised_budgets: prompts whose budget was raised to hold their protected tokens.
-        cut_lookaheads: prompts packed before their look-ahead was over, by target.
+    `Counts` describes the fields, except for `packed`: the workers' reports, one for each request
+    in `planned`.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
@@ -53,28 +36,21 @@ class CompressionStats:
     protected_tokens: int = 0
     raised_budgets: int = 0
     cut_lookaheads: Counter[str] = field(default_factory=Counter)
-    _counted: WeakSet[Request] = field(default_factory=WeakSet)
     # By request id, the packings still to be reported for requests that were counted before.
     _repeats: Counter[str] = field(default_factory=Counter)
 
-    def admitted(self, request: Request, skip_reason: str, slotless: bool) -> None:
-        """Count an admitted request, from the values that `Planner.admit` returns."""
-        self.slotless_lookaheads += slotless
-        if skip_reason:
-            self.skip(request, skip_reason)
-
-    def skip(self, request: Request, reason: str) -> None:
+    def skip(self, state: RequestState, reason: str) -> None:
         """Count a request whose prompt stays uncompressed, unless it was counted before."""
-        if request not in self._counted:
-            self._counted.add(request)
+        if not state.is_counted:
+            state.is_counted = True
             self.skipped[reason] += 1
 
     def pack(
         self,
+        state: RequestState,
         pack: PackRequest,
         returned_blocks: int,
         *,
-        request: Request,
         is_first: bool,
         reused_blocks: int,
         is_piecewise: bool,
@@ -82,9 +58,9 @@ class CompressionStats:
         """Count a packing that the workers are told to do.
 
         Args:
+            state: the packed request.
             pack: the instruction.
             returned_blocks: blocks that the packing returns to the pool.
-            request: the packed request.
             is_first: nothing of the request was packed before.
             reused_blocks: blocks of the request that became destinations.
             is_piecewise: the prompt is packed piece by piece.
@@ -97,10 +73,10 @@ class CompressionStats:
         self.freed_blocks += returned_blocks
         self.packed_blocks += (pack.plan.blocks - reused_blocks) * is_first
         self.in_place += is_first and reused_blocks > 0
-        if pack.completes_prompt and request in self._counted:
+        if pack.completes_prompt and state.is_counted:
             self._repeats[pack.request_id] += 1
         elif pack.completes_prompt:
-            self._counted.add(request)
+            state.is_counted = True
             self.planned[pack.settings.compress] += 1
             self.protected_tokens += pack.protected_tokens
             self.raised_budgets += pack.plan.raised
@@ -153,12 +129,7 @@ class CompressionStats:
             "raised_budgets": self.raised_budgets,
             "cut_lookaheads": dict(self.cut_lookaheads),
         }
-        self.cut_lookaheads.clear()
-        self.planned.clear()
-        self.skipped.clear()
-        self.packed.clear()
-        self.seconds.clear()
-        self.freed_blocks = self.packed_blocks = self.in_place = 0
-        self.repacked_answers = self.freed_answer_blocks = self.packed_pieces = 0
-        self.slotless_lookaheads = self.protected_tokens = self.raised_budgets = 0
+        fresh = CompressionStats(_repeats=self._repeats)
+        for counted_field in fields(self):
+            setattr(self, counted_field.name, getattr(fresh, counted_field.name))
         return counts

@@ -1,57 +1,51 @@
-"""VllmHook `coordination`: decisions about the blocks of all layer groups of a model.
+"""VllmHook `coordination`: wrap vLLM's methods that decide about the blocks of all layer groups.
 
-vLLM keeps one block manager per layer group, and a coordinator that calls them in turn. Layers with
-a sliding window and layers that keep a state form groups of their own, which vLLM manages. Their
-blocks come from the same pool as ours, and everything they compute after a compressed prompt
-depends on its kept tokens. So the number of blocks, and which of them may be shared with other
-requests, must be decided for all groups together.
+Everything that uncompressed layers compute after a compressed prompt depends on its kept tokens.
+So the number of blocks, and which of them may be shared with other requests, must be decided for
+all groups together.
 
 We wrap methods of the scheduler's one coordinator and of the `KVCacheManager` that owns it.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvcompress.engine.scheduling.destinations import NO_DESTINATIONS
-from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
-from vllm_kvcompress.errors import VllmHookError
-
-# Managers of the uncompressed layer groups that we support.
-_OTHER_MANAGERS = (SlidingWindowManager, MambaManager)
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
+from vllm_kvcompress.engine.scheduling.next_step import NextStep
+from vllm_kvcompress.engine.scheduling.step_builder import NO_DESTINATIONS, StepBuilder
 
 
 class Coordination:
     """Wraps one scheduler's `KVCacheManager` and its coordinator.
 
-    Raises:
-        VllmHookError: there is no `CompressedManager`, more than one, or a manager that is neither
-            ours nor for sliding windows or states.
+    Args:
+        cache: vLLM's `KVCacheManager`.
+        groups: its block managers.
+        step_builder: plans packings as blocks are allocated.
+        next_step: estimates the blocks that the next steps take.
     """
 
-    def __init__(self, cache: KVCacheManager) -> None:
-        coordinator: Any = cache.coordinator
-        managers = coordinator.single_type_managers
-        compressed = [manager for manager in managers if isinstance(manager, CompressedManager)]
-        others = [manager for manager in managers if type(manager) in _OTHER_MANAGERS]
-        if len(compressed) != 1 or len(compressed) + len(others) != len(managers):
-            names = [type(manager).__name__ for manager in managers]
-            raise VllmHookError(
-                "compression needs exactly one KV cache group managed by CompressedManager, and"
-                f" only sliding-window and state groups besides, got {names}"
-            )
-        self.manager: CompressedManager = compressed[0]
-        self._group_index = managers.index(compressed[0])
-        self._other_managers = others
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        groups: GroupBlocks,
+        step_builder: StepBuilder,
+        next_step: NextStep,
+    ) -> None:
+        self._step_builder, self._next_step = step_builder, next_step
+        self._states, self._schedules = step_builder.states, step_builder.schedules
+        self._admissions, self._lookaheads = step_builder.admissions, step_builder.lookaheads
+        self._groups, self._manager = groups, groups.compressed
         # The waiting request whose prefix vLLM is looking up.
         self._looked_up: Request | None = None
-        # Whether vLLM is inside `allocate_slots`, and whether that is for a prompt that will be
-        # pulled from another server.
-        self._in_allocate_slots = self._is_pulling = False
+        self._in_allocate_slots = False
+        # Whether this `allocate_slots` call is for a prompt that is pulled from another server.
+        self._is_pulling = False
+        coordinator: Any = cache.coordinator
         self._vllm_get_computed_blocks = cache.get_computed_blocks
         self._vllm_allocate_slots = cache.allocate_slots
         self._vllm_find_longest_cache_hit = coordinator.find_longest_cache_hit
@@ -71,19 +65,19 @@ class Coordination:
         Args:
             request_ids: the scheduler's requests, including those that wait.
         """
-        manager = self.manager
-        is_idle = manager.planner.nothing_to_pack == request_ids and not manager.lookaheads
+        states = self._states
+        is_idle = states.ids_without_packing == request_ids and not self._lookaheads
         if is_idle == self._wraps_allocation:
             self._set_allocation_wrapped(wrapped=not is_idle)
         # A step that may plan a packing needs the wrapper: packed tokens must not be cached.
-        limits_caching = not is_idle or bool(self._other_managers) or manager.limits_caching
+        limits_caching = not is_idle or bool(self._groups.others or states.limited_ids)
         if limits_caching != self._wraps_caching:
             self._set_caching_wrapped(wrapped=limits_caching)
 
     def _set_allocation_wrapped(self, *, wrapped: bool) -> None:
         self._wraps_allocation = wrapped
         cache, coordinator = self._cache, self._coordinator
-        manager: Any = self.manager
+        manager: Any = self._manager
         if not wrapped:
             vllm_manager: Any = super(CompressedManager, manager)
             manager.get_num_blocks_to_allocate = vllm_manager.get_num_blocks_to_allocate
@@ -101,25 +95,14 @@ class Coordination:
         self._wraps_caching = wrapped
         self._coordinator.cache_blocks = self._cache_blocks if wrapped else self._vllm_cache_blocks
 
-    def other_layer_blocks(self, request_id: str) -> int:
-        """Return the number of blocks that a request holds in the uncompressed layers."""
-        held = (manager.req_to_blocks.get(request_id, ()) for manager in self._other_managers)
-        return sum(not block.is_null for blocks in held for block in blocks)
-
-    def _look_up(
-        self, request: Request, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a function that looks up a request's prefix, and return its result."""
-        self.manager.planner.admissions.consider(request)
+    def _get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._admissions.refresh_decision(self._states.of(request))
         self._looked_up = request
         try:
-            return function(*args, **kwargs)
+            found = self._vllm_get_computed_blocks(request, *args, **kwargs)
         finally:
             self._looked_up = None
-
-    def _get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        found = self._look_up(request, self._vllm_get_computed_blocks, request, *args, **kwargs)
-        if not self._other_managers or len(found) < 3 or found[2]:
+        if not self._groups.others or len(found) < 3 or found[2]:
             return found
         # The third value is a boundary at which vLLM keeps window blocks and states for later hits,
         # as it does at the last possible end of a hit. Hits of a compressed prompt end earlier.
@@ -127,20 +110,21 @@ class Coordination:
 
     def _last_hit_end(self, request: Request) -> int:
         """Return the block boundary where another request's longest hit for this prompt ends."""
-        longest = self.manager.planner.longest_hit(request, int(request.num_tokens) - 1)
-        return longest - longest % int(self.manager.block_size)
+        longest = self._longest_prefix_hit(request, int(request.num_tokens) - 1)
+        return longest - longest % int(self._manager.block_size)
+
+    def _longest_prefix_hit(self, request: Request, max_tokens: int) -> int:
+        return self._schedules.longest_prefix_hit(self._states.of(request), max_tokens)
 
     def _find_longest_cache_hit(
         self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return vLLM's longest hit, limited by `Planner.longest_hit`.
+        """Return vLLM's longest hit, limited by the request's schedule.
 
-        vLLM passes only hashes. `_look_up` has recorded the request that they belong to.
+        vLLM passes only hashes. `_get_computed_blocks` has recorded the request that they are of.
         """
         if self._looked_up is not None:
-            max_cache_hit_length = self.manager.planner.longest_hit(
-                self._looked_up, max_cache_hit_length
-            )
+            max_cache_hit_length = self._longest_prefix_hit(self._looked_up, max_cache_hit_length)
         return self._vllm_find_longest_cache_hit(
             block_hashes, max_cache_hit_length, *args, **kwargs
         )
@@ -157,84 +141,55 @@ class Coordination:
 
         If the pool has enough blocks, this includes a block from the pool for every destination.
         """
-        manager = self.manager
-        if request_id in manager.planner.nothing_to_pack and not manager.lookaheads:
-            return int(
-                self._vllm_get_num_blocks_to_allocate(
-                    request_id, num_tokens, new_computed_blocks, *args, **kwargs
-                )
-            )
         needed = int(
             self._vllm_get_num_blocks_to_allocate(
                 request_id, num_tokens, new_computed_blocks, *args, **kwargs
             )
         )
-        hit_blocks = new_computed_blocks[self._group_index]
+        if request_id in self._states.ids_without_packing and not self._lookaheads:
+            return needed
+        step_builder = self._step_builder
+        hit_blocks = new_computed_blocks[self._groups.compressed_index]
+        tokens = num_tokens - self._probe_tokens(request_id)
         destinations = NO_DESTINATIONS
         if not kwargs.get("apply_admission_cap"):
-            tokens = manager.probes.subtract(request_id, num_tokens)
-            destinations = manager.destination_blocks(request_id, tokens, hit_blocks)
-            if not manager.planner.waits_pulled(request_id):
+            destinations = step_builder.destination_blocks(request_id, tokens, hit_blocks)
+            if not step_builder.waits_after_pull(request_id):
                 needed += destinations.must_be_fresh
-        if self._in_allocate_slots:
+        if self._in_allocate_slots and self._lookaheads:
             # Only inside `allocate_slots`: vLLM also calls this method for other prompts, which are
             # pulled or computed, and adds up the results.
-            needed += self._reserved_blocks(request_id, num_tokens, needed, hit_blocks)
+            needed += self._reserved_blocks(request_id, tokens, needed, hit_blocks)
         if not destinations.may_be_fresh:
             return needed
         with_fresh = needed + destinations.may_be_fresh
-        free_blocks = int(manager.block_pool.get_num_free_blocks())
-        return with_fresh if free_blocks >= with_fresh else needed
+        return with_fresh if step_builder.free_blocks_now() >= with_fresh else needed
+
+    def _probe_tokens(self, request_id: str) -> int:
+        state = self._states.get(request_id)
+        return 0 if state is None else state.probe_tokens
 
     def _reserved_blocks(
-        self, request_id: str, num_tokens: int, needed: int, hit_blocks: Sequence[KVCacheBlock]
+        self, request_id: str, tokens: int, needed: int, hit_blocks: Sequence[KVCacheBlock]
     ) -> int:
-        """Return the blocks that a request must leave in the pool for packing look-aheads."""
-        lookaheads = self.manager.lookaheads
-        if not lookaheads:
-            return 0
-        request = self.manager.planner.request(request_id)
-        is_running = request.status == RequestStatus.RUNNING
+        """Return the blocks that a request must leave in the pool for packing look-aheads.
+
+        In a pipeline, several steps are scheduled before a look-ahead can return blocks. A waiting
+        request must therefore also leave the blocks that running requests and its own later chunks
+        take in these steps.
+        """
+        lookaheads, next_step = self._lookaheads, self._next_step
+        is_running = self._states.by_id(request_id).request.status == RequestStatus.RUNNING
         if not (is_running or needed):
             # A pulled prompt has its blocks already and takes no more from the pool.
             return 0
-        free_blocks = int(self.manager.block_pool.get_num_free_blocks())
+        free_blocks = self._step_builder.free_blocks_now()
         hit_ids = {block.block_id for block in hit_blocks}
         reserved = lookaheads.reserved_blocks(free_blocks - needed, hit_ids)
-        if is_running:
+        if is_running or not next_step.is_pipelined or lookaheads.on_pressure == "never":
             return reserved
-        tokens = self.manager.probes.subtract(request_id, num_tokens)
-        return reserved + lookaheads.pipeline_blocks(request_id, tokens)
-
-    def missing_blocks(self, request_id: str, num_tokens: int, num_steps: int = 1) -> int:
-        """Return the maximum number of blocks that a running request still takes in all groups.
-
-        A state is written at the end of a step, so a step takes at most one block for it, however
-        many tokens it computes.
-
-        Args:
-            request_id: the running request.
-            num_tokens: computed tokens to reach.
-            num_steps: steps of the request until then.
-        """
-        missing = 0
-        for manager in (self.manager, *self._other_managers):
-            held = len(manager.req_to_blocks.get(request_id, ()))
-            needed = max(-(-num_tokens // int(manager.block_size)) - held, 0)
-            missing += min(needed, num_steps) if isinstance(manager, MambaManager) else needed
-        return missing
-
-    def shared_prefix_blocks(self, request: Request) -> int:
-        """Return how many blocks of a waiting prompt's prefix are held by running requests."""
-        if not request.block_hashes:
-            return 0
-        found = self._look_up(
-            request,
-            self._find_longest_cache_hit,
-            request.block_hashes,
-            int(request.num_tokens) - 1,
-        )
-        return sum(block.ref_cnt > 0 for block in found[0][self._group_index])
+        reserved += next_step.blocks_for_running(lookaheads.request_ids)
+        return reserved + next_step.blocks_after_admission(request_id, tokens)
 
     def _allocate_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
         """Allocate slots. `delay_cache_blocks` means that the prompt is pulled from a server."""
@@ -256,17 +211,12 @@ class Coordination:
         new_blocks = self._vllm_allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model, *args, **kwargs
         )
-        if request_id in self.manager.planner.nothing_to_pack:
-            return new_blocks
-        if self._is_pulling:
-            # The request is in no step yet, so there is nothing to observe or pack.
-            planner = self.manager.planner
-            request = planner.request(request_id)
-            self.manager.compression_stats.admitted(
-                request, planner.admit_pulled(request), slotless=False
-            )
-        else:
-            self.manager.plan_step(request_id, num_tokens_main_model)
+        if request_id not in self._states.ids_without_packing:
+            if self._is_pulling:
+                # The request is in no step yet, so there is nothing to observe or pack.
+                self._step_builder.finalize_decision(self._states.by_id(request_id))
+            else:
+                self._step_builder.add(request_id, num_tokens_main_model)
         return new_blocks
 
     def _cache_blocks(
@@ -277,10 +227,12 @@ class Coordination:
         This covers all groups. A window's blocks and a state depend on the context too, and would
         be wrong for another request with the same prefix.
         """
-        cacheable = self.manager.cacheable_tokens(request.request_id, num_computed_tokens)
+        state, cacheable = self._states.get(request.request_id), num_computed_tokens
+        if state is not None and state.cacheable_tokens is not None:
+            cacheable = min(cacheable, state.cacheable_tokens)
         boundary = int(request.shared_prefix_boundary)
-        cached_blocks = int(self.manager.num_cached_block.get(request.request_id, 0))
-        if cached_blocks * int(self.manager.block_size) < boundary <= cacheable:
+        cached_blocks = int(self._manager.num_cached_block.get(request.request_id, 0))
+        if cached_blocks * int(self._manager.block_size) < boundary <= cacheable:
             # vLLM keeps window blocks and states at one boundary, where another prompt's prefix
             # ends. The next boundary is where hits for this prompt end. One step may compute both,
             # and must then keep both.

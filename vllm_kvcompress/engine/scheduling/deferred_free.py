@@ -19,21 +19,25 @@ class DeferredFree:
 
     Args:
         pool: vLLM's block pool.
-        scheduler: vLLM's scheduler. None if there is no compressing scheduler.
+        scheduler: vLLM's scheduler.
     """
 
-    def __init__(self, pool: BlockPool, scheduler: Any = None) -> None:
+    def __init__(self, pool: BlockPool, scheduler: Any) -> None:
         self._pool, self._scheduler = pool, scheduler
+        self.zero_blocks: list[int] = []
+        """Ids of freed blocks that held groups and that the workers must fill with zeros."""
+        # Those of them that are freed once they are zero.
+        self._unfreed: list[KVCacheBlock] = []
 
     @property
     def has_connector(self) -> bool:
         """Return whether a connector writes to blocks, independent of the steps."""
-        return self._scheduler is not None and self._scheduler.connector is not None
+        return self._scheduler.connector is not None
 
     @property
     def is_deferring(self) -> bool:
         """Return whether steps overlap and a connector may write at any time."""
-        return self._scheduler is not None and bool(self._scheduler.defer_block_free)
+        return bool(self._scheduler.defer_block_free)
 
     def free(self, blocks: list[KVCacheBlock]) -> int:
         """Free blocks, after the step being scheduled if frees are deferred.
@@ -55,11 +59,36 @@ class DeferredFree:
 
     def deferred_blocks(self) -> int:
         """Return the number of blocks that go back to the pool when the running steps end."""
+        unfreed = len(self._unfreed)
         if not self.is_deferring:
-            return 0
+            return unfreed
         deferred_refs = self._deferred_refs()
         deferred = {block.block_id: block for block in self._deferred()}
-        return sum(int(block.ref_cnt) == deferred_refs[key] for key, block in deferred.items())
+        return unfreed + sum(
+            int(block.ref_cnt) == deferred_refs[key] for key, block in deferred.items()
+        )
+
+    def zero(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Have the next step zero blocks that held groups; return the blocks to free now.
+
+        As floats, the bytes of groups may be NaN, and attention multiplies masked values by 0. The
+        workers zero the blocks before their next owner writes to them. A KV connector may write at
+        any time, so if there is a connector, the blocks are freed only after they are zeroed.
+        """
+        self.zero_blocks += [block.block_id for block in blocks]
+        if not self.has_connector:
+            return blocks
+        self._unfreed += blocks
+        return []
+
+    def take_zero_blocks(self) -> tuple[int, ...]:
+        """Return `zero_blocks` for a step's plan, and free those that waited for it."""
+        zero_blocks = tuple(self.zero_blocks)
+        self.zero_blocks.clear()
+        unfreed, self._unfreed = self._unfreed, []
+        if unfreed:
+            self.free(unfreed)
+        return zero_blocks
 
     def _deferred(self) -> Iterator[KVCacheBlock]:
         for _, blocks in self._scheduler.deferred_frees:

@@ -1,8 +1,8 @@
 """Upper bound on the blocks that the next step takes from the pool.
 
-It is computed from lengths alone, before this step's outputs are known, and is never too small. A
-request that turns out to have ended needs no blocks. Other requests' chunks may take over its
-tokens of the next step, but need no more blocks for them than the ended request returns.
+The bound depends on lengths alone, because this step's outputs are not known yet. If a request ends
+in this step, other requests can use its share of the next step's token budget. The bound still
+holds, because the ended request returns at least as many blocks as they then need.
 """
 
 from collections.abc import Collection, Iterable
@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from vllm_kvcompress.engine.scheduling.coordination import Coordination
-from vllm_kvcompress.planning.pieces import PiecewiseSchedule
+from vllm_kvcompress.engine.scheduling.kv_cache import GroupBlocks
+from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 
 
 class NextStep:
@@ -19,19 +19,33 @@ class NextStep:
 
     Args:
         scheduler: vLLM's scheduler with our mixin.
-        coordination: the coordination of its layer groups.
+        groups: the blocks of its layer groups.
+        step_builder: counts the destination blocks of packings.
     """
 
-    def __init__(self, scheduler: Any, coordination: Coordination) -> None:
-        self._scheduler, self._coordination = scheduler, coordination
-        self._manager = coordination.manager
-        config = scheduler.vllm_config
-        self._num_stages = int(config.parallel_config.pipeline_parallel_size)
-        if self._manager.deferred_free.is_deferring:
-            # Blocks that this step frees become available only one step later.
-            self._num_stages = max(self._num_stages, 2)
-        self.is_pipelined = self._num_stages > 1
-        self.overlaps = bool(config.scheduler_config.async_scheduling) or self.is_pipelined
+    def __init__(
+        self,
+        scheduler: Any,
+        groups: GroupBlocks,
+        step_builder: StepBuilder,
+    ) -> None:
+        self._scheduler, self._groups, self._step_builder = scheduler, groups, step_builder
+        self._states, self._schedules = step_builder.states, step_builder.schedules
+        self._admissions = step_builder.admissions
+
+        stages = int(scheduler.vllm_config.parallel_config.pipeline_parallel_size)
+        # Blocks whose frees are deferred become available only one step later.
+        self._num_stages = max(stages, 2) if scheduler.defer_block_free else stages
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Return whether steps are scheduled before the blocks freed by this one are available."""
+        return self._num_stages > 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether the next step is scheduled before this step's outputs are known."""
+        return bool(self._scheduler.scheduler_config.async_scheduling) or self.is_pipelined
 
     def blocks_for_running(self, lookahead_ids: Collection[str]) -> int:
         """Return the blocks that running requests take until every look-ahead is scheduled again.
@@ -56,7 +70,7 @@ class NextStep:
             )
             num_steps += 1
         return destinations + sum(
-            self._coordination.missing_blocks(request_id, tokens, num_steps)
+            self._groups.missing_blocks(request_id, tokens, num_steps)
             for request_id, tokens in allocated_tokens.items()
         )
 
@@ -99,7 +113,7 @@ class NextStep:
             computed_tokens[request_id] = new_end
             allocated_tokens[request_id] = max(allocated_tokens[request_id], new_end + probe_tokens)
             unscheduled.discard(request_id)
-            taken = self._manager.destination_blocks(request_id, computed + num_new, ())
+            taken = self._step_builder.destination_blocks(request_id, computed + num_new, ())
             destinations += taken.must_be_fresh + taken.may_be_fresh
             # A limit per chunk depends on the waiting requests, so the number of tokens left for
             # other requests is unknown. Assume that this chunk takes only 1.
@@ -144,23 +158,22 @@ class NextStep:
         return min(token_budget, max(threshold, token_budget // num_running))
 
     def blocks_after_admission(self, request_id: str, tokens: int) -> int:
-        """Return the blocks that a request takes in the steps that follow its first chunk.
+        """Return the blocks that a request takes in `num_stages - 1` steps after its first chunk.
 
         Args:
             request_id: the request to admit.
             tokens: its computed tokens after the first chunk.
         """
-        request = self._manager.planner.request(request_id)
+        state = self._states.by_id(request_id)
+        request, prefill = state.request, self._schedules.of(state).prefill
         num_steps = self._num_stages - 1
         max_chunk = self._max_chunk(int(self._scheduler.max_num_scheduled_tokens))
         remaining = max(int(request.num_tokens) - tokens, num_steps)
         end = tokens + min(num_steps * max_chunk, remaining)
-        prefill = self._manager.planner.schedule_of(request).prefill
-        # A prompt in pieces is packed for the first time at `first_end`, any other at its end.
-        first_pack = min(prefill.first_end, end) if isinstance(prefill, PiecewiseSchedule) else end
-        taken = self._manager.destination_blocks(request_id, max(first_pack, tokens), ())
-        missing = self._coordination.missing_blocks(request_id, end, 1 + num_steps)
-        missing -= self._coordination.missing_blocks(request_id, tokens)
+        first_pack = end if prefill is None else min(prefill.first_end, end)
+        taken = self._step_builder.destination_blocks(request_id, max(first_pack, tokens), ())
+        missing = self._groups.missing_blocks(request_id, end, 1 + num_steps)
+        missing -= self._groups.missing_blocks(request_id, tokens)
         return missing + taken.must_be_fresh + taken.may_be_fresh
 
     def blocks_for_waiting(self) -> int:
@@ -169,10 +182,15 @@ class NextStep:
         if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return 0
         request = scheduler.waiting.peek_request()
-        planner, cache = self._manager.planner, scheduler.kv_cache_manager
-        prefill_blocks = planner.max_prefill_blocks(request)
-        schedule = planner.schedule_of(request)
-        if not isinstance(schedule.prefill, PiecewiseSchedule):
-            prefill_blocks -= self._coordination.shared_prefix_blocks(request)
-        other_blocks = planner.admissions.other_layer_blocks(int(request.num_tokens))
-        return max(prefill_blocks, 1) + other_blocks + int(cache.watermark_blocks)
+        state = self._states.of(request)
+        blocks, prefill = (
+            self._schedules.max_prefill_blocks(state),
+            self._schedules.of(state).prefill,
+        )
+        if request.block_hashes and (prefill is None or not prefill.in_pieces):
+            self._admissions.refresh_decision(state)
+            longest_hit = self._schedules.longest_prefix_hit(state, int(request.num_tokens) - 1)
+            blocks -= self._groups.shared_prefix_blocks(request, longest_hit)
+        other_blocks = self._admissions.other_layer_blocks(int(request.num_tokens))
+        watermark = int(scheduler.kv_cache_manager.watermark_blocks)
+        return max(blocks, 1) + other_blocks + watermark

@@ -25,13 +25,20 @@ from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
 from vllm_kvcompress.engine.messages.stop_strings import stopped_ids
-from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILED
+from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILED, Admissions
+from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
+from vllm_kvcompress.engine.scheduling.early_compression import pack_lookaheads
+from vllm_kvcompress.engine.scheduling.kv_cache import GroupBlocks
+from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
+from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
+from vllm_kvcompress.engine.scheduling.request_state import RequestStates
+from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import VllmHookError
-from vllm_kvcompress.planning.pieces import PieceSchedule, PiecewiseSchedule
+from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 
@@ -41,17 +48,35 @@ class _CompressingMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
-        self.compressed_manager = self.coordination.manager
-        other_layers = other_layers_of(self.vllm_config)  # type: ignore[attr-defined]
-        self.compressed_manager.deferred_free = DeferredFree(
-            self.compressed_manager.block_pool, self
+        scheduler: Any = self
+        cache, vllm_config = scheduler.kv_cache_manager, scheduler.vllm_config
+        self.groups = GroupBlocks(cache)
+        manager = self.groups.compressed
+        spec, block_size = manager.kv_cache_spec, int(manager.block_size)
+        num_layers = spec.num_compressed_layers
+        self.admissions = Admissions(
+            spec.settings,
+            num_layers,
+            block_size,
+            manager.block_pool,
+            other_layers_of(vllm_config),
+            spec.dtype.itemsize,
         )
-        self.compressed_manager.connect(
-            self.requests,  # type: ignore[attr-defined]
-            other_layers,
+        self.states = RequestStates(scheduler.requests, self.admissions.new_state)
+        self.lookaheads = LookAheads(spec.ring_slots, spec.settings.lookahead.on_pressure)
+        self.schedules = RequestSchedules(self.admissions, self.lookaheads, num_layers, block_size)
+        self.step_builder = StepBuilder(
+            manager,
+            self.states,
+            self.admissions,
+            self.schedules,
+            self.lookaheads,
+            DeferredFree(manager.block_pool, self),
+            CompressionStats(),
         )
-        self.next_step = NextStep(self, self.coordination)
+        manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
+        self.next_step = NextStep(self, self.groups, self.step_builder)
+        self.coordination = Coordination(cache, self.groups, self.step_builder, self.next_step)
         self.usage_notes = UsageNotes(self._block_bytes)
         # Scheduled steps whose outputs have not arrived, in order, each with its plan.
         self._steps_in_flight: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
@@ -72,10 +97,10 @@ class _CompressingMixin:
 
     def _log_concurrency(self) -> None:
         config = self.vllm_config  # type: ignore[attr-defined]
-        settings, tokens = self.compressed_manager.settings, config.model_config.max_model_len
+        settings, tokens = self.admissions.settings, config.model_config.max_model_len
         if not settings.enabled:
             return
-        admissions = self.compressed_manager.planner.admissions
+        admissions = self.admissions
         plan = admissions.plan(settings, tokens - 1)
         if plan is None:
             return
@@ -89,18 +114,17 @@ class _CompressingMixin:
             pool_blocks,
             plan.blocks + tail_blocks,
         )
-        if not isinstance(pieces, PieceSchedule):
-            return
-        if pieces.recommended_max_whole > (settings.max_whole or 0):
+        limit = None if pieces is None else pieces.boundary_limit
+        if limit is not None and limit.recommended_max_whole > (settings.pieces.max_whole or 0):
             logger.warning(
                 "between two pieces, each layer holds %d tokens of a prompt of %d tokens, and %d"
                 " after the last piece. Tokens dropped between pieces cannot be recovered. To hold"
                 " more, set a --kv-piece below %d or a --kv-max-whole above %d",
-                pieces.held_pages * plan.block_size // plan.num_layers,
+                limit.held_pages * plan.block_size // plan.num_layers,
                 plan.tokens,
                 plan.pages * plan.block_size // plan.num_layers + plan.tail,
-                settings.piece,
-                settings.max_whole,
+                settings.pieces.length,
+                settings.pieces.max_whole,
             )
 
     def add_request(self, request: Request) -> None:
@@ -110,11 +134,13 @@ class _CompressingMixin:
         wait forever, and so would every request behind it.
         """
         super().add_request(request)  # type: ignore[misc]
-        manager = self.compressed_manager
-        if manager.settings.max_whole is None or request.sampling_params is None:
+        # vLLM adds the next part of a streamed input to its session's request, or ends the session.
+        if self.requests.get(request.request_id) is not request:  # type: ignore[attr-defined]
             return
-        needed = manager.planner.max_prefill_blocks(request)
-        available = manager.planner.admissions.max_request_blocks
+        if self.admissions.settings.pieces.max_whole is None or request.sampling_params is None:
+            return
+        needed = self.schedules.max_prefill_blocks(self.states.of(request))
+        available = self.admissions.max_request_blocks
         if needed > available:
             reason = (
                 f"its prompt of {request.num_tokens} tokens takes {needed} KV blocks while it is"
@@ -142,7 +168,7 @@ class _CompressingMixin:
         """Free a request, and count it as skipped if it ends before its prompt was counted."""
         # vLLM adds a refused request only to abort it, so that a KV connector learns about it.
         if not request.abort_immediately:
-            self.compressed_manager.compression_stats.skip(request, self._skip_reason(request))
+            self.step_builder.stats.skip(self.states.of(request), self._skip_reason(request))
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _skip_reason(self, request: Request) -> str:
@@ -164,13 +190,15 @@ class _CompressingMixin:
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """Accept a pulled prompt. Tokens whose queries the method reads are computed here."""
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
-        planner = self.compressed_manager.planner
-        tokens = planner.note_pulled(request)
+        state = self.states.of(request)
+        longest_hit = self.schedules.longest_prefix_hit(state, int(request.num_tokens) - 1)
+        tokens = min(int(request.num_computed_tokens), max(longest_hit, 0))
         if tokens:
+            state.was_pulled = True
             # A look-ahead slot is taken only now: a pull may fail.
-            admitted = planner.admit(request.request_id, tokens)
-            self.compressed_manager.compression_stats.admitted(request, *admitted)
+            self.step_builder.admit(state, tokens)
         elif request.num_computed_tokens:
+            # All tokens must be computed, like those of any other prompt.
             self.kv_cache_manager.free(request)  # type: ignore[attr-defined]
         request.num_computed_tokens = tokens
 
@@ -178,12 +206,12 @@ class _CompressingMixin:
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """Return the tokens to schedule for a request, including its probe."""
-        if request.request_id in self.compressed_manager.planner.nothing_to_pack:
+        if request.request_id in self.states.ids_without_packing:
             return super()._reserve_prefill_lookahead(  # type: ignore[misc, no-any-return]
                 request, num_computed_tokens, num_new_tokens
             )
         tokens, probe_tokens = self.chunk_and_probe(request, num_computed_tokens, num_new_tokens)
-        self.compressed_manager.probes.set(request.request_id, probe_tokens)
+        self.step_builder.set_probe(self.states.of(request), probe_tokens)
         return tokens + probe_tokens
 
     def chunk_and_probe(
@@ -203,24 +231,14 @@ class _CompressingMixin:
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        schedule, probe_tokens = self.compressed_manager.planner.schedule_of(request), 0
-        if schedule.prefilled:
-            lookahead = schedule.lookahead
-            end = None if lookahead is None else lookahead.next_end(num_computed_tokens)
-            tokens = tokens if end is None else min(tokens, end - num_computed_tokens)
-        elif isinstance(pieces := schedule.prefill, PiecewiseSchedule):
-            tokens, probe_tokens = pieces.chunk(schedule.footprint, num_computed_tokens, tokens)
-        return tokens, probe_tokens
+        return self.schedules.of(self.states.of(request)).step_limit(num_computed_tokens, tokens)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Advance the requests, except for probe tokens: the next tokens take their positions."""
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
-        probes = self.compressed_manager.probes
-        for request_id, num_probe in probes.items():
-            if request_id in scheduler_output.num_scheduled_tokens:
-                request = self.requests[request_id]  # type: ignore[attr-defined]
-                request.num_computed_tokens -= num_probe
-        probes.clear()
+        for state, probe_tokens in self.step_builder.take_probes():
+            if state.request_id in scheduler_output.num_scheduled_tokens:
+                state.request.num_computed_tokens -= probe_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Return vLLM's next step, with a plan attached.
@@ -232,10 +250,11 @@ class _CompressingMixin:
             raise VllmHookError(self._stop_message)
         self.coordination.begin_step(self.requests.keys())  # type: ignore[attr-defined]
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        plan = self.compressed_manager.take_step_plan(self.next_step)
+        pack_lookaheads(self.step_builder, self.next_step)
+        plan = self.step_builder.build()
         attach_plan(output, plan)
         self._steps_in_flight.append((output, plan))
-        if self.compressed_manager.settings.usage:
+        if self.admissions.settings.usage:
             self.usage_notes.add_plan(plan)
         return output
 
@@ -253,7 +272,7 @@ class _CompressingMixin:
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        if self.compressed_manager.settings.usage:
+        if self.admissions.settings.usage:
             self.usage_notes.add_packed(() if report is None else report.packed)
             for client in outputs.values():
                 self.usage_notes.attach_to(client.outputs)
@@ -280,7 +299,7 @@ class _CompressingMixin:
         if acknowledged != expected:
             self._stop_for_mismatch(plan, acknowledged)
         if report is not None:
-            self.compressed_manager.compression_stats.report(report.packed)
+            self.step_builder.stats.report(report.packed)
 
     def _stop_for_mismatch(self, plan: StepPlan | None, acknowledged: int | None) -> NoReturn:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
@@ -309,10 +328,17 @@ class _CompressingMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """Return vLLM's statistics with our counts attached. `metrics` detaches them again."""
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        counts = self.compressed_manager.compression_stats.take()
+        counts = self.step_builder.stats.take()
         if stats is not None and counts is not None:
             attach_counts(stats, counts)
         return stats
+
+    def use_settings(self, settings: CompressionConfig) -> None:
+        """Set the engine's settings. Benchmarks change them while no request holds blocks."""
+        assert not self.lookaheads, list(self.lookaheads.request_ids)
+        self.admissions.settings = settings
+        self.lookaheads.on_pressure = settings.lookahead.on_pressure
+        self.states.clear()
 
 
 class CompressingScheduler(_CompressingMixin, Scheduler):

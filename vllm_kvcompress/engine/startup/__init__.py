@@ -1,1 +1,1 @@
-"""What runs once, before a model is loaded: flags, hooks, refusals, the choice of classes."""
+"""Run once before a model loads: add flags, refuse unsupported options, select our classes."""

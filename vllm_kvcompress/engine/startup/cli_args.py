@@ -20,8 +20,8 @@ from vllm_kvcompress.engine.messages.settings import (
     refuse_misspelt_settings,
 )
 from vllm_kvcompress.errors import ConfigError, KVCompressError
-from vllm_kvcompress.methods.presets import METHODS
-from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
+from vllm_kvcompress.settings.declared import flag_of
 from vllm_kvcompress.settings.lookahead import RENAMED_KEYS
 from vllm_kvcompress.settings.overrides import refuse_taken_names
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
@@ -29,134 +29,8 @@ from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 _INSTALLED = "_kvcompress_cli_args"
 _FROM_COMMAND = "_kvcompress_from_command"
 
-# flag -> (field of CompressionConfig, metavar, help); docs/flags.md says the same
-FLAGS = {
-    "--kv-compress": (
-        "compress",
-        "METHOD",
-        "Compress the KV cache of long prompts after prefill, with this method: "
-        + ", ".join(METHODS)
-        + ".",
-    ),
-    "--kv-budget": (
-        "budget",
-        "BUDGET",
-        "How much of each prompt to keep, the observation window included: a ratio in (0, 1], or a"
-        " whole number of tokens per layer.",
-    ),
-    "--kv-packed-dtype": (
-        "packed_dtype",
-        "FORMAT",
-        "Format of kept tokens: the KV cache's dtype (auto), or packed with 4-bit keys and 3-bit"
-        " values (k4v3), 4 times as many tokens in the same memory as at 16 bits.",
-    ),
-    "--kv-window": (
-        "window",
-        "TOKENS",
-        "Observation window: the last prompt tokens, which are always kept and whose queries score"
-        " the others.",
-    ),
-    "--kv-lookahead": (
-        "lookahead",
-        "TOKENS",
-        "Compression waits for this many output tokens, whose queries then score the prompt. 0"
-        " compresses when the prefill ends.",
-    ),
-    "--kv-lookahead-on-pressure": (
-        "lookahead_on_pressure",
-        "WHEN",
-        "When a short KV pool ends look-aheads early: before a request would be preempted"
-        " (preemption), also to admit a waiting request (waiting), or never.",
-    ),
-    "--kv-protect": (
-        "protect",
-        "PARTS",
-        "Parts of a chat that every layer keeps: system, tools, question, or several of them"
-        " separated by commas. With none, no part is protected.",
-    ),
-    "--kv-min-prompt": (
-        "min_prompt",
-        "TOKENS",
-        "Prompts with fewer tokens stay uncompressed.",
-    ),
-    "--kv-min-output": (
-        "min_output",
-        "TOKENS",
-        "Prompts of requests with a smaller max_tokens stay uncompressed.",
-    ),
-    "--kv-pressure": (
-        "pressure",
-        "SHARE",
-        "A prompt stays uncompressed while less than this share of the KV pool is in use, counting"
-        " the prompt itself.",
-    ),
-    "--kv-decode-budget": (
-        "decode_budget",
-        "TOKENS",
-        "Tokens per layer that a request may hold while it generates. With none, the KV cache of"
-        " the output grows.",
-    ),
-    "--kv-decode-interval": (
-        "decode_interval",
-        "TOKENS",
-        "Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block."
-        " With --kv-packed-dtype k4v3 and no decode budget: output tokens between two"
-        " packings of the output in k4v3. No token is dropped, and the number is rounded up to"
-        " whole packed pages.",
-    ),
-    "--kv-max-whole": (
-        "max_whole",
-        "TOKENS",
-        "Prompts with more tokens are compressed piece by piece during prefill, and may be longer"
-        " than the KV pool. With none, every prompt is compressed after its prefill.",
-    ),
-    "--kv-piece": (
-        "piece",
-        "TOKENS",
-        "Tokens of a prompt longer than --kv-max-whole between two compressions: a multiple of the"
-        " KV block.",
-    ),
-    "--kv-probe": (
-        "probe",
-        "TOKENS",
-        "The last tokens of a prompt longer than --kv-max-whole, whose queries score each of its"
-        " pieces. With 0, each piece's last tokens score it.",
-    ),
-    "--kv-probe-first": (
-        "probe_first",
-        "TOKENS",
-        "The first tokens of such a prompt, whose queries also score each piece. Set it high enough"
-        " to include an instruction that comes before the text.",
-    ),
-    "--kv-allow-override": (
-        "allow_override",
-        "METHODS",
-        "Methods that requests may choose in vllm_xargs.kv_compress: all, or a list separated by"
-        " commas.",
-    ),
-    "--kv-budget-bounds": (
-        "budget_bounds",
-        "MIN:MAX",
-        "Budgets that requests may choose in vllm_xargs.kv_budget: 0.05:0.5, 256:4096, or both"
-        " separated by a comma.",
-    ),
-    "--kv-alias": (
-        "alias",
-        "NAME=METHOD:BUDGET",
-        "Another model name, whose requests use this method and budget. NAME=METHOD:BUDGET:k4v3"
-        " also sets --kv-packed-dtype. NAME=off compresses nothing. May be repeated.",
-    ),
-}
-_REPEATED = {"--kv-alias"}
-_USAGE = ("--kv-usage", "usage")
-# old flag -> (its old key, the current flag); accepted for one release, not in --help
-_RENAMED = {
-    f"--kv-{old.replace('_', '-')}": (old, f"--kv-{new.replace('_', '-')}")
-    for old, new in RENAMED_KEYS.items()
-}
 
-
-def _parsed_as(field: str) -> Callable[[str], Any]:
+def _parsed_as(key: str) -> Callable[[str], Any]:
     """Return an argparse type that parses one setting, with the errors of CompressionConfig.
 
     `fold` later checks all settings together, without parsing text again.
@@ -165,12 +39,12 @@ def _parsed_as(field: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             settings = CompressionConfig.parse(
-                {"compress": "off", "allow_override": "off", field: text}
+                {"compress": "off", "allow_override": "off", key: text}
             )
         except ConfigError as e:
             raise argparse.ArgumentTypeError(str(e)) from None
-        value = getattr(settings, field)
-        return value[0] if field == "alias" else value  # argparse collects repeated flags
+        value = settings.value(key)
+        return value[0] if KEYS[key].repeated else value  # argparse collects repeated flags
 
     return parse
 
@@ -209,31 +83,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         title="KV-cache compression",
         description="Settings of the vllm-kvcompress plugin; off unless --kv-compress is given.",
     )
-    for flag, (field, metavar, text) in FLAGS.items():
-        repeated: dict[str, Any] = {}
+    for key, setting in KEYS.items():
+        if not setting.flag:
+            continue
+        options: dict[str, Any] = {"type": _parsed_as(key), "metavar": setting.metavar}
+        if setting.metavar == "":
+            options = {"action": argparse.BooleanOptionalAction}
         # vLLM's --config file passes a list as several values of one flag.
-        if flag in _REPEATED:
-            repeated = {"action": "extend", "nargs": "+"}
-        group.add_argument(
-            flag, type=_parsed_as(field), metavar=metavar, default=None, help=text, **repeated
-        )
+        if setting.repeated:
+            options |= {"action": "extend", "nargs": "+"}
+        group.add_argument(setting.flag, default=None, help=setting.help, **options)
     group.add_argument(
-        "--kv-usage",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="Report in the usage of each compressed request how many prompt tokens were kept.",
-    )
-    group.add_argument(
-        "--kv-compress-config",
+        COMPRESS_CONFIG_FLAG.flag,
         type=_json_object,
-        metavar="JSON",
+        metavar=COMPRESS_CONFIG_FLAG.metavar,
         default=None,
-        help="Any settings and method parameters, as a JSON object. The flags above win over it.",
+        help=COMPRESS_CONFIG_FLAG.help,
     )
-    for old_flag, (_, flag) in _RENAMED.items():
-        group.add_argument(
-            old_flag, type=_parsed_as(FLAGS[flag][0]), default=None, help=argparse.SUPPRESS
-        )
+    for old, key in RENAMED_KEYS.items():
+        group.add_argument(flag_of(old), type=_parsed_as(key), default=None, help=argparse.SUPPRESS)
     action = parser._option_string_actions.get("--additional-config")
     if action is not None and callable(action.type):
         action.type = _without_repeated_settings(action.type)
@@ -247,12 +115,10 @@ def fold(args: argparse.Namespace) -> None:
             both names, or an alias is already a name of the model.
     """
     typed = dict(getattr(args, "kv_compress_config", None) or {})
-    flags = [(flag, field) for flag, (field, _, _) in FLAGS.items()]
-    old_flags = [(flag, key) for flag, (key, _) in _RENAMED.items()]
-    for flag, field in [*flags, *old_flags, _USAGE]:
-        value = getattr(args, flag[2:].replace("-", "_"), None)
+    for key in (*KEYS, *RENAMED_KEYS):
+        value = getattr(args, f"kv_{key}", None)
         if value is not None:
-            typed[field] = value
+            typed[key] = value
     additional_config = getattr(args, "additional_config", None)
     refuse_misspelt_settings(additional_config)
     if not typed and not has_settings(additional_config):

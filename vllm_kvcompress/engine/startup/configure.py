@@ -26,10 +26,9 @@ from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupporte
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.published import published
+from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, scoring_query_counts
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -81,7 +80,7 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
     if settings.model is None:
-        settings = settings.model_copy(update={"model": str(config.model_config.model)})
+        settings = settings.with_values(model=str(config.model_config.model))
     config.additional_config = attach_settings(config.additional_config, settings)
     _log_settings(
         settings,
@@ -162,20 +161,20 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
                 variant.compress,
                 variant.resolved_lookahead,
             )
-    if settings.decode_budget is not None:
+    if settings.decode.budget is not None:
         logger.info(
             "requests hold at most %d tokens per layer while they generate, and are compressed"
             " again every %d output tokens%s",
-            settings.decode_budget,
-            settings.decode_interval,
-            "" if block or "decode_interval" in settings.model_fields_set else unrounded[:-1],
+            settings.decode.budget,
+            settings.decode.interval,
+            "" if block or "decode_interval" in settings.given_keys else unrounded[:-1],
         )
-    if settings.max_whole is not None:
+    if settings.pieces.max_whole is not None:
         logger.info(
             "prompts of more than %d tokens are compressed every %d tokens%s during prefill, %s",
-            settings.max_whole,
-            settings.piece,
-            "" if block or "piece" in settings.model_fields_set else unrounded,
+            settings.pieces.max_whole,
+            settings.pieces.length,
+            "" if block or "piece" in settings.given_keys else unrounded,
             _scoring(settings),
         )
     for variant in settings.variants:
@@ -184,7 +183,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
             logger.info(
                 "using the parameters published for this model: %s %s", parts.allocator, parameters
             )
-        if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
+        if Reads.COLUMN_SUMS in variant.method.reads and prefix_caching:
             logger.info(
                 "%s reads attention over the whole prompt, so prompts that it compresses fill the"
                 " prefix cache but do not read it",
@@ -197,7 +196,7 @@ def _scoring(settings: CompressionConfig) -> str:
     variants = (settings,) if settings.enabled else settings.variants
     if all(variant.resolved_packed_dtype == K4V3 for variant in variants):
         return "and keep all tokens"
-    first, last = scoring_query_counts(settings)
+    first, last = settings.scoring_query_counts
     if not last:
         return "scored by their own last tokens"
     return f"scored by the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
@@ -220,7 +219,7 @@ def _install_frontend(settings: CompressionConfig) -> None:
         from vllm_kvcompress.engine.frontend import aliases
 
         aliases.install()
-    if settings.protect and (reason := front_end()) is not None:
+    if settings.protection.words and (reason := front_end()) is not None:
         raise ConfigError(f"--kv-protect: {reason}")
     default_usage_to_none()
     if settings.usage and settings.active:
@@ -228,11 +227,17 @@ def _install_frontend(settings: CompressionConfig) -> None:
 
         usage.install()
     try:
-        check("frontend.api", "frontend.chat_parts", "frontend.metrics", version=vllm.__version__)
+        check(
+            "frontend.api",
+            "frontend.protection.chat_parts",
+            "frontend.metrics",
+            version=vllm.__version__,
+        )
     except VllmHookError:
         return
     # Imported here: engine and worker processes do not need these modules.
-    from vllm_kvcompress.engine.frontend import api, chat_parts, metrics
+    from vllm_kvcompress.engine.frontend import api, metrics
+    from vllm_kvcompress.engine.frontend.protection import chat_parts
 
     api.install()
     chat_parts.install()

@@ -86,11 +86,11 @@ def _lookahead(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 
 def _pieces(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    if settings.max_whole is None:
+    if settings.pieces.max_whole is None:
         return None
     return (
         "a pulled prompt arrives at once, so it cannot be compressed piece by piece; remove"
-        f" --kv-max-whole, got {settings.max_whole}"
+        f" --kv-max-whole, got {settings.pieces.max_whole}"
     )
 
 

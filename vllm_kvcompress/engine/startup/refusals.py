@@ -11,7 +11,6 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of, state_blocks_per_group
 from vllm_kvcompress.engine.startup.connectors import connector_refusal
-from vllm_kvcompress.engine.startup.multimodal import multimodal_refusal
 from vllm_kvcompress.engine.startup.state_refusals import state_refusal
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
@@ -48,6 +47,36 @@ _WORKER_EXECUTORS = (
 )
 _NGRAM = "ngram"
 _RAY_SWITCH = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+
+
+def _multimodal(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    """Return why prompts with images cannot be compressed in this configuration; None if they can.
+
+    Models that were never tested with images need no refusal here: the API server refuses each
+    request with an image.
+    """
+    # Imported here: only the process that receives requests needs this module.
+    from vllm_kvcompress.engine.frontend.modalities import TESTED
+
+    model = config.model_config
+    if model.architecture not in TESTED or model.multimodal_config is None:
+        return None
+    if getattr(config, "ec_transfer_config", None) is not None:
+        return (
+            "images that another server encodes are not tested; remove --ec-transfer-config, or"
+            " serve this model without --kv-compress"
+        )
+    if model.multimodal_config.enable_mm_embeds:
+        return (
+            "images sent as embeddings are not tested; remove --enable-mm-embeds, or serve"
+            " this model without --kv-compress"
+        )
+    if pruning_rate := model.multimodal_config.video_pruning_rate:
+        return (
+            "a model that prunes video tokens processes images differently, which is not tested;"
+            f" remove --video-pruning-rate, got {pruning_rate}"
+        )
+    return None
 
 
 def _platform(config: VllmConfig) -> str | None:
@@ -354,8 +383,8 @@ def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 def _drafts(config: VllmConfig, settings: CompressionConfig) -> str | None:
     is_set = {
-        "--kv-decode-budget": settings.decode_budget is not None,
-        "--kv-max-whole": settings.max_whole is not None,
+        "--kv-decode-budget": settings.decode.budget is not None,
+        "--kv-max-whole": settings.pieces.max_whole is not None,
         "--kv-decode-interval": any(variant.packs_outputs for variant in settings.variants),
     }
     flags = [flag for flag, given in is_set.items() if given]
@@ -408,7 +437,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
     with_settings = (
         connector_refusal,
-        multimodal_refusal,
+        _multimodal,
         state_refusal,
         _quantised,
         _drafts,

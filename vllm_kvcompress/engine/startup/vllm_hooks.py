@@ -72,7 +72,7 @@ VLLM_HOOKS = (
         "(awaitable, request, raw_request)",
     ),
     *vllm_hooks(
-        "frontend.chat_parts",
+        "frontend.protection.chat_parts",
         "wrap",
         "vLLM reports which tokens of a chat are its system prompt, its tools and its last message",
         "vllm.renderers.base:BaseRenderer.render_chat(conversations, chat_params, tok_params)",
@@ -80,7 +80,7 @@ VLLM_HOOKS = (
         "(conversations, chat_params, tok_params)",
     ),
     *vllm_hooks(
-        "frontend.chat_parts",
+        "frontend.protection.chat_parts",
         "use",
         _UNCALLED,
         "vllm.renderers.base:BaseRenderer.render_messages(messages, params)",
@@ -146,14 +146,14 @@ VLLM_HOOKS = (
         "(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     ),
     *vllm_hooks(
-        "scheduling.cache_spec",
+        "messages.cache_spec",
         "registry",
         _VLLM_INTERFACE,
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register"
         "(kvcache_spec_cls, manager_class, uniform_type_base_spec)",
     ),
     *vllm_hooks(
-        "scheduling.cache_spec",
+        "messages.cache_spec",
         "subclass",
         "vLLM asks a manager, not its spec, for the most memory of one request",
         "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",

@@ -1,1 +1,1 @@
-"""vLLM's workers with a compressor, and the memory that compression needs."""
+"""vLLM's workers, extended to follow the scheduler's packing plan."""

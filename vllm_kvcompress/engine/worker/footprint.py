@@ -4,7 +4,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvcompress.engine.layers import groups_of, layers_per_stage
-from vllm_kvcompress.planning.memory import Sizes, reserved_bytes, table_columns
+from vllm_kvcompress.planning.memory import Sizes, reserved_bytes
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -26,16 +26,6 @@ def sizes_of(config: VllmConfig) -> Sizes:
         max_drafts=0 if speculative is None else int(speculative.num_speculative_tokens),
         max_graph_rows=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
-
-
-def max_rows(config: VllmConfig) -> int:
-    """Return the rows of the largest batch, including rows that pad a CUDA graph."""
-    return sizes_of(config).rows
-
-
-def max_blocks(config: VllmConfig, settings: CompressionConfig, blocks: int) -> int:
-    """Return the columns of a layer's block table, for a cache of `blocks` blocks."""
-    return table_columns(sizes_of(config), settings, blocks)
 
 
 def device_bytes(config: VllmConfig, settings: CompressionConfig, available: int = 0) -> int:

@@ -30,20 +30,19 @@ from vllm_kvcompress.engine.attention.backend import (
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.layers import groups_of, stages_of
+from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.messages.settings import parsed_settings
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
-from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.worker.batch_rows import BatchRows
-from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
+from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
-from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots
+from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots, table_columns
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import merges, sums_attention
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
@@ -286,11 +285,12 @@ def page_pool(
             " with head size 256 does this); pass another --attention-config.flash_attn_version or"
             " --attention-backend, or serve without --kv-compress"
         )
+    sizes = sizes_of(config)
     pool = PagePool(
         caches,
         max_requests=config.scheduler_config.max_num_seqs,
-        max_rows=max_rows(config),
-        max_blocks=max_blocks(config, settings, num_blocks),
+        max_rows=sizes.rows,
+        max_blocks=table_columns(sizes, settings, num_blocks),
         block_size=block_size,
         stored=stored_in(layers),
         packs_groups=settings.packs_k4v3,
@@ -301,14 +301,14 @@ def page_pool(
             heads,
             layers[0].impl.num_kv_heads,
             dim,
-            rows=max_rows(config),
+            rows=sizes.rows,
             device=pool.pages.device,
         )
     pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
     pool.allocate_method_state(
         layers[0].impl.num_kv_heads,
-        sums=any(sums_attention(variant) for variant in settings.variants),
-        thresholds=any(merges(variant) for variant in settings.variants),
+        sums=any(variant.method.sums_attention for variant in settings.variants),
+        thresholds=any(variant.method.merges_repeatedly for variant in settings.variants),
     )
     return pool
 
@@ -404,7 +404,7 @@ def query_ring(
         window=window,
         heads=heads,
         dim=dim,
-        max_rows=max_rows(config),
+        max_rows=sizes.rows,
         dtype=config.model_config.dtype,
         device=pool.pages.device,
     )

@@ -1,0 +1,175 @@
+"""Generate docs, command flags and deployment settings from the declared settings.
+
+``make reference`` writes three tables of docs/flags.md, the flags of the ``kvcompress`` commands,
+and the names, values and arguments of deploy/base. vllm_kvcompress/settings declares the settings.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.preset import Preset
+from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
+from vllm_kvcompress.settings.declared import DEPLOY_DEFAULT, SettingDeclaration
+from vllm_kvcompress.settings.request_keys import REQUEST_KEYS, RequestKey
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = ROOT / "vllm_kvcompress" / "commands"
+PAGE = ROOT / "docs" / "flags.md"
+BASE = ROOT / "deploy" / "base"
+_CODE = re.compile(r"--[a-z0-9-]+(?: k4v3)?|\b\w+_\w+(?:\.\w+)*|\bNAME=[\w:=]+")
+"""Words of a flag's help that the page sets as code."""
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Yield each generated file with the text that it should have."""
+    page = PAGE.read_text()
+    flags = [setting for setting in KEYS.values() if setting.flag]
+    page = _with_table(page, "Flags", [*map(_flag_row, flags), _COMPRESS_CONFIG_ROW])
+    others = [setting for setting in KEYS.values() if not setting.flag]
+    page = _with_table(page, "Keys without a flag", map(_key_row, others))
+    yield PAGE, _with_table(page, "Keys of a request", map(_request_row, REQUEST_KEYS.values()))
+    yield COMMANDS / "kv_flags.py", _command_flags()
+    deployed = [setting for setting in flags if setting.deployed]
+    manifest = BASE / "deployment.yaml"
+    yield manifest, _with_arguments(manifest.read_text(), deployed)
+    env = BASE / "settings.env"
+    yield env, _with_values(env.read_text(), deployed)
+
+
+def _with_table(page: str, title: str, rows: Iterable[str]) -> str:
+    """Return the page with the rows of the table below a heading replaced."""
+    before, heading, rest = page.partition(f"\n## {title}\n")
+    table = re.compile(r"(\| .+ \|\n\|[-|]+\|\n)(?:\|.*\n)*")
+    return before + heading + table.sub(lambda match: match[1] + "".join(rows), rest, count=1)
+
+
+def _flag_row(setting: SettingDeclaration) -> str:
+    flag = f"{setting.flag} {setting.metavar}".strip()
+    meaning = " ".join([_CODE.sub(r"`\g<0>`", setting.help), setting.extra_docs]).strip()
+    cells = (f"`{flag}`", f"`{setting.key}`", _default(setting), setting.unit, meaning)
+    return _row(cells)
+
+
+def _key_row(setting: SettingDeclaration) -> str:
+    return _row((f"`{setting.key}`", _default(setting), setting.unit, setting.help))
+
+
+_COMPRESS_CONFIG_ROW = (
+    f"| `{COMPRESS_CONFIG_FLAG.flag} {COMPRESS_CONFIG_FLAG.metavar}` | every key | `{{}}` | |"
+    " Any keys of this page, as one JSON object. |\n"
+)
+
+
+def _request_row(key: RequestKey) -> str:
+    return _row((f"`{key.name}`", key.needs, key.help))
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
+
+
+def _default(setting: SettingDeclaration) -> str:
+    """Return a default as the page writes it."""
+    if setting.default is False:
+        return "off"
+    if setting.default is None and setting.key in Preset.__dataclass_fields__:
+        return "the method's"
+    return "none" if setting.default in (None, ()) else f"`{setting.default}`"
+
+
+def _command_flags() -> str:
+    """Return the module with the typer options of all flags that a command of ours takes."""
+    sources = [ROOT / "vllm_kvcompress" / "cli.py", *COMMANDS.rglob("*.py")]
+    used = {name for path in sources for name in re.findall(r"kv_flags\.(\w+)", path.read_text())}
+    options = (_option(name, setting) for name, setting in _by_class_name() if name in used)
+    return _COMMAND_FLAGS_START + "".join(options)
+
+
+_COMMAND_FLAGS_START = '''"""Flags of ``vllm serve`` that the ``kvcompress`` commands also take.
+
+``make reference`` writes this file, so that the commands start without the settings and torch.
+"""
+
+from typing import Annotated
+
+import typer
+
+'''
+
+
+def _by_class_name() -> Iterator[tuple[str, SettingDeclaration]]:
+    for setting in (*KEYS.values(), COMPRESS_CONFIG_FLAG):
+        yield "".join(word.capitalize() for word in setting.key.split("_")), setting
+
+
+def _takes_none(setting: SettingDeclaration) -> bool:
+    """Return whether users may write "none" for a setting."""
+    try:
+        CompressionConfig.parse({"compress": "cake", setting.key: "none"})
+    except ConfigError:
+        return False
+    return True
+
+
+def _option(name: str, setting: SettingDeclaration) -> str:
+    value = "int" if setting.metavar == "TOKENS" and not _takes_none(setting) else "str"
+    value = f"list[{value}]" if setting.repeated else value
+    # As ruff formats it: on one line if it fits.
+    width = 84 if len(setting.help) <= 84 else 80
+    lines = textwrap.wrap(setting.help, width, break_on_hyphens=False, break_long_words=False)
+    text = "\n        ".join([f'"{lines[0]}"', *(f'" {line}"' for line in lines[1:])])
+    return f"""{name} = Annotated[
+    {value} | None,
+    typer.Option(
+        "{setting.flag}",
+        metavar="{setting.metavar}",
+        help={text},
+    ),
+]
+"""
+
+
+def _with_arguments(manifest: str, deployed: Iterable[SettingDeclaration]) -> str:
+    """Return the manifest with an argument of vLLM for each deployed setting."""
+    lines = (
+        f"            - {setting.flag + '=' if setting.metavar else ''}$({_variable(setting)})\n"
+        for setting in deployed
+    )
+    arguments = re.compile(r"(?: +- (?:--kv-[a-z-]+=)?\$\(KV_\w+\)\n)+")
+    return arguments.sub("".join(lines), manifest, count=1)
+
+
+def _with_values(env: str, deployed: Iterable[SettingDeclaration]) -> str:
+    """Return the variables with the value of each deployed setting.
+
+    Raises:
+        ValueError: a deployed setting has no line, or another KV_ variable has one.
+    """
+    values = {_variable(setting): _deployed_value(setting) for setting in deployed}
+    found = re.findall(r"^(KV_\w+)=", env, re.MULTILINE)
+    if sorted(found) != sorted(values):
+        raise ValueError(f"deploy/base/settings.env must set {sorted(values)}, got {sorted(found)}")
+    return re.sub(
+        r"^(KV_\w+)=.*$", lambda match: f"{match[1]}={values[match[1]]}", env, flags=re.MULTILINE
+    )
+
+
+def _variable(setting: SettingDeclaration) -> str:
+    return f"KV_{setting.key.upper()}"
+
+
+def _deployed_value(setting: SettingDeclaration) -> str:
+    if not setting.metavar:
+        # The variable is a complete flag.
+        return setting.flag if setting.default else setting.flag.replace("--", "--no-", 1)
+    if setting.deployed != DEPLOY_DEFAULT:
+        return setting.deployed
+    return "none" if setting.default in (None, ()) else str(setting.default)
+
+
+if __name__ == "__main__":
+    for path, text in generated():
+        path.write_text(text)

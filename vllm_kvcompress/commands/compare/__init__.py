@@ -1,0 +1,1 @@
+"""``kvcompress compare``: `options` declares the flags, `command` runs and prints a comparison."""

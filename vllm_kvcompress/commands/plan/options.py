@@ -1,0 +1,154 @@
+"""Command-line options of ``kvcompress plan``."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from vllm_kvcompress.commands import kv_flags
+from vllm_kvcompress.commands.options import settings_from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of ``kvcompress plan``. Each option's help describes it. Memory is in GiB."""
+
+    model: Annotated[str, typer.Argument(help="Model folder or Hugging Face model name.")]
+    length: Annotated[int, typer.Option("--len", min=1, help="Prompt length in tokens.")]
+    output: Annotated[int, typer.Option("--max-tokens", min=1, help="Output tokens.")] = 256
+    compress: kv_flags.Compress = None
+    budget: kv_flags.Budget = None
+    packed_dtype: kv_flags.PackedDtype = None
+    window: kv_flags.Window = None
+    lookahead: kv_flags.Lookahead = None
+    protected: Annotated[
+        int,
+        typer.Option(
+            "--protected",
+            metavar="TOKENS",
+            min=0,
+            help="Prompt tokens that --kv-protect protects.",
+        ),
+    ] = 0
+    min_prompt: kv_flags.MinPrompt = None
+    everything: kv_flags.CompressConfig = None
+    allow_override: kv_flags.AllowOverride = None
+    budget_bounds: kv_flags.BudgetBounds = None
+    alias: kv_flags.Alias = None
+    decode_budget: kv_flags.DecodeBudget = None
+    decode_interval: kv_flags.DecodeInterval = None
+    max_whole: kv_flags.MaxWhole = None
+    piece: kv_flags.Piece = None
+    probe: kv_flags.Probe = None
+    probe_first: kv_flags.ProbeFirst = None
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-memory",
+            metavar="GIB",
+            min=0,
+            help="KV cache of one GPU in GiB. vLLM logs it as available KV cache memory.",
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            "--block-size",
+            min=1,
+            help="Tokens per KV block. Default: vLLM's, 16 on CUDA and 128 on a CPU.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Dtype of the model. auto uses its config's dtype.")
+    ] = "auto"
+    ranks: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1
+    stages: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1
+    longest: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            min=1,
+            help="Maximum tokens of a prompt and its output together. Sets the size of the page"
+            " tables.",
+        ),
+    ] = None
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-seqs",
+            min=1,
+            help="Maximum concurrent requests. Default: vLLM's for the device.",
+        ),
+    ] = None
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="GIB",
+            min=0,
+            help="All memory of one GPU in GiB. Selects vLLM's defaults, and without --kv-memory"
+            " estimates the KV cache.",
+        ),
+    ] = None
+    utilization: Annotated[
+        float,
+        typer.Option("--gpu-memory-utilization", help="Share of the GPU's memory that vLLM uses."),
+    ] = 0.92
+    cache_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-cache-dtype", help="Dtype of the KV cache. auto uses the model's dtype."
+        ),
+    ] = "auto"
+    state_dtype: Annotated[
+        str,
+        typer.Option(
+            "--mamba-ssm-cache-dtype",
+            help="Dtype of recurrent states. auto uses vLLM's choice for the model.",
+        ),
+    ] = "auto"
+    prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="With prefix caching, each state takes two blocks per request instead of one."
+            " Default: on, unless the model does not support it.",
+        ),
+    ] = None
+    disable_sliding_window: Annotated[
+        bool,
+        typer.Option(
+            "--disable-sliding-window",
+            help="Limit requests to the sliding window's length, as in vLLM.",
+        ),
+    ] = False
+    device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda"
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the compression settings that were given, by their keys in `CompressionConfig`.
+
+        Raises:
+            ConfigError: ``--kv-compress-config`` is not a JSON object.
+        """
+        return settings_from(
+            self.everything,
+            compress=self.compress,
+            budget=self.budget,
+            packed_dtype=self.packed_dtype,
+            window=self.window,
+            lookahead=self.lookahead,
+            min_prompt=self.min_prompt,
+            allow_override=self.allow_override,
+            budget_bounds=self.budget_bounds,
+            alias=self.alias,
+            decode_budget=self.decode_budget,
+            decode_interval=self.decode_interval,
+            max_whole=self.max_whole,
+            piece=self.piece,
+            probe=self.probe,
+            probe_first=self.probe_first,
+        )

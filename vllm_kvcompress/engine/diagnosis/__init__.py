@@ -1,1 +1,0 @@
-"""The parts of `kvcompress doctor` that need vLLM: installation checks and a trial engine."""

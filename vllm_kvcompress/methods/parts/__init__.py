@@ -1,0 +1,1 @@
+"""Code that published methods use: allocators, selector `topk`, pooling, published parameters."""
