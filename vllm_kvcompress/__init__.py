@@ -1,4 +1,4 @@
-"""KV-cache compression for vLLM: prompts are compressed at the end of prefill."""
+"""KV-cache compression for vLLM: long prompts keep the tokens that score highest."""
 
 import importlib.metadata
 

@@ -25,7 +25,7 @@ class Prompt:
         name: unique name.
         kind: NEEDLE, a question with a known answer, or TEXT, whose next tokens are compared.
         ids: token ids of the prompt.
-        said: the full cache's greedy output tokens.
+        output_ids: the full cache's greedy output tokens.
         answer: text that a right answer contains; empty for a TEXT.
     """
 

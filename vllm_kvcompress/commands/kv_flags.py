@@ -12,10 +12,10 @@ Compress = Annotated[
     typer.Option(
         "--kv-compress",
         metavar="METHOD",
-        help="Compress the KV cache of long prompts after prefill, with this method: off,"
-        " snapkv, pyramidkv, h2o, tova, streamingllm, cake, dynamickv, d2o, chunkkv,"
-        " caote, fastcaote, defensivekv, layer-defensivekv, keydiff, lagkv, cake-chunk,"
-        " random, custom.",
+        help="After the prefill or the look-ahead, compress the KV cache of long prompts with"
+        " this method: off, snapkv, pyramidkv, h2o, tova, streamingllm, cake, dynamickv,"
+        " d2o, chunkkv, caote, fastcaote, defensivekv, layer-defensivekv, keydiff, lagkv,"
+        " cake-chunk, random, custom.",
     ),
 ]
 Budget = Annotated[

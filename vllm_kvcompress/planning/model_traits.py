@@ -1,7 +1,7 @@
 """Which models can be compressed: one rule for the engine and for ``kvcompress plan``.
 
 `traits_of` reads a config.json and needs no vLLM. The engine reads the same file and then applies
-what vLLM decided (`engine.refusals`). The messages about a model's traits are in this module.
+what vLLM decided (`engine.startup.refusals`). The messages about a model's traits are here.
 """
 
 from collections.abc import Mapping

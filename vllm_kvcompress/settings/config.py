@@ -72,7 +72,8 @@ def _names(parts: Mapping[str, object]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-_COMPRESS = f"""Compress the KV cache of long prompts after prefill, with this method:
+_COMPRESS = f"""After the prefill or the look-ahead, compress the KV cache of long prompts with this
+method:
 {", ".join(METHODS)}.
 
 [Methods](methods.md) explains them. `custom` is a combination of your own, implied if you set only

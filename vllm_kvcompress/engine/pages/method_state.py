@@ -69,7 +69,7 @@ class Protected(NamedTuple):
     """Slots of the protected tokens in the packed part of one request.
 
     Args:
-        settled: number of tokens in the packed part; no later token has been dropped.
+        intact_from: number of tokens in the packed part; no later token has been dropped.
         spans: protected spans in the packed part.
         starts: ``[L, Hkv, n]`` int32, ascending, the slot of each span's first token.
     """
