@@ -1,14 +1,28 @@
 """Compression metrics: right values, each request counted once, and a label for each engine."""
 
+import itertools
 import random
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from checkpoints import make, tokens
 from configuring import configure
 from engines import BLOCK, engine, model_runner_v1_only, settings
+from vllm_kvcompress.engine.frontend.metrics import info_labels
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.registry import PRESETS
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
+from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
+from vllm_kvcompress.schedules.pieces import piece_schedule
+from vllm_kvcompress.schedules.prompt import PromptSchedule
+from vllm_kvcompress.schedules.request import lookahead_tokens_of
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.request_options import RequestOptions
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 LAYERS = 4
 
@@ -320,7 +334,7 @@ def test_metrics_have_a_label_for_each_engine(model):
         ({"compress": "cake"}, ("auto", "")),
         ({"compress": "cake", "packed_dtype": "k4v3"}, ("k4v3", "256")),
         ({"compress": "cake", "alias": "small=cake:0.4:k4v3"}, ("auto", "256")),
-        ({"compress": "off", "alias": "small=cake:0.4:k4v3"}, ("", "256")),
+        ({"compress": "off", "alias": "small=cake:0.4:k4v3"}, ("k4v3", "256")),
         (
             {"compress": "off", "allow_override": "cake", "packed_dtype": "k4v3"},
             ("k4v3", "256"),
@@ -345,27 +359,123 @@ def test_the_info_metric_has_the_format_and_the_tokens_of_its_pages(model, raw, 
 
 
 @pytest.mark.parametrize(
-    ("raw", "label"),
+    ("raw", "labels"),
     [
-        ({"compress": "off", "allow_override": "all"}, ""),
-        ({"compress": "off", "allow_override": "all", "lookahead": 0}, "0"),
-        ({"compress": "cake", "allow_override": "all"}, "0"),
-        ({"compress": "cake-chunk"}, "32"),
+        ({"compress": "off", "allow_override": "all"}, {"lookahead": "", "window": ""}),
+        ({"compress": "off", "allow_override": "all", "lookahead": 0}, {"lookahead": "0"}),
+        ({"compress": "cake", "allow_override": "all"}, {"lookahead": "0"}),
+        ({"compress": "cake-chunk"}, {"lookahead": "32", "decode_interval": ""}),
+        ({"compress": "cake-chunk", "budget": 1.0, "packed_dtype": "k4v3"}, {"lookahead": "0"}),
+        (
+            {"compress": "cake", "packed_dtype": "k4v3", "decode_interval": 200},
+            {"decode_interval": "256", "decode_budget": ""},
+        ),
+        ({"compress": "cake", "decode_budget": 512}, {"decode_interval": "128"}),
+        (
+            {"compress": "off", "alias": "a=cake:0.4:k4v3", "budget": 0.3},
+            {"budget": "0.4", "packed_dtype": "k4v3"},
+        ),
+        (
+            {"compress": "off", "alias": "a=cake:0.4:k4v3", "allow_override": "cake"},
+            {"budget": "0.2", "packed_dtype": ""},
+        ),
     ],
     ids=str,
 )
-def test_the_info_metric_has_no_look_ahead_if_each_method_has_its_own(model, raw, label):
-    from prometheus_client import REGISTRY
-    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+def test_labels_are_the_settings_that_requests_get(raw, labels):
+    found = info_labels(CompressionConfig.parse(raw), BLOCK, 4)
+    assert {key: found[key] for key in labels} == labels
 
-    from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
 
-    unregister_vllm_metrics()
-    vllm_config = configure(model, block_size=BLOCK, dtype="float32")
-    CompressionStatLogger(vllm_config, [0], CompressionConfig.parse(raw))
-    (info,) = REGISTRY._names_to_collectors["vllm:kv_compress_info"].collect()
-    assert info.samples[0].labels["lookahead"] == label
-    unregister_vllm_metrics()
+@st.composite
+def engines(draw):
+    """Draw the settings of an engine that compresses something; None if they are refused."""
+    methods, formats = st.sampled_from(sorted(PRESETS)), st.sampled_from(["auto", "k4v3"])
+    budgets = st.sampled_from([0.2, 0.6, 1.0, 256, 1])
+    meanings = st.tuples(methods, budgets) | st.tuples(methods, budgets, formats)
+    aliases = st.dictionaries(st.sampled_from("ab"), meanings, min_size=1, max_size=2)
+    raw = draw(
+        st.fixed_dictionaries(
+            {"compress": methods | st.just("off"), "budget": budgets},
+            optional={
+                "packed_dtype": formats,
+                "lookahead": st.sampled_from([0, 16, 48]),
+                "window": st.sampled_from([0, 8, 64]),
+                "decode_interval": st.sampled_from([BLOCK, 96, 160, 512, 1024]),
+                "decode_budget": st.sampled_from([160, 512]),
+                "max_whole": st.sampled_from([1024, 2048]),
+                "allow_override": st.lists(methods, min_size=1, max_size=3),
+                "alias": aliases.map(
+                    lambda each: {name: ":".join(map(str, parts)) for name, parts in each.items()}
+                ),
+            },
+        )
+    )
+    try:
+        settings_ = CompressionConfig.parse(raw)
+    except ConfigError:
+        return None
+    return settings_ if settings_.active else None
+
+
+def behaviour(config, itemsize=2, length=3000):
+    """Return what the schedules of a prompt do with the settings of one request, by label."""
+    page_tokens = packed_page_tokens(config, BLOCK, itemsize)
+    pieces = piece_schedule(config, LAYERS, BLOCK, length, (), page_tokens)
+    plan = config.page_plan(LAYERS, length, BLOCK, (), page_tokens)
+    prefill = pieces or (plan and PromptSchedule(settings=config, page_plan=plan))
+    limits = {"prefilled": length, "max_tokens": length + 3000}
+    output = None
+    if config.decode.budget is not None:
+        output = OutputSchedule(settings=config, **limits)
+    elif page_tokens and config.packs_outputs:
+        output = OutputGroupSchedule(
+            settings=config, max_tokens=limits["max_tokens"], page_tokens=page_tokens
+        )
+    packed_at = []
+    if output is not None:
+        footprint = KVFootprint(num_layers=LAYERS, block_size=BLOCK)
+        if plan is not None:
+            footprint.pack(plan, length // BLOCK)
+        for tokens_ in range(length - length % BLOCK + BLOCK, limits["max_tokens"], BLOCK):
+            if (repacked := output.plan(footprint, tokens_)) is not None:
+                packed_at.append(tokens_)
+                footprint.pack(repacked, repacked.packed_end // BLOCK, freeze=True)
+    steps = {later - earlier for earlier, later in itertools.pairwise(packed_at)}
+    # A budget of 1.0 in 16 bits compresses no prompt.
+    lookahead = config.resolved_lookahead if prefill is None else lookahead_tokens_of(prefill)
+    return {
+        "lookahead": str(lookahead),
+        "decode_interval": str(steps.pop()) if len(steps) == 1 else str(sorted(steps) or ""),
+        "window": str(config.resolved_window),
+        "packed_dtype": "auto" if page_tokens is None else "k4v3",
+        "budget": str(config.budget),
+    }
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(engines())
+def test_labels_agree_with_the_schedules_of_all_requests(config):
+    if config is None:
+        return
+    labels = info_labels(config, BLOCK, 2)
+    rounded = in_whole_blocks(config, BLOCK)
+    if rounded.enabled:
+        expected = behaviour(rounded)
+        assert {key: labels[key] for key in expected} == expected
+        return
+    asks = [{"kv_compress": name} for name in rounded.allow_override]
+    asks += [{"kv_alias": alias.name} for alias in rounded.alias]
+    all_behaviours = [behaviour(RequestOptions.parse(rounded, ask).settings) for ask in asks]
+    flags = {"budget": config.budget, "lookahead": config.lookahead.tokens}
+    flags["packed_dtype"] = config.packed.dtype
+    for key in all_behaviours[0]:
+        found = {each[key] for each in all_behaviours}
+        if key == "decode_interval":
+            found -= {""}
+        # requests that differ leave a label to the flag
+        allowed = found if len(found) == 1 else {"", str(flags.get(key, ""))}
+        assert labels[key] in (allowed or {""}), key
 
 
 def test_every_metric_is_documented():

@@ -12,7 +12,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable, error_message
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.packed_dtype import AUTO
+from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 
 # vLLM updates its metrics in the next step; wait at most this long for it.
 _SETTLE_TIMEOUT_S = 15.0
@@ -165,7 +165,9 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
         "min_prompt": int(info.get("min_prompt", 1024)),
         "min_output": int(info.get("min_output", 2)),
     }
-    if info.get("lookahead"):
+    # Settings that keep all tokens export no look-ahead, but the request's budget may need one.
+    keeps_all = info.get("packed_dtype") == K4V3 and info.get("budget") == "1.0"
+    if info.get("lookahead") and not keeps_all:
         gates["lookahead"] = int(info["lookahead"])
     if info.get("packed_dtype"):
         gates["packed_dtype"] = info["packed_dtype"]
@@ -188,7 +190,7 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
                 del gates["lookahead"]
         server = CompressionConfig.parse({"compress": "off", "allow_override": "all", **gates})
         settings = server.variant(method).to_additional_config()
-        settings |= {"budget": info["budget"]} if "budget" in info else {}
+        settings |= {"budget": info["budget"]} if info.get("budget") else {}
     for key in ("budget", "lookahead", "packed_dtype"):
         if (value := xargs.get(f"kv_{key}")) is not None:
             settings[key] = value

@@ -9,7 +9,7 @@ off too, turns statistics on for operators who turned them off, and does not loa
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -24,6 +24,7 @@ from vllm_kvcompress.engine.messages.counts import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
+from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -143,6 +144,79 @@ def count_refusal(reason: str) -> None:
         _refusals.labels(*_model, reason).inc()
 
 
+def info_labels(settings: CompressionConfig, block_size: int, itemsize: int) -> dict[str, str]:
+    """Return the settings as the labels of ``vllm:kv_compress_info``.
+
+    They are the settings of requests that choose none. If only chosen settings compress, a label is
+    the value that all of them share.
+
+    Args:
+        settings: settings of the engine.
+        block_size: tokens in a block.
+        itemsize: bytes of a number of the model.
+    """
+    names = {alias.name: alias.meaning for alias in settings.alias}
+    first, last = settings.scoring_query_counts
+    settings = in_whole_blocks(settings, block_size)
+    page_tokens = k4v3.page_tokens(block_size, itemsize)
+    served = [settings] if settings.enabled else list(settings.variants)
+    may_choose = bool(set(settings.allow_override) - {"off"})
+    return {
+        "method": settings.compress,
+        "budget": _common(
+            (each.budget for each in served), settings.budget if may_choose else None
+        ),
+        "packed_dtype": _common(
+            (each.resolved_packed_dtype for each in served), settings.packed.dtype
+        ),
+        "packed_page_tokens": str(page_tokens) if settings.packs_k4v3 else "",
+        "window": _common(each.resolved_window for each in served),
+        "lookahead": _common(map(_lookahead_of, served), settings.lookahead.tokens),
+        "protect": ",".join(settings.protection.words),
+        "min_prompt": str(settings.min_prompt),
+        "min_output": str(settings.min_output),
+        "pressure": str(settings.pressure),
+        "decode_budget": str(settings.decode.budget or ""),
+        "decode_interval": _common(_decode_intervals(served, page_tokens)),
+        "max_whole": str(settings.pieces.max_whole or ""),
+        "piece": str(settings.pieces.length if settings.pieces.max_whole else ""),
+        "probe": str(last if settings.pieces.max_whole else ""),
+        "probe_first": str(first if settings.pieces.max_whole else ""),
+        "allow_override": ",".join(settings.allow_override),
+        "alias": json.dumps(names) if names else "",
+    }
+
+
+def _common(values: Iterable[object], otherwise: object = None) -> str:
+    """Return the label for the settings that requests get: their common value.
+
+    Args:
+        values: value of each settings that requests get.
+        otherwise: the flag's value, for settings with different values; None leaves the label
+            empty.
+    """
+    # 1 token and a ratio of 1.0 are equal numbers.
+    labels = {str(value) for value in values}
+    if len(labels) == 1:
+        return labels.pop()
+    return "" if otherwise is None else str(otherwise)
+
+
+def _lookahead_of(settings: CompressionConfig) -> int:
+    return 0 if settings.keeps_all_tokens else settings.resolved_lookahead
+
+
+def _decode_intervals(served: Iterable[CompressionConfig], page_tokens: int) -> Iterator[int]:
+    """Yield the output tokens between two packings of an output, where outputs are packed."""
+    for settings in served:
+        if settings.decode.budget is not None:
+            yield settings.decode.interval
+        elif settings.packs_outputs:
+            yield OutputGroupSchedule(
+                settings=settings, max_tokens=0, page_tokens=page_tokens
+            ).interval
+
+
 class CompressionStatLogger(AggregateStatLoggerBase):
     """Exports the counts that the schedulers of all engines report.
 
@@ -197,36 +271,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
 
     def _set_gauges(self, settings: CompressionConfig, stages: int) -> None:
         """Create the gauges with the settings and the budget."""
-        names = {alias.name: alias.meaning for alias in settings.alias}
-        first, last = settings.scoring_query_counts
-        settings = in_whole_blocks(settings, self._block_size)
-        page_tokens = k4v3.page_tokens(self._block_size, self._itemsize)
-        values = {
-            "method": settings.compress,
-            "budget": str(settings.budget),
-            "packed_dtype": settings.resolved_packed_dtype
-            if settings.enabled
-            else settings.packed.dtype or "",
-            "packed_page_tokens": str(page_tokens) if settings.packs_k4v3 else "",
-            "window": str(settings.resolved_window if settings.enabled else 0),
-            # Empty if each method has its own.
-            "lookahead": str(settings.resolved_lookahead)
-            if settings.enabled
-            else ("" if settings.lookahead.tokens is None else str(settings.lookahead.tokens)),
-            "protect": ",".join(settings.protection.words),
-            "min_prompt": str(settings.min_prompt),
-            "min_output": str(settings.min_output),
-            "pressure": str(settings.pressure),
-            "decode_budget": str(settings.decode.budget or ""),
-            "decode_interval": str(settings.decode.interval if settings.decode.budget else ""),
-            "max_whole": str(settings.pieces.max_whole or ""),
-            "piece": str(settings.pieces.length if settings.pieces.max_whole else ""),
-            "probe": str(last if settings.pieces.max_whole else ""),
-            "probe_first": str(first if settings.pieces.max_whole else ""),
-            "allow_override": ",".join(settings.allow_override),
-            "alias": json.dumps(names) if names else "",
-            "stages": str(stages),
-        }
+        values = info_labels(settings, self._block_size, self._itemsize) | {"stages": str(stages)}
         gauge = Gauge(
             "vllm:kv_compress_info",
             "Compression is on with these settings.",

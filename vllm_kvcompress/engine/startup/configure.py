@@ -123,10 +123,12 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
     """
     unrounded = ", rounded to whole KV blocks,"
     settings = in_whole_blocks(settings, block) if block else settings
+    named = set(settings.allow_override) - {"off"}
+    on_request = "only for requests that choose a method or a model name"
     logger.info(
-        "KV-cache compression is on: %s, budget %s, for prompts of at least %d tokens",
-        settings.compress if settings.enabled else "only for requests that choose a method",
-        settings.budget,
+        "KV-cache compression is on: %s%s, for prompts of at least %d tokens",
+        settings.compress if settings.enabled else on_request,
+        f", budget {settings.budget}" if settings.enabled or named else "",
         settings.min_prompt,
     )
     for variant in settings.variants:
@@ -136,6 +138,13 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
                 variant.compress,
                 variant.budget,
                 variant.resolved_packed_dtype,
+            )
+        if variant.packs_outputs:
+            logger.info(
+                "%s packs output tokens in %s every %d output tokens, rounded up to whole pages",
+                variant.compress,
+                variant.resolved_packed_dtype,
+                variant.decode.interval,
             )
     if settings.allow_override:
         bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
@@ -157,9 +166,10 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         waits = settings.allow_override or not variant.keeps_all_tokens
         if variant.resolved_lookahead and waits:
             logger.info(
-                "%s compresses a prompt after %d output tokens",
+                "%s compresses a prompt after %d output tokens%s",
                 variant.compress,
                 variant.resolved_lookahead,
+                ", if its budget drops tokens" if variant.keeps_all_tokens else "",
             )
     if settings.decode.budget is not None:
         logger.info(
