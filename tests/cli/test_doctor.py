@@ -394,3 +394,17 @@ def test_unsupported_model_fails_the_model_check(run_doctor_in_process, tiny):
     found = checks(run_doctor_in_process("doctor", tiny, "--json", *TINY, *three))
     assert not found["model"]["ok"]
     assert "every pipeline stage must have the same number of layers" in found["model"]["detail"]
+
+
+def test_the_off_switch_passes_the_checks_of_an_unsupported_model(
+    run_doctor_in_process, tiny, monkeypatch
+):
+    monkeypatch.setenv("KVCOMPRESS_OFF", "1")
+    flags = [*TINY, "--pipeline-parallel-size", "3"]
+    done = run_doctor_in_process("doctor", tiny, "--expect", "off", "--json", *flags)
+    found = checks(done)
+    assert done.status == 0, done.err
+    why = "off: vLLM runs unchanged, because KVCOMPRESS_OFF is set"
+    assert found["compression"]["detail"] == why
+    done = run_doctor_in_process("doctor", tiny, "--expect", "on", "--json", *flags)
+    assert checks(done)["expected"]["detail"] == "compression is off, expected on"

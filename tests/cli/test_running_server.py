@@ -1,12 +1,20 @@
-"""``kvcompress doctor --url`` and ``health`` on real servers and on fake metrics pages."""
+"""``kvcompress doctor --url`` and ``health`` on real servers and on fake metrics pages.
+
+One real server has compression on. The other has the same kind of flags and KVCOMPRESS_OFF.
+"""
 
 import json
 
+import httpx
 import pytest
+from openai import OpenAI
 
+from endpoint_requests import ENDPOINTS, post, usage_events
+from engines import engine
 from first_layers import first_layers
 from forks import serve_forking
 from loopback import exported, server
+from vllm_kvcompress.serving.text import long_prompt
 
 FLAGS = [
     "--enforce-eager",
@@ -27,17 +35,29 @@ def checks_of(result) -> dict[str, dict]:
     return {check["name"]: check for check in json.loads(result.out)["checks"]}
 
 
+SWITCHED_OFF = [
+    *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake-chunk", "--kv-budget", "0.2",
+    "--kv-min-prompt", "512", "--kv-allow-override", "all", "--kv-budget-bounds", "0.1:0.5",
+    "--kv-protect", "system", "--kv-packed-dtype", "k4v3", "--kv-usage", "--enable-scale-out",
+    "--kv-alias", "demo@small=cake:0.2",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def compressed(demo_model, tmp_path_factory):
-    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
+def model(demo_model, tmp_path_factory):
+    return first_layers(tmp_path_factory.mktemp("model"), demo_model)
+
+
+@pytest.fixture(scope="module")
+def compressed(model, tmp_path_factory):
     with serve_forking(model, COMPRESSED, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def off(tiny, tmp_path_factory):
-    flags = [*FLAGS, "--skip-tokenizer-init"]
-    with serve_forking(tiny, flags, tmp_path_factory.mktemp("server")) as running:
+def off(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with serve_forking(model, SWITCHED_OFF, folder, KVCOMPRESS_OFF="1") as running:
         yield running
 
 
@@ -85,17 +105,121 @@ def test_a_prompt_that_the_server_does_not_compress_is_a_failed_check(compressed
 @pytest.mark.engine
 @pytest.mark.slow
 def test_expect_checks_whether_compression_is_on(off, run_in_process, compressed):
-    result = run_in_process("doctor", "--url", off.url, "--json")
-    assert result.status == 0
-    assert list(checks_of(result)) == ["server", "compression"]
+    for expect in ((), ("--expect", "off")):
+        result = run_in_process("doctor", "--url", off.url, *expect, "--json")
+        assert result.status == 0
+        assert checks_of(result)["compression"] == {
+            "name": "compression",
+            "ok": True,
+            "detail": "off: its operator turned it off, and settings of requests are ignored",
+        }
     result = run_in_process("doctor", "--url", off.url, "--expect", "on", "--json")
     assert result.status == 1
-    assert "expected on; start it with --kv-compress" in checks_of(result)["compression"]["detail"]
-    assert run_in_process("health", "--url", off.url).status == 0
-    assert run_in_process("health", "--url", off.url, "--expect-compression").status == 1
+    fix = "restart it without KVCOMPRESS_OFF, and with a method in --kv-compress"
+    assert checks_of(result)["compression"]["detail"].endswith(f", expected on; {fix}")
+    assert run_in_process("health", "--url", off.url).out.endswith("compression is off.\n")
+    unhealthy = run_in_process("health", "--url", off.url, "--expect-compression")
+    assert unhealthy.status == 1
+    assert fix in unhealthy.out
     on = run_in_process("doctor", "--url", compressed.url, "--expect", "off", "--json")
     assert on.status == 1
     assert ", expected off" in checks_of(on)["compression"]["detail"]
+
+
+# -- a server with KVCOMPRESS_OFF ------------------------------------------------------------------
+
+INVALID = "kv_budget must be a ratio in (0, 1]"
+
+
+def notes(response) -> list:
+    """Return the note on ignored settings of each usage in a response."""
+    assert response.status_code == 200, response.text
+    found = []
+    for event in usage_events(response):
+        usage = event["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        assert "kv_compress" not in details
+        found.append(details.get("kv_compress_off"))
+    assert found
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_settings_of_requests_are_ignored_with_a_note(off, endpoint, stream):
+    for xargs, ignored, error in (
+        ({"kv_compress": "cake", "kv_budget": 0.2}, ["kv_compress", "kv_budget"], ""),
+        ({"kv_budget": 0.9, "kv_packed_dtype": "k4v3"}, ["kv_budget", "kv_packed_dtype"], ""),
+        ({"kv_decode_budget": 99, "kv_by_role": 1}, ["kv_decode_budget", "kv_by_role"], ""),
+        ({"kv_budget": "many"}, ["kv_budget"], INVALID),
+        ({"kv_protect": "sytem", "other": 1}, ["kv_protect"], "'sytem' is unknown"),
+        ({"kv_bugdet": 1}, None, "did you mean 'kv_budget'?"),
+    ):
+        for note in notes(post(off, endpoint, "Hello", xargs, stream)):
+            assert note.get("ignored") == ignored
+            assert ("error" in note) == bool(error)
+            assert error in note.get("error", "")
+    for xargs, name in (({}, "demo"), ({"other": 1}, "demo"), ({}, "demo@small")):
+        assert set(notes(post(off, endpoint, "Hello", xargs, stream, name))) == {None}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_misplaced_settings_and_other_endpoints_are_answered_too(off):
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    outside = httpx.post(f"{off.url}/v1/chat/completions", json={**chat, "kv_budget": 0.2})
+    (note,) = notes(outside)
+    assert note["ignored"] == ["kv_budget"]
+    assert "must be inside vllm_xargs" in note["error"]
+    batch = {**chat, "messages": [chat["messages"]] * 2, "vllm_xargs": {"kv_budget": 0.2}}
+    answers = httpx.post(f"{off.url}/v1/chat/completions/batch", json=batch, timeout=60)
+    assert notes(answers) == [{"ignored": ["kv_budget"]}]
+    generate = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
+    generate["sampling_params"]["extra_args"] = {"kv_budget": 0.2}
+    answers = httpx.post(f"{off.url}/inference/v1/generate", json=generate, timeout=60)
+    assert notes(answers) == [{"ignored": ["kv_budget"]}]
+    message = {**chat, "kv_budget": 0.2, "vllm_xargs": {"kv_compress": "cake"}}
+    answers = httpx.post(f"{off.url}/v1/messages", json=message, timeout=60)
+    assert answers.status_code == 200, answers.text
+    assert "kv_compress" not in answers.text
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_outputs_are_vllms_own_for_every_method_and_alias(off, model, demo_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    ids, count = tokenizer.encode(long_prompt(tokenizer, 1500)), 48
+    options = {"additional_config": {}, "block_size": 128, "max_model_len": 4096}
+    with engine(model, **options) as llm:
+        (alone,) = llm.generate([ids], count)
+    client = OpenAI(base_url=f"{off.url}/v1", api_key="none", timeout=300)
+    assert [each.id for each in client.models.list()] == ["demo", "demo@small"]
+    for name, xargs in (
+        ("demo", {}),
+        ("demo", {"kv_compress": "cake", "kv_budget": 0.1}),
+        ("demo", {"kv_budget": 0.2}),
+        ("demo@small", {}),
+    ):
+        response = client.completions.create(
+            model=name,
+            prompt=ids,
+            max_tokens=count,
+            temperature=0,
+            extra_body={"ignore_eos": True, "vllm_xargs": xargs, "return_token_ids": True},
+        )
+        assert response.choices[0].token_ids == alone
+        assert response.model == name
+        details = response.usage.prompt_tokens_details
+        if xargs:
+            assert details.kv_compress_off == {"ignored": list(xargs)}
+    metrics = httpx.get(f"{off.url}/metrics").text
+    ours = [line for line in metrics.splitlines() if line.startswith("vllm:kv_compress")]
+    assert ours == ['vllm:kv_compress_off{engine="0",model_name="demo"} 1.0']
+    assert "KV-cache compression is off, because KVCOMPRESS_OFF is set" in off.log.read_text()
 
 
 # -- fake servers, which compress nothing or fail --------------------------------------------------
@@ -219,6 +343,16 @@ def test_a_chosen_method_has_its_own_look_ahead(labels, run_in_process):
         result = run_in_process("doctor", "--url", url, "--kv-compress", "cake-chunk", "--json")
     assert result.status == 0, result.out
     assert "15 blocks in use" in checks_of(result)["usage"]["detail"]
+
+
+def test_a_server_without_the_plugins_metrics_is_off(run_in_process):
+    with server(FakePages(exported({}, {}), "", "")) as url:
+        result = run_in_process("doctor", "--url", url, "--expect", "on", "--json")
+        assert result.status == 1
+        detail = checks_of(result)["compression"]["detail"]
+        assert "expected on; start it with --kv-compress" in detail
+        result = run_in_process("doctor", "--url", url, "--json")
+        assert (result.status, list(checks_of(result))) == (0, ["server", "compression"])
 
 
 def test_a_server_without_k4v3_fails_the_check_of_a_request_for_it(run_in_process):

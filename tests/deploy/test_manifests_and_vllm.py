@@ -100,14 +100,14 @@ def test_vllm_accepts_the_arguments(rendered, name, demo_model):
 
 
 @pytest.mark.engine
-def test_compression_can_be_switched_off(rendered, demo_model):
+@pytest.mark.parametrize("name", ["gpu", "example/canary"])
+def test_the_off_switch_needs_no_other_arguments(rendered, demo_model, name, monkeypatch):
+    """The canary compresses requests that name a method, whatever KV_COMPRESS says."""
     from vllm_kvcompress.settings.config import CompressionConfig
 
-    argv = [a.replace("=cake-chunk", "=off") for a in arguments(rendered["gpu"])[1:]]
-    assert "--kv-compress=off" in argv
-    _, engine = parse_serve([demo_model, *argv])
-    settings = CompressionConfig.parse(engine.additional_config.get("kvcompress", {}))
-    assert not settings.active
+    monkeypatch.setenv("KVCOMPRESS_OFF", "1")
+    _, engine = parse_serve([demo_model, *arguments(rendered[name])[1:]])
+    assert not CompressionConfig.parse(engine.additional_config["kvcompress"]).active
 
 
 @pytest.mark.engine

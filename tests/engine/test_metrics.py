@@ -486,5 +486,5 @@ def test_every_metric_is_documented():
     for name, (label, _, _) in COUNTERS.items():
         assert f"`vllm:kv_compress_{name}_total`" in text, name
         assert not label or f"`{label}`" in text
-    for name in ("info", "budget", "ratio", "seconds", "refused_requests_total"):
+    for name in ("info", "off", "budget", "ratio", "seconds", "refused_requests_total"):
         assert f"`vllm:kv_compress_{name}`" in text, name

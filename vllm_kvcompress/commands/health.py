@@ -33,8 +33,8 @@ def _check_compression(metrics: Metrics, after: int, expect: bool | None) -> tup
     if info is None:
         if expect:
             return False, (
-                "Compression is expected, but this server runs without it; start it with"
-                " --kv-compress, and check in its log that the plugin was loaded."
+                "Compression is expected, but this server runs without it;"
+                f" {metrics.how_to_turn_on}."
             )
         return True, "The server responds; compression is off."
     planned = metrics.by_engine(f"{PREFIX}planned_requests_total")

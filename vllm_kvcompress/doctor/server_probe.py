@@ -127,11 +127,10 @@ def _is_on(metrics: Metrics, note: Callable[[str, bool, str], bool], expect: boo
     info = metrics.info
     if info is None:
         detail = "off: the server does not export vllm:kv_compress_info"
+        if metrics.turned_off:
+            detail = "off: its operator turned it off, and settings of requests are ignored"
         if expect:
-            detail += (
-                ", expected on; start it with --kv-compress, and check in its log that the plugin"
-                " was loaded"
-            )
+            detail += f", expected on; {metrics.how_to_turn_on}"
         note("compression", not expect, detail)
         return False
     shown = ", ".join(f"{key} {info[key]}" for key in _SHOWN_SETTINGS if info.get(key))

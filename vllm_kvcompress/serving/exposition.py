@@ -85,6 +85,18 @@ class Metrics:
         samples = self.of(f"{PREFIX}info")
         return samples[0].labels if samples else None
 
+    @property
+    def turned_off(self) -> bool:
+        """Return whether the server's settings turn compression off."""
+        return bool(self.of(f"{PREFIX}off"))
+
+    @property
+    def how_to_turn_on(self) -> str:
+        """Return the fix if compression is off."""
+        if self.turned_off:
+            return "restart it without KVCOMPRESS_OFF, and with a method in --kv-compress"
+        return "start it with --kv-compress, and check in its log that the plugin was loaded"
+
 
 def _names_a_host(url: str) -> bool:
     try:

@@ -143,6 +143,18 @@ class RequestOptions:
         return self
 
 
+def check_form(extra_args: Mapping[str, Any]) -> None:
+    """Check the keys and values of a request as on a server that allows every setting.
+
+    Raises:
+        OverrideError: a key is unknown, or a value is invalid whatever the server allows.
+    """
+    refuse_unknown(extra_args)
+    _parse_choice(extra_args)
+    protection_of((), extra_args, may_choose=True)
+    _by_role(extra_args)
+
+
 def _refuse_without_compression(extra_args: Mapping[str, Any]) -> None:
     """Raise OverrideError if the request chooses anything but `off`."""
     choice = _parse_choice(extra_args)
@@ -213,10 +225,7 @@ def _parse_by_role(settings: CompressionConfig, extra_args: Mapping[str, Any]) -
         OverrideError: the value is not a bool, the server does not report usage, or requests may
             not choose settings: the report takes CPU time of the API server.
     """
-    by_role = extra_args.get(BY_ROLE, False)
-    # Some clients send `true` as 1.
-    if by_role not in (True, False):
-        raise OverrideError.invalid(f"{BY_ROLE} must be true or false, got {shorten(by_role)}")
+    by_role = _by_role(extra_args)
     if by_role and not settings.usage:
         raise OverrideError.not_allowed(
             f"{BY_ROLE} adds to the usage report, which this server does not send; remove"
@@ -227,6 +236,15 @@ def _parse_by_role(settings: CompressionConfig, extra_args: Mapping[str, Any]) -
             f"this server does not let requests set {BY_ROLE}; remove it, or ask the operator for"
             " --kv-allow-override",
         )
+    return by_role
+
+
+def _by_role(extra_args: Mapping[str, Any]) -> bool:
+    """Return the value of BY_ROLE; raise OverrideError if it is not a bool."""
+    by_role = extra_args.get(BY_ROLE, False)
+    # Some clients send `true` as 1.
+    if by_role not in (True, False):
+        raise OverrideError.invalid(f"{BY_ROLE} must be true or false, got {shorten(by_role)}")
     return bool(by_role)
 
 

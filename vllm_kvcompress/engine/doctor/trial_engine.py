@@ -21,6 +21,7 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off
 from vllm_kvcompress.settings.overrides import override_args
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -43,7 +44,8 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
     config = _configured(on_check, arguments)
     settings = active_settings(config.additional_config)
     if settings is None:
-        on_check(Check(name="compression", ok=True, detail="off: vLLM runs unchanged"))
+        why = f", because {OFF_SWITCH} is set" if is_switched_off() else ""
+        on_check(Check(name="compression", ok=True, detail=f"off: vLLM runs unchanged{why}"))
         return None
     limits = Limits(
         settings=settings.variants[0],

@@ -21,7 +21,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.counts import Counts, take_counts
-from vllm_kvcompress.engine.messages.settings import active_settings
+from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
@@ -339,6 +339,18 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         """Log nothing, because `configure` has logged the settings."""
 
 
+def _report_off(vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+    """Create the gauge of a server whose settings turn compression off."""
+    gauge = Gauge(
+        "vllm:kv_compress_off",
+        "Compression is off, and settings of requests are ignored.",
+        ["model_name", "engine"],
+        multiprocess_mode="mostrecent",
+    )
+    for index in engine_indexes:
+        gauge.labels(str(vllm_config.model_config.served_model_name), str(index)).set(1)
+
+
 def install() -> None:
     """Wrap ``StatLoggerManager.__init__``; safe to call twice.
 
@@ -356,6 +368,8 @@ def install() -> None:
         if settings is not None:
             logger_ = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
             self.stat_loggers.insert(0, logger_)
+        elif has_settings(vllm_config.additional_config):
+            _report_off(vllm_config, self.engine_indexes)
 
     StatLoggerManager.__init__ = with_ours
     setattr(StatLoggerManager, _INSTALLED, True)

@@ -26,18 +26,37 @@ from vllm_kvcompress.engine.messages.usage import USAGE_KEY, CompressionUsage, t
 
 _INSTALLED = "_kvcompress_usage"
 _KEPT = "_kvcompress_kept"
+IGNORED_KEY = "kv_compress_off"
+"""The key in a response's usage beside USAGE_KEY, on a server with compression off."""
+HANDLERS = (
+    (OpenAIServingChat, "create_chat_completion"),
+    (OpenAIServingChatBatch, "create_batch_chat_completion"),
+    (OpenAIServingCompletion, "create_completion"),
+    (OpenAIServingResponses, "create_responses"),
+    (ServingTokens, "serve_tokens"),
+)
 
 
 @dataclass(slots=True)
 class Collected:
-    """Reports of all prompts of one HTTP request, by vLLM's request id."""
+    """Reports of all prompts of one HTTP request, by vLLM's request id.
+
+    Args:
+        ignored: what a server with compression off ignored in the request.
+    """
 
     _kept: dict[str, CompressionUsage] = field(default_factory=dict)
+    ignored: dict[str, Any] | None = None
 
     def note(self, output: Any) -> None:
         """Collect the report of one `RequestOutput`, if it has one."""
         if (kept := getattr(output, USAGE_KEY, None)) is not None:
             self._kept[output.request_id] = kept
+
+    def details(self) -> dict[str, Any]:
+        """Return what the usage's prompt details get; {} for nothing."""
+        found = {USAGE_KEY: self.total(), IGNORED_KEY: self.ignored}
+        return {key: value for key, value in found.items() if value is not None}
 
     def total(self) -> dict[str, Any] | None:
         """Return the sum of the reports for the usage; None if every prompt stayed uncompressed.
@@ -97,17 +116,20 @@ def merge(kept: CompressionUsage, update: CompressionUsage) -> None:
     kept.update(update)
 
 
-def add_to(usage: Any, details: str, total: dict[str, Any]) -> None:
+def add_to(usage: Any, name: str, details: dict[str, Any]) -> None:
     """Write the report into a usage object of vLLM.
 
     Args:
         usage: vLLM's usage, whose class allows further fields.
-        details: name of its field for prompt details.
-        total: see `Collected.total`.
+        name: name of its field for prompt details.
+        details: see `Collected.details`.
     """
-    if getattr(usage, details) is None:
-        setattr(usage, details, PromptTokenUsageInfo())
-    setattr(getattr(usage, details), USAGE_KEY, total)
+    if not details:
+        return
+    if getattr(usage, name) is None:
+        setattr(usage, name, PromptTokenUsageInfo())
+    for key, value in details.items():
+        setattr(getattr(usage, name), key, value)
 
 
 def with_usage(event: Any, collected: Collected) -> Any:
@@ -119,13 +141,12 @@ def with_usage(event: Any, collected: Collected) -> Any:
     """
     if not isinstance(event, str) or not event.startswith("data: ") or '"usage":{' not in event:
         return event
-    total = collected.total()
+    added = collected.details()
     chunk = json.loads(event.removeprefix("data: "))
     usage = chunk.get("usage")
-    if total is None or not isinstance(usage, dict) or "prompt_tokens" not in usage:
+    if not added or not isinstance(usage, dict) or "prompt_tokens" not in usage:
         return event
-    details = usage.get("prompt_tokens_details") or {}
-    usage["prompt_tokens_details"] = {**details, USAGE_KEY: total}
+    usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), **added}
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
@@ -135,18 +156,20 @@ def install() -> None:
         return
     _read_reports()
     _collect_results()
-    for serving, name in (
-        (OpenAIServingChat, "create_chat_completion"),
-        (OpenAIServingChatBatch, "create_batch_chat_completion"),
-        (OpenAIServingCompletion, "create_completion"),
-        (OpenAIServingResponses, "create_responses"),
-        (ServingTokens, "serve_tokens"),
-    ):
+    for serving, name in HANDLERS:
         setattr(serving, name, _adding_usage(getattr(serving, name)))
-    OpenAIServingResponses.responses_full_generator = _adding_usage_to_responses(
-        OpenAIServingResponses.responses_full_generator
-    )
+    install_for_responses()
     setattr(OutputProcessor, _INSTALLED, True)
+
+
+def install_for_responses() -> None:
+    """Wrap the method that completes every response of the Responses API; safe to call twice."""
+    serving: Any = OpenAIServingResponses
+    if not getattr(serving, _INSTALLED, False):
+        serving.responses_full_generator = _adding_usage_to_responses(
+            serving.responses_full_generator
+        )
+        setattr(serving, _INSTALLED, True)
 
 
 def _read_reports() -> None:
@@ -202,17 +225,21 @@ def _adding_usage(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(handler)
     async def handling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        collected = Collected()
-        _collected.set(collected)
-        response = await handler(self, *args, **kwargs)
-        if hasattr(response, "__aiter__"):
-            return _events_with_usage(response, collected)
-        usage = getattr(response, "usage", None)
-        if hasattr(usage, "prompt_tokens_details") and (total := collected.total()):
-            add_to(usage, "prompt_tokens_details", total)
-        return response
+        return await reporting(Collected(), handler, self, *args, **kwargs)
 
     return handling
+
+
+async def reporting(collected: Collected, handler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a server handler, and return its response or events with `collected` in their usage."""
+    _collected.set(collected)
+    response = await handler(*args, **kwargs)
+    if hasattr(response, "__aiter__"):
+        return _events_with_usage(response, collected)
+    usage = getattr(response, "usage", None)
+    if hasattr(usage, "prompt_tokens_details"):
+        add_to(usage, "prompt_tokens_details", collected.details())
+    return response
 
 
 async def _events_with_usage(events: Any, collected: Collected) -> AsyncGenerator[Any, None]:
@@ -230,8 +257,8 @@ def _adding_usage_to_responses(generator: Callable[..., Any]) -> Callable[..., A
     async def completing(self: Any, *args: Any, **kwargs: Any) -> Any:
         response = await generator(self, *args, **kwargs)
         collected, usage = _collected.get(), getattr(response, "usage", None)
-        if usage is not None and collected is not None and (total := collected.total()):
-            add_to(usage, "input_tokens_details", total)
+        if usage is not None and collected is not None:
+            add_to(usage, "input_tokens_details", collected.details())
         return response
 
     return completing

@@ -23,6 +23,7 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
 from vllm_kvcompress.settings.declared import flag_of
 from vllm_kvcompress.settings.lookahead import RENAMED_KEYS
+from vllm_kvcompress.settings.off_switch import is_switched_off, without_compression
 from vllm_kvcompress.settings.overrides import refuse_taken_names
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
@@ -42,6 +43,8 @@ def _parsed_as(key: str) -> Callable[[str], Any]:
                 {"compress": "off", "allow_override": "off", key: text}
             )
         except ConfigError as e:
+            if is_switched_off():
+                return text  # `fold` logs the error
             raise argparse.ArgumentTypeError(str(e)) from None
         value = settings.value(key)
         return value[0] if KEYS[key].repeated else value  # argparse collects repeated flags
@@ -112,7 +115,7 @@ def fold(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: settings contradict each other or name no method, a renamed flag is set under
-            both names, or an alias is already a name of the model.
+            both names, or an alias is already a name of the model; not with the off switch.
     """
     typed = dict(getattr(args, "kv_compress_config", None) or {})
     for key in (*KEYS, *RENAMED_KEYS):
@@ -120,6 +123,13 @@ def fold(args: argparse.Namespace) -> None:
         if value is not None:
             typed[key] = value
     additional_config = getattr(args, "additional_config", None)
+    served, adapters = _served_names(args), _adapter_names(args)
+    if is_switched_off():
+        written = raw_settings(additional_config)
+        raw = {**written, **typed} if isinstance(written, Mapping) else written
+        settings = without_compression(raw, {*served, *adapters})
+        args.additional_config = attach_settings(additional_config, settings)
+        return
     refuse_misspelt_settings(additional_config)
     if not typed and not has_settings(additional_config):
         return
@@ -128,7 +138,7 @@ def fold(args: argparse.Namespace) -> None:
         # Raises ConfigError: the settings are not an object.
         CompressionConfig.parse(written)
     settings = CompressionConfig.parse({**written, **typed})
-    refuse_taken_names(settings, _served_names(args), _adapter_names(args))
+    refuse_taken_names(settings, served, adapters)
     args.additional_config = attach_settings(additional_config, settings)
 
 

@@ -17,18 +17,21 @@ from vllm.platforms import current_platform
 from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.messages.settings import (
     attach_settings,
+    has_settings,
     parsed_settings,
+    raw_settings,
     refuse_misspelt_settings,
 )
 from vllm_kvcompress.engine.messages.usage import default_usage_to_none
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
-from vllm_kvcompress.errors import ConfigError, VllmHookError
+from vllm_kvcompress.errors import ConfigError, KVCompressError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off, without_compression
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -212,27 +215,63 @@ def _scoring(settings: CompressionConfig) -> str:
     return f"scored by the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
 
 
-def _install_frontend(settings: CompressionConfig) -> None:
-    """Install the hooks of the API server: request checks, usage, metrics and aliases.
+def _install_aliases(*, or_warn: bool) -> None:
+    """Install the hooks that serve the model under further names.
 
-    With compression off, a vLLM without the basic hooks is served unchanged. A vLLM without the
-    hook of a setting that is used is refused.
+    Args:
+        or_warn: log a warning instead of raising an error.
+
+    Raises:
+        ConfigError: vLLM's Python API server is not in use.
+        VllmHookError: this vLLM lacks a hook.
+    """
+    try:
+        if (reason := front_end()) is not None:
+            raise ConfigError(f"--kv-alias: {reason}")
+        check("frontend.aliases", version=vllm.__version__)
+    except KVCompressError as e:
+        if not or_warn:
+            raise
+        logger.warning("the server starts without its aliases: %s", e)
+        return
+    from vllm_kvcompress.engine.frontend import aliases
+
+    aliases.install()
+
+
+def _install_off(settings: CompressionConfig) -> None:
+    """Install what a server needs whose settings turn compression off, if this vLLM allows it.
+
+    Requests pass no hook of ours, unless it serves aliases or reports usage.
+    """
+    default_usage_to_none()
+    try:
+        check("frontend.api", "frontend.usage", "frontend.metrics", version=vllm.__version__)
+    except VllmHookError:
+        return
+    from vllm_kvcompress.engine.frontend import metrics
+
+    metrics.install()
+    if settings.usage:
+        from vllm_kvcompress.engine.frontend import ignored_settings
+
+        ignored_settings.install()
+
+
+def _install_frontend(settings: CompressionConfig) -> None:
+    """Install the hooks of the API server: request checks, usage and metrics.
+
+    Without compression, a vLLM without the basic hooks is served unchanged. A vLLM without the hook
+    of a setting that is used is refused.
 
     Raises:
         ConfigError: a setting needs vLLM's Python API server, and another one is in use.
         VllmHookError: this vLLM lacks the hook of a setting.
     """
-    if settings.alias:
-        if (reason := front_end()) is not None:
-            raise ConfigError(f"--kv-alias: {reason}")
-        check("frontend.aliases", version=vllm.__version__)
-        from vllm_kvcompress.engine.frontend import aliases
-
-        aliases.install()
     if settings.protection.words and (reason := front_end()) is not None:
         raise ConfigError(f"--kv-protect: {reason}")
     default_usage_to_none()
-    if settings.usage and settings.active:
+    if settings.usage:
         from vllm_kvcompress.engine.frontend import usage
 
         usage.install()
@@ -270,14 +309,25 @@ def install() -> None:
         refusing = ending_the_command if from_command(self) else nullcontext
         with refusing():
             # Refuse wrong settings before vLLM reads the model.
-            refuse_misspelt_settings(self.additional_config)
+            if switched_off := is_switched_off():
+                settings = without_compression(raw_settings(self.additional_config))
+                self.additional_config = attach_settings(self.additional_config, settings)
+            else:
+                refuse_misspelt_settings(self.additional_config)
             settings = parsed_settings(self.additional_config)
         active = settings if settings.active else None
         config = create(self, *args, **kwargs)
         with refusing():
             if active is not None:
                 check_all(vllm.__version__)
-            _install_frontend(settings)
+            if switched_off:
+                logger.warning("KV-cache compression is off, because %s is set", OFF_SWITCH)
+            if settings.alias:
+                _install_aliases(or_warn=switched_off)
+            if active is None and has_settings(self.additional_config):
+                _install_off(settings)
+            else:
+                _install_frontend(settings)
         if active is not None:
             with refusing():
                 configure(config, active)
