@@ -45,6 +45,8 @@ def test_the_unit_tests_of_the_alerts_pass(promtool):
         (">", "<"),
         ("0.9 *", "0 *"),
         ("> 0.5 *", "> 5 *"),
+        ("> 0.1 *", "> 1 *"),
+        ('{to="budget"}', ""),
         ('{unit="tokens"}', '{unit="none"}'),
         ('{unit="ratio"}', '{unit="none"}'),
         ('{job="vllm-kvcompress"}[10m]', "[10m]"),

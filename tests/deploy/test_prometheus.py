@@ -110,7 +110,16 @@ def test_the_panels_show_the_requests(observed):
     # Budgets of 0.2 and 0.3 take 3 and 4 blocks of 128 tokens, which are filled, and a tail of 6.
     kept_share = only_value(results["Kept share of compressed prompts"][0])
     assert kept_share == pytest.approx(((3 + 4) / 2 * 128 + 6) / 1414, rel=1e-3)
+    # Each frees the prompt's 11 full blocks, and takes 3 or 4 for kept tokens.
+    net = only_value(results["Net blocks returned to the pool"][0])
+    assert net == pytest.approx(only_value(planned) / 2 * (11 - 3 + 11 - 4), rel=1e-3)
     assert only_value(results["Packed in place"][0]) == 0
+    cut, slotless = results["Look-aheads cut short or without a slot"]
+    assert {series["metric"]["to"]: float(series["value"][1]) for series in cut} == {
+        "half": 0,
+        "budget": 0,
+    }
+    assert only_value(slotless) == 0
     assert len(results["Tokens kept, by layer"][0]) == 30
     (configuration,) = results["Configuration"][0]
     assert configuration["metric"]["method"] == "cake"
