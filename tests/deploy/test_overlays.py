@@ -24,9 +24,37 @@ def test_overlays_turn_compression_on_with_one_line():
         text = (OVERLAYS / name / "kustomization.yaml").read_text()
         before, line, _ = text.partition("      - KV_COMPRESS=cake-chunk\n")
         assert line, name
-        assert "What it costs: " in before[-400:], name
+        assert "What it costs: " in before[-600:], name
     for name in ("canary", "prefetch", "example", "openshift", "tensor-parallel", "multi-node-ray"):
         assert "KV_COMPRESS=" not in (OVERLAYS / name / "kustomization.yaml").read_text()
+
+
+def test_files_that_compress_quote_the_measurements():
+    """Each quotes a run of the settings that it deploys."""
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    match = sorted(re.search(r"^\| \*\*0\.2\*\* \| (\d+) %.*?\| (\d+) %", page, re.M).groups())
+    late = re.search(
+        r"Of (\d+) numbers, `cake-chunk` at 0\.2 with its look-ahead found (\d+)", page
+    )
+    share = re.search(r"^\| \*\*k4v3\*\* \| 60 % \| 0\.(\d+) ", page, re.M)[1]
+    quotes = {
+        "0.2": [
+            f"{match[0]} to {match[1]} % of a 0.5B model's output tokens matched on 40 ordinary",
+            f"{late[2]} of {late[1]} numbers that outputs named late were right",
+        ],
+        "0.6": ["keeps 60 % of each long prompt's tokens", f"in {share} % of the prompt's 16-bit"],
+    }
+    found = set()
+    for path in sorted((ROOT / "deploy").rglob("*.yaml")):
+        text = path.read_text()
+        if not re.search(r"KV_COMPRESS=cake|--kv-compress=cake|kv_compress: cake", text):
+            continue
+        found.add(path.parent.name)
+        comments = " ".join(re.sub(r"\n +#", "", text).split())
+        budget = re.search(r"(?i)KV[-_]BUDGET(?:=|: )([\d.]+)", text)
+        for quote in quotes[budget[1] if budget else "0.2"]:
+            assert quote in comments, path
+    assert found == {"gpu", "cpu", "multi-node", "kserve", "litellm", "production-stack"}
 
 
 def test_the_example_overlay_applies_its_changes(rendered):
