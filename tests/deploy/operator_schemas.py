@@ -1,7 +1,8 @@
 """JSON schemas of operator objects with only the fields that deploy/ uses; others are errors.
 
 The operators publish their schemas in no Python package. Field names and types are those of
-monitoring.coreos.com/v1, leaderworkerset.x-k8s.io/v1, gateway.networking.k8s.io/v1, and
+monitoring.coreos.com/v1, leaderworkerset.x-k8s.io/v1, gateway.networking.k8s.io/v1,
+gateway.envoyproxy.io/v1alpha1, gateway.nginx.org/v1alpha1, networking.istio.io/v1alpha3, and
 serving.kserve.io/v1alpha1 and v1beta1. Pod templates inside them are checked with the Kubernetes
 schema.
 """
@@ -67,6 +68,14 @@ _FORMAT = _object(
 )
 _KEY = _object({"secretName": _STRING, "secretKey": _STRING})
 _STRING_LIST = {"type": "array", "items": _STRING}
+_ROUTE = _object(
+    {
+        "group": {"const": "gateway.networking.k8s.io"},
+        "kind": {"const": "HTTPRoute"},
+        "name": _STRING,
+    }
+)
+_BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"
 # Values of vLLM's production-stack chart, with names and types from its values.schema.json.
 PRODUCTION_STACK = _object(
     {
@@ -172,6 +181,60 @@ SCHEMAS = {
             hostnames={"type": "array", "items": _STRING},
         ),
         "gateway.networking.k8s.io/v1",
+    ),
+    "BackendTrafficPolicy": _kind(
+        "BackendTrafficPolicy",
+        _object(
+            {
+                "targetRefs": {"type": "array", "items": _ROUTE},
+                "requestBuffer": _object({"limit": {"type": "string", "pattern": r"^\d+Mi$"}}),
+            }
+        ),
+        "gateway.envoyproxy.io/v1alpha1",
+    ),
+    "ClientSettingsPolicy": _kind(
+        "ClientSettingsPolicy",
+        _object(
+            {
+                "targetRef": _ROUTE,
+                "body": _object({"maxSize": {"type": "string", "pattern": r"^\d+m$"}}),
+            }
+        ),
+        "gateway.nginx.org/v1alpha1",
+    ),
+    "EnvoyFilter": _kind(
+        "EnvoyFilter",
+        _object(
+            {
+                "workloadSelector": _object({"labels": _STRINGS}),
+                "configPatches": {
+                    "type": "array",
+                    "items": _object(
+                        {
+                            "applyTo": {"const": "HTTP_FILTER"},
+                            "match": _object({"context": {"const": "GATEWAY"}, "listener": _POD}),
+                            "patch": _object(
+                                {
+                                    "operation": {"const": "INSERT_BEFORE"},
+                                    "value": _object(
+                                        {
+                                            "name": _STRING,
+                                            "typed_config": _object(
+                                                {
+                                                    "@type": {"const": _BUFFER},
+                                                    "max_request_bytes": _COUNT,
+                                                }
+                                            ),
+                                        }
+                                    ),
+                                }
+                            ),
+                        }
+                    ),
+                },
+            }
+        ),
+        "networking.istio.io/v1alpha3",
     ),
     "ServingRuntime": _kind(
         "ServingRuntime",

@@ -96,6 +96,8 @@ def test_kserve_pods_have_a_policy_and_can_download_a_gated_model(version):
     (rule,) = POLICY["spec"]["ingress"]
     ours = yaml.safe_load((DEPLOY / "base" / "networkpolicy.yaml").read_text())
     assert rule["from"] == ours["spec"]["ingress"][0]["from"]
+    assert POLICY["spec"]["policyTypes"] == ours["spec"]["policyTypes"]
+    assert POLICY["spec"]["egress"] == ours["spec"]["egress"]
     (main_container,) = RUNTIME["spec"]["containers"]
     assert rule["ports"] == [{"port": main_container["ports"][0]["containerPort"]}]
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from ipaddress import ip_address, ip_network
 
 import jsonschema
 import kubernetes_validate
@@ -230,6 +231,34 @@ def test_all_kinds_of_cluster_dns_are_reachable(any_objects):
     both = [{"port": 5353, "protocol": name} for name in ("UDP", "TCP")]
     (names,) = [rule for rule in rules if rule.get("ports") == both]
     assert names["to"] == [{"namespaceSelector": {"matchLabels": {space: "openshift-dns"}}}]
+
+
+def test_egress_is_dns_and_public_https(any_objects, request):
+    policy = find_object(any_objects, "NetworkPolicy")["spec"]
+    assert "Egress" in policy["policyTypes"]
+    others = [
+        rule
+        for rule in policy["egress"]
+        if {port["port"] for port in rule.get("ports", [])} not in ({53}, {5353})
+    ]
+    if "multi-node" in request.node.name:  # machines of a group reach each other
+        assert others.pop().keys() == {"to"}
+    if re.search(r"example(/canary)?\]", request.node.name):
+        assert not others  # the model is in the volume
+        settings = find_object(any_objects, "ConfigMap", "settings")["data"]
+        assert settings["HF_HUB_OFFLINE"] == "1"
+        return
+    (rule,) = others
+    assert rule["ports"] == [{"port": 443}]
+    blocks = [peer["ipBlock"] for peer in rule["to"]]
+    inside = ("10.0.0.1", "172.31.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "fd00::1")
+    for address in map(ip_address, (*inside, "93.184.215.14", "2606:2800:220:1::1")):
+        admitted = any(
+            address in ip_network(block["cidr"])
+            and not any(address in ip_network(part) for part in block["except"])
+            for block in blocks
+        )
+        assert admitted == (str(address) not in inside), address
 
 
 def test_the_canary_can_run_next_to_the_gpu_overlay(rendered):

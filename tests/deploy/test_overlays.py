@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import jsonschema
 import pytest
 
 from manifests import (
@@ -14,6 +15,7 @@ from manifests import (
     render,
     selects,
 )
+from operator_schemas import SCHEMAS
 from vllm_kvcompress import __version__
 
 
@@ -162,6 +164,34 @@ def test_a_rollout_uses_one_sites_settings(kubectl_binary, copied, overlay):
     # Serving pods are offline, the Job is online.
     assert find_object(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
     assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
+
+
+@pytest.mark.parametrize(
+    ("gateway", "kind"),
+    [
+        ("envoy-gateway", "BackendTrafficPolicy"),
+        ("nginx-gateway", "ClientSettingsPolicy"),
+        ("istio", "EnvoyFilter"),
+    ],
+)
+def test_each_kind_of_gateway_can_limit_bodies(kubectl_binary, copied, gateway, kind):
+    path = copied / "kustomization.yaml"
+    offered = "istio" if gateway == "istio" else "nginx-gateway"
+    line = "- ../../components/body-limit/"
+    edit(path, f"# {line}{offered} #", f"{line}{gateway} #")
+    objects = render(kubectl_binary, copied)
+    policy = find_object(objects, kind)
+    jsonschema.validate(policy, SCHEMAS[kind])
+    route = find_object(objects, "HTTPRoute")
+    spec, (parent,) = policy["spec"], route["spec"]["parentRefs"]
+    if gateway == "istio":
+        assert policy["metadata"]["namespace"] == parent["namespace"]
+        (selected,) = spec["workloadSelector"]["labels"].items()
+        assert selected == ("gateway.networking.k8s.io/gateway-name", parent["name"])
+        return
+    assert policy["metadata"]["namespace"] == route["metadata"]["namespace"]
+    (target,) = spec.get("targetRefs", [spec.get("targetRef")])
+    assert target["name"] == route["metadata"]["name"]
 
 
 def test_a_site_on_openshift_sets_no_user(kubectl_binary, copied):
