@@ -71,6 +71,23 @@ def test_both_images_have_the_vllm_version_of_the_lock():
     assert f"vllm/vllm-openai:v{pinned[1]}\n" in tag
 
 
+BY_TAG = {"Dockerfile.cuda": "docker.io/vllm/vllm-openai:v0.32.0"}
+"""Base images whose digest could not be looked up without a registry."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_base_image_has_a_version_and_a_digest(path):
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", path.read_text(), re.MULTILINE)
+    if path.name in BY_TAG:
+        # The README gives the commands that look the digest up and pass it to the build.
+        page = (DOCKER / "README.md").read_text()
+        assert base == BY_TAG[path.name]
+        assert f"docker buildx imagetools inspect {base} --format " in page
+        assert f"--build-arg BASE={base}@sha256:" in page
+    else:
+        assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}", base)
+
+
 @pytest.mark.parametrize("name", ["cpu", "dev", "docs", "peers", "pictures", "tools"])
 def test_every_pin_of_a_lock_has_a_hash(name):
     """A line in another format would be installed without a hash."""
