@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manifests import ROOT, alerts, container, find_object, rules
+from manifests import MONITORING, ROOT, alerts, container, find_object, rules
+from scraping import METRIC, panels
 
 UNIT_TESTS = Path(__file__).with_name("alerts.yaml")
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
@@ -111,6 +112,12 @@ def test_each_alert_has_a_runbook_section(name, rule):
     section = re.search(rf"^### {name}$(.*?)(?=^##|\Z)", RUNBOOK, re.M | re.S)
     assert section, f"docs/runbook.md has no section ### {name}"
     assert len(section[1].split()) > 15
+
+
+def test_the_dashboard_shows_the_metrics_of_all_alerts():
+    shown = "".join(query for _, query in panels(MONITORING / "dashboard.json"))
+    for name, rule in alerts().items():
+        assert not [m for m in METRIC.findall(rule["expr"]) if m not in shown and m != "up"], name
 
 
 def test_the_runbook_has_only_sections_of_existing_alerts():

@@ -91,7 +91,7 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "in_place_requests": CounterSpec(
         "",
-        "Prompts compressed in place, in their own blocks, because the pool had no free ones.",
+        "Prompts compressed in place, in their own blocks, because the pool had too few free ones.",
         lambda counts: counts["in_place"],
     ),
     "repacked_answers": CounterSpec(
