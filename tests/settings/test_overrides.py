@@ -1,15 +1,17 @@
 """Compression settings of requests, and the errors of wrong ones."""
 
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.errors import ConfigError, OverrideError, shorten
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import override_args, packed_dtypes
+from vllm_kvcompress.settings.request_keys import REQUEST_KEYS
 from vllm_kvcompress.settings.request_options import RequestOptions
 
 OPEN = CompressionConfig.parse(
@@ -354,6 +356,81 @@ def test_any_choice_is_within_the_policy_or_refused(engine, extra_args):
     if chosen is not engine and engine is BOUNDED and "kv_budget" in extra_args:
         low, high = engine.budget_bounds[type(chosen.budget) is int]
         assert low <= chosen.budget <= high
+
+
+CONTROL = "\x1b[2J\n\r\x00\u202e\u2028\ud800"
+HOSTILE = {
+    "long text": "A" * 2_000_000,
+    "long digits": "9" * 2_000_000,
+    "commas": "system," * 300_000,
+    "control characters": CONTROL,
+    "long control characters": CONTROL * 100_000,
+    "a large number": 10**400,
+    "a number that Python does not print": -(10**5000),
+    "not a number": math.nan,
+    "infinity": math.inf,
+    "a wide list": [CONTROL] * 100_000,
+    "a long text in a list": ["A" * 2_000_000],
+    "a wide object": {f"{CONTROL}{i}": {} for i in range(100_000)},
+}
+ENGINES = [OPEN, BOUNDED, OPT_IN, GROWING, None]
+HOSTILE["a deep list"] = []
+for _ in range(5000):
+    HOSTILE["a deep list"] = [HOSTILE["a deep list"]]
+
+
+def refusal_or_nothing(engine, extra_args):
+    try:
+        request_settings(engine, extra_args)
+    except OverrideError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("key", [*REQUEST_KEYS, "kv_nonsense", "KV_BUDGET"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_errors_quote_hostile_values_in_one_short_line(kind, key):
+    """They are made in little memory, so that they take little time."""
+    for engine in ENGINES:
+        tracemalloc.start()
+        message = refusal_or_nothing(engine, {key: HOSTILE[kind]})
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert used < 300_000
+        assert len(message) < 500
+        assert message.isprintable()
+
+
+@pytest.mark.parametrize("key", ["kv_" + "A" * 10**6, f"kv_{CONTROL}", "kv-budget" + "_" * 10**6])
+def test_errors_quote_hostile_keys_in_one_short_line(key):
+    for extra_args in ({key: 1}, {"outside": {key: 1}}):
+        message = refusal_or_nothing(OPEN, extra_args)
+        assert len(message) < 500
+        assert message.isprintable()
+
+
+def test_an_error_cannot_be_long_or_have_control_characters():
+    error = OverrideError.invalid(f"got {CONTROL} " + "A" * 10**6)
+    assert str(error).isprintable()
+    assert len(str(error)) < 3000
+    assert "\\x1b[2J\\n" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("it's", '"it\'s"'),
+        ("a" * 100, "'" + "a" * 58 + "'..."),
+        ("a" * 58, "'" + "a" * 58 + "'"),
+        ("\n" * 58, "'" + "\\n" * 29 + "'..."),
+        ("\u202e", "'\\u202e'"),
+        ({"a": [1, 0.5, None, True, {}]}, "{'a': [1, 0.5, None, True, {}]}"),
+        ([["a" * 100]], "[['" + "a" * 54 + "..."),
+        (b"\n", "b'\\n'"),
+    ],
+)
+def test_values_are_shown_as_python_writes_them_but_shortened(value, shown):
+    assert shorten(value) == shown
 
 
 # -- settings of the operator -------------------------------------------------------------------

@@ -78,6 +78,11 @@ def test_a_request_can_give_token_spans(written, spans):
         [[1, 2, 3]],
         [[0, 2.0]],
         [[True, 2]],
+        "a" * 10_000_000,
+        "0:1," * 1000,
+        [[2 * i, 2 * i + 1] for i in range(257)],
+        ["system" + " " * 10_000_000],
+        ["\x1b[2J\n"],
     ],
 )
 def test_malformed_spans_are_refused(written):

@@ -1,9 +1,11 @@
 """Misplaced settings in a request, and JSON with repeated keys."""
 
+import difflib
+
 import pytest
 
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.settings.request_keys import misplaced, refuse_misplaced
+from vllm_kvcompress.settings.request_keys import misplaced, refuse_misplaced, refuse_unknown
 from vllm_kvcompress.settings.request_options import RequestOptions
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
@@ -22,7 +24,7 @@ FIELDS = {"model", "prompt", "metadata", "vllm_xargs", "kv_transfer_params", "kv
             {"Kv-Budget": 0.05},
             "'Kv-Budget' is not a field of the request; did you mean 'kv_budget'",
         ),
-        ({"kv_alias": "half"}, "did you mean 'kv_alias' inside vllm_xargs?"),
+        ({"kv_alias": "half"}, "name the alias in the request's `model`"),
         ({"kv_cache_report_mode": "full"}, "inside vllm_xargs?"),
         ({"kv_" + "x" * 10**6: 1}, "inside vllm_xargs a request may set"),
         ({"vllm_xarg": {"kv_budget": 1}}, "did you mean vllm_xargs? It holds 'kv_budget'"),
@@ -88,3 +90,57 @@ def test_a_server_without_compression_refuses_misplaced_settings():
         RequestOptions.parse(None, misplaced({"kv_compress": "cake"}, FIELDS))
     for body in ({"kv_compress": "off"}, {"kv_bugdet": 1}, {"vllm_xarg": {"kv_budget": 1}}, {}):
         assert RequestOptions.parse(None, misplaced(body, FIELDS)).settings is None
+
+
+class Counted(dict):
+    """An object that counts how many entries of all its kind are read."""
+
+    read = 0
+
+    def items(self):
+        for item in super().items():
+            Counted.read += 1
+            yield item
+
+
+def wide(key, value=1, count=3000):
+    return Counted({key.format(i=i): value for i in range(count)})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"zz": wide("kvtdegbudceod{i:05}")},
+        {"zz": [wide("kvtdegbudceod{i:05}")] * 9},
+        {"zz": wide("a{i}", wide("b{i}", wide("kvtdegbudceod{i:05}", count=60), count=60))},
+        wide("kvtdegbudceod{i:05}"),
+        wide("vlm_xrgs{i}", {}),
+        wide("vlm_xrgs{i}", wide("kvtdegbudceod{i:05}", count=60)),
+        {"zz": [{}] * 3000},
+    ],
+    ids=["nested", "lists", "deep", "top level", "like vllm_xargs", "both", "a long list"],
+)
+def test_the_search_for_keys_does_not_grow_with_the_request(body, monkeypatch):
+    compared = []
+    similar = difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda *args: compared.append(args[0]) or similar(*args)
+    )
+    for check in (lambda: refuse_misplaced(body, FIELDS), lambda: refuse_unknown(body)):
+        compared.clear()
+        Counted.read = 0
+        check()
+        assert len(compared) <= 100
+        assert Counted.read <= 1000 + 4  # each level of objects reads one more before it ends
+        assert all(len(text) <= 24 for text in compared)
+
+
+def test_our_keys_are_found_behind_many_others():
+    body = {**{f"a{i}": i for i in range(5000)}, "kv_budget": 0.1}
+    with pytest.raises(OverrideError, match=r"'kv_budget' \(0.1\) must be inside"):
+        refuse_misplaced(body, FIELDS)
+    nested = {"zz": {f"kvtdegbudceod{i}": i for i in range(200)} | {"kv-budget": 0.1}}
+    with pytest.raises(OverrideError, match="'kv-budget'"):
+        refuse_misplaced(nested, FIELDS)
+    with pytest.raises(OverrideError, match="'kv-budget'"):
+        refuse_unknown(nested)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, shorten
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
 
 T = TypeVar("T")
@@ -18,6 +18,8 @@ MAX_INT_PARAM = 4096
 """Largest absolute value of a method's whole-number parameters (tokens or layers)."""
 MIN_FLOAT_PARAM, MAX_FLOAT_PARAM = 1e-6, 1e6
 """Smallest and largest absolute value of a float parameter. Float32 holds their powers."""
+_MAX_COMPARED = 64
+"""Characters of an unknown name that are compared with known ones."""
 
 
 class Reads(enum.Flag):
@@ -180,7 +182,7 @@ class Selector(Protocol):
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or "" if none is near."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
+    matches = difflib.get_close_matches(name[:_MAX_COMPARED], list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
@@ -193,7 +195,7 @@ def choose(role: str, table: Mapping[str, T], name: str) -> T:
     if name in table:
         return table[name]
     hint = closest(name, table) or ";"
-    raise ConfigError(f"{role}={name!r} is unknown{hint} choose from {sorted(table)}")
+    raise ConfigError(f"{role}={shorten(name)} is unknown{hint} choose from {sorted(table)}")
 
 
 def _range_error(value: Any, expected_type: type, max_value: int) -> str | None:

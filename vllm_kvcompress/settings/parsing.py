@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import ValidationError
 
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, shorten
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.preset import Merge, Params
 from vllm_kvcompress.methods.registry import METHODS, PRESETS, RECOMMENDED
@@ -19,6 +19,8 @@ from vllm_kvcompress.settings.packed_dtype import PackedDtype, parse_packed_dtyp
 from vllm_kvcompress.settings.text import has_plain_digits, refuse_other_digits
 
 Bounds = tuple[float, float] | tuple[int, int]
+_MAX_DIGITS = 40
+"""Characters of a number in text, spaces included."""
 _MERGES: Mapping[str, Merge] = {"true": True, "false": False, "values": "values"}
 
 
@@ -61,11 +63,11 @@ def parse_budget(value: Any) -> float | int:
     """Parse a budget: a ratio in (0, 1], or a whole number of tokens per layer >= 1."""
     message = (
         "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
-        f" as 1024; got {value!r}"
+        f" as 1024; got {shorten(value)}"
     )
-    budget: Any = plain(value)
+    budget: Any = plain(value) if isinstance(value, numbers.Number) else value
     if isinstance(value, str):
-        if not has_plain_digits(value):
+        if len(value) > _MAX_DIGITS or not has_plain_digits(value):
             raise ConfigError(message)
         try:
             budget = int(value)
@@ -100,7 +102,7 @@ def parse_methods(value: Any) -> tuple[str, ...]:
     if not isinstance(parts, list | tuple) or (isinstance(value, str) and not value.strip()):
         raise ConfigError(
             "allow_override must be all, or methods separated by commas such as off,snapkv;"
-            f" got {value!r}"
+            f" got {shorten(value)}"
         )
     names = tuple(dict.fromkeys("off" if part is False else str(part).strip() for part in parts))
     for name in names:
@@ -111,7 +113,7 @@ def parse_methods(value: Any) -> tuple[str, ...]:
 def whole_tokens(value: Any) -> Any:
     """Return `value` unless it is a bool, which pydantic would convert silently, or a fraction."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ConfigError(f"must be a whole number of tokens, got {value!r}")
+        raise ConfigError(f"must be a whole number of tokens, got {shorten(value)}")
     return refuse_other_digits(value)
 
 
@@ -123,7 +125,7 @@ def tokens_or_none(value: Any) -> Any:
 def number(value: Any) -> Any:
     """Return `value` unless it is a bool, which pydantic would convert silently."""
     if isinstance(value, bool):
-        raise ConfigError(f"must be a number, got {value!r}")
+        raise ConfigError(f"must be a number, got {shorten(value)}")
     return refuse_other_digits(value)
 
 
@@ -135,7 +137,7 @@ def parse_merge(value: Any) -> Merge | None:
         return _MERGES[value]
     raise ConfigError(
         'merge must be true, "values" to merge only values and leave keys unchanged, or false;'
-        f" got {value!r}"
+        f" got {shorten(value)}"
     )
 
 
@@ -159,7 +161,7 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
     """Parse budget bounds: ``0.05:0.5,256:4096``, or a list of pairs."""
     message = (
         "budget_bounds must be MIN:MAX, both ratios such as 0.05:0.5 or both whole numbers of"
-        f" tokens such as 256:4096, or one of each kind with a comma between; got {value!r}"
+        f" tokens such as 256:4096, or one of each kind with a comma between; got {shorten(value)}"
     )
     pairs = [part.split(":") for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(pairs, list | tuple):
@@ -215,7 +217,9 @@ def _alias(name: Any, meaning: Any) -> Alias:
     choose(f"alias {name!r}: method", dict.fromkeys(("off", *PRESETS)), method)
     if method == "off":
         if colon:
-            raise ConfigError(f"alias {name!r}: off takes no budget, got {meaning!r}; write off")
+            raise ConfigError(
+                f"alias {name!r}: off takes no budget, got {shorten(meaning)}; write off"
+            )
         return Alias(name=name, method=method)
     if not colon:
         raise _alias_error(f"{name}={meaning}")
@@ -230,7 +234,7 @@ def _alias_error(value: Any) -> ConfigError:
     return ConfigError(
         "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, optionally followed by"
         " :k4v3 or :auto, or NAME=off for a name whose requests stay uncompressed; got"
-        f" {str(value)!r}"
+        f" {shorten(str(value))}"
     )
 
 
@@ -260,7 +264,7 @@ def one_sentence(error: ValidationError, keys: Container[str]) -> str:
     if first["type"] == "value_error":
         return text if not key or key in text else f"{key} {text}"
     message = text[:1].lower() + text[1:]
-    return f"{key}: {message}, got {first.get('input')!r}"
+    return f"{key}: {message}, got {shorten(first.get('input'))}"
 
 
 def with_default_method(settings: dict[str, Any]) -> dict[str, Any]:

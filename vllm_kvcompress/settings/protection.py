@@ -7,7 +7,7 @@ give token spans.
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
-from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.errors import ConfigError, OverrideError, shorten
 from vllm_kvcompress.methods.base import closest
 from vllm_kvcompress.settings.declared import DEPLOY_DEFAULT, Parsed, SettingsGroup, declare
 
@@ -17,6 +17,8 @@ WORDS = (SYSTEM, TOOLS, QUESTION)
 NONE = "none"
 _DIGITS = 12
 """Maximum digits of a token index."""
+_MAX_PARTS, _MAX_LENGTH = 256, 64
+"""Maximum words and spans of one request, and characters of each."""
 _RULE = (
     f"must be one or more of {', '.join(WORDS)} separated by commas, token spans such as 0:200, or"
     f" {NONE}"
@@ -78,11 +80,17 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
         ConfigError: a word is unknown, a span is not a pair of whole numbers, or `none` is combined
             with something else.
     """
+    if isinstance(value, str) and len(value) > _MAX_PARTS * _MAX_LENGTH:
+        raise ConfigError(f"{key} {_RULE}, got {len(value)} characters: {shorten(value)}")
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise ConfigError(f"{key} {_RULE}, got {shorten(value)}")
+    if len(items) > _MAX_PARTS:
+        raise ConfigError(f"{key} {_RULE}, at most {_MAX_PARTS} in all, got {len(items)}")
     words, spans = set[str](), list[tuple[int, int]]()
     for item in items:
+        if isinstance(item, str) and len(item) > _MAX_LENGTH:
+            raise ConfigError(f"{key} {_RULE}, got {shorten(item)}")
         text = item.strip() if isinstance(item, str) else ""
         if text in (*WORDS, NONE):
             words.add(text)
@@ -90,21 +98,12 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
             spans.append(span)
         elif text and ":" not in text:
             hint = closest(text, dict.fromkeys((*WORDS, NONE)))
-            raise ConfigError(f"{key} {_RULE}; {text[:40]!r} is unknown{hint}")
+            raise ConfigError(f"{key} {_RULE}; {shorten(text)} is unknown{hint}")
         else:
             raise ConfigError(f"{key} {_RULE}, got {shorten(item)}")
     if NONE in words and (len(words) > 1 or spans):
         raise ConfigError(f"{key} {_RULE}; {NONE} cannot be combined, got {shorten(value)}")
     return tuple(word for word in WORDS if word in words), tuple(spans)
-
-
-def shorten(value: Any) -> str:
-    """Return the `repr` of a value, shortened to 60 characters for an error message."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int with more digits than Python converts
-        text = "a number with too many digits"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _span(item: Any) -> tuple[int, int] | None:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.settings.protection import PROTECT, shorten
+from vllm_kvcompress.errors import OverrideError, shorten
+from vllm_kvcompress.settings.protection import PROTECT
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
@@ -97,6 +97,7 @@ _SIMILAR_XARGS_NAMES = ("vllmxargs", "vllmextraargs")
 because they resemble unrelated keys."""
 _MAX_DEPTH = 4
 """Levels of nested objects that are searched for our keys."""
+_MAX_SEARCHED, _MAX_COMPARED = 1000, 100
 
 
 def _letters(key: str) -> str:
@@ -110,16 +111,62 @@ _BY_LETTERS = {_letters(key.removeprefix("kv_")): key for key in KEYS} | {
 """Key by its letters, with or without the leading ``kv``."""
 
 
-def _nearest(key: str) -> str | None:
-    """Return the known key that is most similar to a misspelt one; None if none is similar."""
-    letters = _letters(key)
-    if letters in _BY_LETTERS:
-        return _BY_LETTERS[letters]
-    if not letters.startswith("kv"):
-        return None
-    known = {_letters(name): name for name in (*KEYS, *VLLM_KEYS)}
-    near = difflib.get_close_matches(letters, known, 1, 0.8)
-    return known[near[0]] if near else None
+class _Search:
+    """Looks for our keys in one request, in a time that does not grow with the request.
+
+    Only the first `_MAX_SEARCHED` keys and list items are read. Of these keys, only the first
+    `_MAX_COMPARED` that may be misspelt are compared with known ones, because difflib is slow.
+    """
+
+    def __init__(self) -> None:
+        self._unread, self._uncompared = _MAX_SEARCHED, _MAX_COMPARED
+
+    def entries(self, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of an object and their values."""
+        for key, value in found.items():
+            if self._unread <= 0:
+                return
+            self._unread -= 1
+            if isinstance(key, str):
+                yield key, value
+
+    def nearest(self, key: str) -> str | None:
+        """Return the known key that is most similar to a misspelt one; None if none is similar."""
+        letters = _letters(key)
+        if letters in _BY_LETTERS:
+            return _BY_LETTERS[letters]
+        if not letters.startswith("kv"):
+            return None
+        known = {_letters(name): name for name in (*KEYS, *VLLM_KEYS)}
+        near = self._similar(letters, known)
+        return known[near[0]] if near else None
+
+    def is_xargs(self, key: str) -> bool:
+        """Return whether a key is ``vllm_xargs`` or a misspelling of it."""
+        letters = _letters(key)
+        return letters in _XARGS_NAMES or bool(self._similar(letters, _SIMILAR_XARGS_NAMES))
+
+    def settings_in(self, value: Any, depth: int = 0) -> Iterator[str]:
+        """Yield our keys, including misspelt ones, in an object and its objects and lists."""
+        if depth == _MAX_DEPTH:
+            return
+        if isinstance(value, list):
+            for inner in value:
+                if self._unread <= 0:
+                    return
+                self._unread -= 1
+                yield from self.settings_in(inner, depth + 1)
+        elif isinstance(value, Mapping):
+            for key, inner in self.entries(value):
+                if key in KEYS or (_letters(key).startswith("kv") and self.nearest(key)):
+                    yield key
+                yield from self.settings_in(inner, depth + 1)
+
+    def _similar(self, letters: str, known: Collection[str]) -> list[str]:
+        if not self._uncompared:
+            return []
+        self._uncompared -= 1
+        return difflib.get_close_matches(letters, known, 1, 0.8)
 
 
 def refuse_unknown(extra_args: Mapping[str, Any]) -> None:
@@ -132,16 +179,17 @@ def refuse_unknown(extra_args: Mapping[str, Any]) -> None:
         OverrideError: a key is misspelt, is unknown and begins with ``kv_``, or holds an object
             with compression settings.
     """
-    for key, value in extra_args.items():
-        if key in _EXACT or not isinstance(key, str):
+    search = _Search()
+    for key, value in search.entries(extra_args):
+        if key in _EXACT:
             continue
-        near = _nearest(key)
+        near = search.nearest(key)
         if near is not None or _KV_PREFIX.match(key):
             hint = f"did you mean {near!r}?" if near else f"a request may set {list(KEYS)}"
             raise OverrideError.invalid(f"{key[:_MAX_SHOWN]!r} is unknown; {hint}")
-        if found := next(_settings_in(value), None):
+        if found := next(search.settings_in(value), None):
             raise OverrideError.invalid(
-                f"{found!r} must be a top-level extra argument, but is inside"
+                f"{found[:_MAX_SHOWN]!r} must be a top-level extra argument, but is inside"
                 f" {key[:_MAX_SHOWN]!r}; move it to the top level",
             )
 
@@ -153,11 +201,7 @@ def misplaced(body: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any
         body: the request body, or an object in it.
         fields: keys that vLLM reads there.
     """
-    return {
-        key: value
-        for key, value in body.items()
-        if key in KEYS and key not in fields and isinstance(key, str)
-    }
+    return {key: body[key] for key in KEYS if key in body and key not in fields}
 
 
 def refuse_misplaced(body: Mapping[str, Any], fields: Collection[str], place: str = XARGS) -> None:
@@ -171,32 +215,36 @@ def refuse_misplaced(body: Mapping[str, Any], fields: Collection[str], place: st
     Raises:
         OverrideError: a key is ours, begins with ``kv_``, or holds an object with our keys.
     """
-    for key, value in body.items():
-        if key in fields or key == _TRANSFER or not isinstance(key, str):
+    if outside := misplaced(body, fields):
+        key, value = next(iter(outside.items()))
+        raise OverrideError.invalid(
+            f"{key!r} ({shorten(value)}) must be inside {place}, but is outside, where vLLM"
+            f" ignores it; send {place} with {key!r} in it",
+        )
+    search = _Search()
+    for key, value in search.entries(body):
+        if key in fields or key == _TRANSFER:
             continue
         shown = key[:_MAX_SHOWN]
-        if key in KEYS:
-            raise OverrideError.invalid(
-                f"{key!r} ({shorten(value)}) must be inside {place}, but is outside, where vLLM"
-                f" ignores it; send {place} with {key!r} in it",
-            )
-        near = _nearest(key) if _letters(key).startswith("kv") else None
+        near = search.nearest(key) if _letters(key).startswith("kv") else None
         if near is not None or _KV_PREFIX.match(key):
             raise OverrideError.invalid(
                 f"{shown!r} is not a field of the request; {_hint(near, place)}"
             )
-        _refuse_object(shown, value, place)
+        _refuse_object(search, shown, value, place)
 
 
 def _hint(near: str | None, place: str) -> str:
     if near is None:
         return f"inside {place} a request may set {list(KEYS)}"
+    if near == ALIAS:
+        return "name the alias in the request's `model`"
     if near == _TRANSFER:
         return f"did you mean {near!r}?"
     return f"did you mean {near!r} inside {place}?"
 
 
-def _refuse_object(key: str, value: Any, place: str) -> None:
+def _refuse_object(search: _Search, key: str, value: Any, place: str) -> None:
     """Refuse ``extra_body``, and objects with compression settings under a key vLLM ignores."""
     if not isinstance(value, Mapping | list):
         return
@@ -206,43 +254,12 @@ def _refuse_object(key: str, value: Any, place: str) -> None:
             f" {shorten(value)}; send its keys at the top level, and settings such as"
             f" {BUDGET!r} inside {place}",
         )
-    found = next(_settings_in(value), None)
-    if _is_xargs(key) and found is None and isinstance(value, Mapping):
-        found = next(
-            (inner for inner in value if isinstance(inner, str) and _looks_like_ours(inner)), None
-        )
+    found = next(search.settings_in(value), None)
+    if found is None and isinstance(value, Mapping) and search.is_xargs(key):
+        ours = (x for x, _ in search.entries(value) if search.nearest(x) or _KV_PREFIX.match(x))
+        found = next(ours, None)
     if found is not None:
         raise OverrideError.invalid(
             f"{key!r} is not a field of the request; did you mean {place}? It holds"
             f" {found[:_MAX_SHOWN]!r}, which vLLM ignores there",
         )
-
-
-def _looks_like_ours(key: str) -> bool:
-    return _nearest(key) is not None or bool(_KV_PREFIX.match(key))
-
-
-def _is_xargs(key: Any) -> bool:
-    """Return whether a key is ``vllm_xargs`` or a misspelling of it."""
-    if not isinstance(key, str):
-        return False
-    letters = _letters(key)
-    return letters in _XARGS_NAMES or bool(
-        difflib.get_close_matches(letters, _SIMILAR_XARGS_NAMES, 1, 0.8)
-    )
-
-
-def _settings_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield our keys, including misspelt ones, in an object and its nested objects and lists."""
-    if depth == _MAX_DEPTH:
-        return
-    if isinstance(value, list):
-        for inner in value:
-            yield from _settings_in(inner, depth + 1)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                continue
-            if key in KEYS or (_letters(key).startswith("kv") and _nearest(key) is not None):
-                yield key
-            yield from _settings_in(inner, depth + 1)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.errors import ConfigError, OverrideError, shorten
 from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import packed_dtypes
 from vllm_kvcompress.settings.packed_dtype import PACKED_DTYPES, PackedDtype
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
-from vllm_kvcompress.settings.protection import Protection, protection_of, shorten
+from vllm_kvcompress.settings.protection import Protection, protection_of
 from vllm_kvcompress.settings.request_keys import (
     ALIAS,
     BUDGET,
@@ -102,7 +102,7 @@ class RequestOptions:
         choice = _parse_choice(extra_args)
         if choice.alias is not None and not isinstance(choice.alias, str):
             raise OverrideError.invalid(
-                f"{ALIAS} must be a name of the model, got {choice.alias!r}"
+                f"{ALIAS} must be a name of the model, got {shorten(choice.alias)}"
             )
         may_choose = bool(settings.allow_override)
         options = cls(
@@ -179,7 +179,7 @@ def _parse_choice(extra_args: Mapping[str, Any]) -> RequestChoices:
         compress = "off"
     if COMPRESS in extra_args and not isinstance(compress, str):
         raise OverrideError.invalid(
-            f"{COMPRESS} must be off or the name of a method, got {compress!r}"
+            f"{COMPRESS} must be off or the name of a method, got {shorten(compress)}"
         )
     if BUDGET in extra_args:
         try:
@@ -190,7 +190,7 @@ def _parse_choice(extra_args: Mapping[str, Any]) -> RequestChoices:
         if type(budget) is int and budget < REQUEST_KEYS[BUDGET].minimum:
             raise OverrideError.invalid(
                 f"{BUDGET} must be a ratio in (0, 1] or at least {REQUEST_KEYS[BUDGET].smallest},"
-                f" got {budget!r}; write 1.0 to keep every token",
+                f" got {shorten(budget)}; write 1.0 to keep every token",
             )
     decode_budget = _whole_number(extra_args, DECODE_BUDGET)
     lookahead = _whole_number(extra_args, LOOKAHEAD)
@@ -213,7 +213,7 @@ def _whole_number(extra_args: Mapping[str, Any], key: str) -> int | None:
     if key in extra_args and (type(value) is not int or value < declared.minimum):
         raise OverrideError.invalid(
             f"{key} must be a whole number of at least {declared.smallest}, got"
-            f" {extra_args[key]!r}",
+            f" {shorten(extra_args[key])}",
         )
     return value
 
@@ -281,7 +281,7 @@ def _resolve(
     # The engine stores queries for its own look-ahead only.
     raise OverrideError.out_of_bounds(
         f"{LOOKAHEAD} must be at most {chosen.resolved_lookahead} for {method!r} on this server,"
-        f" got {lookahead}",
+        f" got {shorten(lookahead)}",
     )
 
 
@@ -303,7 +303,7 @@ def _allowed_method(settings: CompressionConfig, choice: RequestChoices, default
     if method not in permitted:
         raise OverrideError.not_allowed(
             f"{COMPRESS} must be one of {sorted(permitted)} on this server, got"
-            f" {choice.compress!r}",
+            f" {shorten(choice.compress)}",
         )
     if method == "off":
         _refuse_without_method(choice, sorted(permitted - {"off"}))
@@ -326,16 +326,16 @@ def _refuse_without_method(choice: RequestChoices, methods: list[str]) -> None:
     ):
         if value is not None:
             raise OverrideError.invalid(
-                f"{key}={value} needs a method, and this request has none; add {COMPRESS}, one"
-                f" of {methods}",
+                f"{key}={shorten(value)} needs a method, and this request has none; add"
+                f" {COMPRESS}, one of {methods}",
             )
     if choice.compress is None:
         why = "this server compresses only requests that name a method"
         if choice.alias is not None:
             why = f"{choice.alias!r} means off"
         raise OverrideError.invalid(
-            f"{BUDGET}={choice.budget!r} needs a method, because {why}; add {COMPRESS}, one of"
-            f" {methods}",
+            f"{BUDGET}={shorten(choice.budget)} needs a method, because {why}; add {COMPRESS}, one"
+            f" of {methods}",
         )
 
 
@@ -349,7 +349,7 @@ def _check_decode_budget(settings: CompressionConfig, budget: int) -> None:
         )
     if budget > max_budget:
         raise OverrideError.out_of_bounds(
-            f"{DECODE_BUDGET} must be at most {max_budget} on this server, got {budget}",
+            f"{DECODE_BUDGET} must be at most {max_budget} on this server, got {shorten(budget)}",
         )
 
 
@@ -370,7 +370,7 @@ def _alias(settings: CompressionConfig, name: str) -> Alias:
             return alias
     raise OverrideError.invalid(
         f"{ALIAS} must be one of {sorted(alias.name for alias in settings.alias)} on this server,"
-        f" got {name!r}",
+        f" got {shorten(name)}",
     )
 
 
@@ -384,10 +384,10 @@ def _check_budget(settings: CompressionConfig, budget: float | int) -> None:
             if low <= budget <= high:
                 return
             raise OverrideError.out_of_bounds(
-                f"{BUDGET} must be between {low} and {high} on this server, got {budget}",
+                f"{BUDGET} must be between {low} and {high} on this server, got {shorten(budget)}",
             )
     kind = "a ratio" if isinstance(bounds[0][0], float) else "a whole number of tokens"
     raise OverrideError.out_of_bounds(
         f"{BUDGET} must be {kind} between {bounds[0][0]} and {bounds[0][1]} on this server, got"
-        f" {budget}",
+        f" {shorten(budget)}",
     )

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, shorten
 
 PLAIN_DIGITS = "must be written with the digits 0 to 9, without underscores"
 
@@ -20,7 +20,7 @@ def has_plain_digits(text: str) -> bool:
 def refuse_other_digits(value: Any) -> Any:
     """Return `value`; raise ConfigError if it is text with digits that only Python accepts."""
     if isinstance(value, str) and not has_plain_digits(value):
-        raise ConfigError(f"{PLAIN_DIGITS}, got {value!r}")
+        raise ConfigError(f"{PLAIN_DIGITS}, got {shorten(value)}")
     return value
 
 
@@ -43,7 +43,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in found:
             raise RepeatedKeyError(
-                f"the key {key[:40]!r} is given twice in one object; remove one of them"
+                f"the key {shorten(key)} is given twice in one object; remove one of them"
             )
         found[key] = value
     return found

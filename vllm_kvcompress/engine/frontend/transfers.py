@@ -3,13 +3,14 @@
 Without a KV connector nothing is refused.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.errors import OverrideError, shorten
 from vllm_kvcompress.settings.config import CompressionConfig
 
 PARAMETERS = "kv_transfer_params"
@@ -103,6 +104,11 @@ def prompts_of(request: Any) -> int:
     return (len(prompt) if is_list else int(bool(prompt))) + num_embeddings
 
 
+def _digest(*values: Any) -> bytes:
+    """Return a hash of values that a client chose: the values themselves may be long."""
+    return hashlib.sha256(repr([str(value) for value in values]).encode()).digest()
+
+
 class Pulls:
     """The latest pulled prompts and the request that pulled each.
 
@@ -112,7 +118,7 @@ class Pulls:
     MAX_PROMPTS = 4096
 
     def __init__(self) -> None:
-        self._by_prompt: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._by_prompt: OrderedDict[bytes, bytes] = OrderedDict()
 
     def check(
         self,
@@ -140,16 +146,17 @@ class Pulls:
         remote = transfer.get("remote_request_id")
         if not transfer.get("do_remote_prefill") or remote is None:
             return
-        prompt = (str(transfer.get("remote_engine_id")), str(remote))
+        prompt, request = _digest(transfer.get("remote_engine_id"), remote), _digest(request_id)
         known = begins and prompt in self._by_prompt
-        if known or self._by_prompt.setdefault(prompt, request_id) != request_id:
+        if known or self._by_prompt.setdefault(prompt, request) != request:
             if isinstance(transfer, dict):
                 # vLLM would tell the prefill server to free blocks that the first request may
                 # still be pulling.
                 transfer["do_remote_prefill"] = False
             raise OverrideError.not_allowed(
                 f"{PARAMETERS} can be used by one request, and another has pulled this prompt"
-                f" (remote_request_id {remote!r}); send the prompt to the prefill server again",
+                f" (remote_request_id {shorten(remote)}); send the prompt to the prefill server"
+                " again",
                 PARAMETERS,
             )
         if len(self._by_prompt) > self.MAX_PROMPTS:

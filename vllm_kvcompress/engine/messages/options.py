@@ -10,10 +10,9 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.errors import OverrideError, shorten
 from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.protection import shorten
 from vllm_kvcompress.settings.request_keys import OPTIONS
 from vllm_kvcompress.settings.request_options import RequestChoices, RequestOptions
 
