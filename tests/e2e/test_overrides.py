@@ -255,6 +255,37 @@ def test_aliases_work_on_every_endpoint_with_a_model_name(server, text):
     assert compression_report(final_event)["kept_tokens"] == compression_report(full)["kept_tokens"]
 
 
+@pytest.mark.parametrize("path", list(minimal_requests()))
+@pytest.mark.parametrize("name", ["demo", "demo@half"])
+def test_only_the_model_of_an_http_request_names_an_alias(server, path, name):
+    before = server.metric("vllm:kv_compress_refused_requests_total")
+    for alias in ("demo@full", "nonsense"):
+        request = minimal_requests()[path] | {"model": name}
+        if "sampling_params" in request:
+            request["sampling_params"] |= {"extra_args": {"kv_alias": alias}}
+        else:
+            request["vllm_xargs"] = {"kv_alias": alias}
+        response = httpx.post(f"{server.url}{path}", json=request, timeout=300)
+        assert response.status_code == 400, response.text
+        assert f"got '{alias}'; name the alias in the request's `model`" in response.text
+    assert server.metric("vllm:kv_compress_refused_requests_total") == before + 2
+
+
+def test_a_rendered_request_keeps_its_alias(server, text):
+    before = len(server.compressed())
+    chat = chat_body("chat/completions", text) | {"model": "demo@256"}
+    rendered = httpx.post(f"{server.url}/v1/chat/completions/render", json=chat, timeout=300)
+    assert rendered.status_code == 200, rendered.text
+    assert rendered.json()["sampling_params"]["extra_args"]["kv_alias"] == "demo@256"
+    url = f"{server.url}/inference/v1/generate"
+    response = httpx.post(url, json=rendered.json(), timeout=300)
+    assert response.status_code == 200, response.text
+    (line,) = server.compressed()[before:]
+    assert line.kept_tokens == pytest.approx(256, abs=128)
+    other = httpx.post(url, json=rendered.json() | {"model": "demo"}, timeout=300)
+    assert other.status_code == 400, other.text
+
+
 def test_the_openai_client_reads_the_kept_tokens(client, text):
     response = client.chat.completions.create(
         model="demo@half", messages=[{"role": "user", "content": text}], max_tokens=4

@@ -5,19 +5,25 @@ A request sent to an alias carries it in its extra arguments, where the schedule
 """
 
 import functools
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 
+from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.messages.settings import parsed_settings
+from vllm_kvcompress.errors import OverrideError, shorten
 from vllm_kvcompress.settings.overrides import refuse_taken_names
-from vllm_kvcompress.settings.request_keys import ALIAS
+from vllm_kvcompress.settings.request_keys import ALIAS, XARGS
 
 _INSTALLED = "_kvcompress_aliases_installed"
 _NAMES = "_kvcompress_aliases"
+_ACTIVE = "_kvcompress_active"
 
 # alias that the current task's request was sent to; None for vLLM's own names
 _addressed: ContextVar[str | None] = ContextVar("kvcompress_addressed", default=None)
@@ -32,16 +38,46 @@ def resolve(models: Any, request: Any) -> None:
     Args:
         models: the server's `OpenAIServingModels`.
         request: a request to any endpoint with a `model` field.
+
+    Raises:
+        VLLMValidationError: the client has written an alias there.
     """
     name = getattr(request, "model", None)
-    if name not in getattr(models, _NAMES, ()):
+    is_alias = name in getattr(models, _NAMES, ())
+    if getattr(models, _ACTIVE, False):
+        _refuse_other_alias(request, name if is_alias else None)
+    if not is_alias:
         _addressed.set(None)
         return
     _addressed.set(name)
-    if (params := getattr(request, "sampling_params", None)) is not None:
-        params.extra_args = {**(params.extra_args or {}), ALIAS: name}
-    elif _takes_extra_arguments(type(request)):
-        request.vllm_xargs = {**(getattr(request, "vllm_xargs", None) or {}), ALIAS: name}
+    carrier, field = _extra_arguments(request)
+    if carrier is not request or _takes_extra_arguments(type(request)):
+        sent = getattr(carrier, field, None) or {}
+        # vLLM refuses anything but an object later.
+        if isinstance(sent, Mapping):
+            setattr(carrier, field, {**sent, ALIAS: name})
+
+
+def _extra_arguments(request: Any) -> tuple[Any, str]:
+    """Return the object with a request's extra arguments, and the name of its field."""
+    params = getattr(request, "sampling_params", None)
+    return (params, "extra_args") if isinstance(params, SamplingParams) else (request, XARGS)
+
+
+def _refuse_other_alias(request: Any, name: str | None) -> None:
+    """Refuse a request whose extra arguments have another alias than its `model`.
+
+    vLLM's render endpoints return requests in which `resolve` has written the alias of `model`.
+    """
+    sent = getattr(*_extra_arguments(request), None)
+    if not isinstance(sent, Mapping) or sent.get(ALIAS, name) == name:
+        return
+    error = OverrideError.invalid(
+        f"{ALIAS} must not be in a request to the server, got {shorten(sent[ALIAS])}; name the"
+        " alias in the request's `model`"
+    )
+    count_refusal(error.reason)
+    raise VLLMValidationError(str(error), parameter=error.parameter)
 
 
 def _takes_extra_arguments(kind: type[Any]) -> bool:
@@ -70,6 +106,7 @@ def install() -> None:
         aliases = [BaseModelPath(name=name, model_path=root) for name in names]
         init(self, engine_client, [*base_model_paths, *aliases], **more)
         setattr(self, _NAMES, frozenset(names))
+        setattr(self, _ACTIVE, settings.active)
 
     @functools.wraps(model_name)
     def reporting_alias(self: Any, lora_request: Any = None) -> Any:
