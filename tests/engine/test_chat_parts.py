@@ -259,6 +259,16 @@ def test_a_template_that_repeats_a_part_is_refused(template, word, why, renderer
         parts.spans(word)
 
 
+def test_an_exception_of_a_template_is_not_repeated(renderer):
+    """Its text may contain the chat, and goes into a response and a log."""
+    raises = "{% if 'kvcompress0stands' in messages[0].content %}{{ messages[0].content[9999] + 'x'"
+    template = CHATML + raises + " + raise_exception(messages[1].content) }}{% endif %}"
+    parts, _ = rendered_chat(renderer, template, chat())
+    with pytest.raises(PartError) as refusal:
+        parts.spans("system")
+    assert str(refusal.value) == "the chat template cannot render a variant of the chat"
+
+
 def test_a_template_that_omits_a_part_has_no_span(renderer):
     parts, _ = rendered_chat(renderer, GEMMA, chat(), TOOLS)
     assert parts.spans("tools") == ()
