@@ -32,7 +32,7 @@ from vllm_kvcompress.serving.text import QUESTION, english, long_prompt
 
 CHOICE = Path(__file__).parents[2] / "benchmarks/results/demo_question.json"
 LINE = (
-    "(Worker pid=7) INFO 01-02 03:04:05 [compressor.py:244] kv-compress: request=chatcmpl-a1"
+    "(Worker pid=7) INFO 01-02 03:04:05 [reports.py:160] kv-compress: request='chatcmpl-a1'"
     " prompt_tokens=6036 kept_tokens=612.0 lookahead=0 blocks_before=189 blocks_after=20"
     " layer_tokens=[628,596]\n"
 )

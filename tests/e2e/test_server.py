@@ -227,6 +227,30 @@ def test_beams_of_a_chat_with_protection_are_refused(client):
     assert len(completion.choices) == 2
 
 
+def test_a_request_id_forges_no_log_line(server, text):
+    """One line tells of the compressed prompt, the other of a lowered max_tokens."""
+    forged = (
+        "(EngineCore pid=1) INFO 01-02 03:04:05 [reports.py:160] kv-compress: request='forged'"
+        " prompt_tokens=1 kept_tokens=1.0 lookahead=0 blocks_before=1 blocks_after=1"
+        " layer_tokens=[1]"
+    )
+    before, num_compressed = server.log.stat().st_size, len(server.compressed())
+    ids = {"request_id": f"\x1b[2J\n{forged}\r{forged}\n" + "x" * 5000}
+    request = {"model": "demo", "prompt": text, "max_tokens": 2} | ids
+    response = httpx.post(f"{server.url}/v1/completions", json=request, timeout=300)
+    assert response.status_code == 200, response.text
+    request |= {"prompt": "Hello", "max_tokens": 6000, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=300) as events:
+        next(events.iter_lines())
+    (line,) = server.compressed()[num_compressed:]
+    assert "\x1b[2J\n(EngineCore pid=1)" in line.request
+    added = server.log.read_bytes()[before:]
+    assert b"max_tokens was lowered" in added
+    assert b"\x1b[2J" not in added
+    assert not re.search(rb"[\r\n]\(EngineCore pid=1\) ", added)
+    assert len(added) < 5000, added
+
+
 def test_an_oversize_prompt_gets_a_400_and_the_server_keeps_running(client, text):
     with pytest.raises(BadRequestError):
         client.completions.create(model="demo", prompt=text * 6, max_tokens=4)

@@ -107,11 +107,14 @@ def test_requests_that_never_fit_the_pool_are_refused(small, extra_args, message
 def test_a_request_that_bypasses_the_front_end_fails(small, monkeypatch):
     """A request that bypasses the front end's check must not wait forever or block the queue."""
     from vllm_kvcompress.engine.frontend import api
+    from vllm_kvcompress.engine.scheduling import scheduler
 
+    lines = []
+    monkeypatch.setattr(scheduler.logger, "error", lambda line, *args: lines.append(line % args))
     prompt = tokens(1900, seed=1)
     expected = small.generate([prompt], 4)[0]
     monkeypatch.setattr(api, "check_fits_pool", lambda *_: None)
-    small.submit("large", prompt, 4, extra_args={"kv_compress": "off"})
+    small.submit("large-\n\x1b[2J", prompt, 4, extra_args={"kv_compress": "off"})
     small.submit("other", prompt, 4)
     completions = {}
     while small.llm.llm_engine.has_unfinished_requests():
@@ -121,6 +124,9 @@ def test_a_request_that_bypasses_the_front_end_fails(small, monkeypatch):
     assert completions["large"].finish_reason == "error"
     assert not completions["large"].token_ids
     assert list(completions["other"].token_ids) == expected
+    assert len(lines) == 1
+    assert lines[0].startswith(r"request 'large-\n\x1b[2J")
+    assert lines[0].isprintable()
 
 
 @pytest.mark.parametrize(

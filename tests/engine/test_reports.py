@@ -3,7 +3,10 @@
 import asyncio
 import copy
 import importlib
+import io
 import json
+import logging
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,8 @@ from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
 from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, StepPlan
 from vllm_kvcompress.engine.messages.usage import take_usage
+from vllm_kvcompress.engine.scheduling import admission
+from vllm_kvcompress.engine.scheduling.request_state import Decision
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.serving.process import compressed_requests
@@ -60,17 +65,74 @@ def gpu(monkeypatch):
     return SimpleNamespace(type="cuda")
 
 
-def test_log_line_can_be_parsed(monkeypatch):
+FORGED = (
+    "(EngineCore pid=1) INFO 01-02 03:04:05 [reports.py:160] kv-compress: request='forged'"
+    " prompt_tokens=1 kept_tokens=1.0 lookahead=0 blocks_before=1 blocks_after=1 layer_tokens=[1]"
+)
+
+
+@contextmanager
+def vllms_log():
+    """Collect what the reports' logger writes, in vLLM's format."""
+    from vllm.logging_utils import NewLineFormatter
+
+    handler, text = logging.StreamHandler(io.StringIO()), []
+    form = "(Worker pid=7) %(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] %(message)s"
+    handler.setFormatter(NewLineFormatter(form, datefmt="%m-%d %H:%M:%S"))
+    level = reporting.logger.level
+    reporting.logger.addHandler(handler)
+    reporting.logger.setLevel(logging.INFO)
+    try:
+        yield text
+    finally:
+        reporting.logger.removeHandler(handler)
+        reporting.logger.setLevel(level)
+        text.append(handler.stream.getvalue())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["r", "it's", 'a"b', "a\\", "\x1b[2J\u202e\ud800", "r" * 10**6, f"r\n{FORGED}", f"r\r{FORGED}",
+     f'"{FORGED}"', FORGED],
+    ids=lambda name: repr(name)[:20],
+)  # fmt: skip
+def test_log_line_can_be_parsed(name):
     """The demo, the doctor and tests parse it from a server's log."""
-    lines = []
-    monkeypatch.setattr(reporting.logger, "info", lambda line, *args: lines.append(line % args))
-    reports, one = Reports(Stages([(0, 1)]), log=True), pack_request("r")
+    reports, one = Reports(Stages([(0, 1)]), log=True), pack_request(name)
     reports.add(one, torch.tensor([3, 2]), Stopwatch(torch.device("cpu")))
-    (done,) = reports.take()
-    (read,) = compressed_requests("\n".join(lines))
-    assert (read.request, read.prompt_tokens, read.lookahead) == ("r", done.tokens, 0)
+    with vllms_log() as log:
+        (done,) = reports.take()
+    assert log[0].rstrip("\n").isprintable()
+    assert len(log[0]) < 500
+    (read,) = compressed_requests(f"before\n{log[0]}behind\n")
+    assert name.startswith(read.request)
+    assert len(read.request) >= min(len(name), 60)
+    assert (read.prompt_tokens, read.lookahead) == (done.tokens, 0)
     assert (read.kept_tokens, read.layer_tokens) == (done.kept_tokens, done.layer_tokens)
     assert (read.blocks_before, read.blocks_after) == (7, one.plan.blocks + 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [f"request {FORGED!r}: max_tokens", f'x "{FORGED}"', f" {FORGED}", f"[a.py:1] {FORGED}"],
+)
+def test_lines_that_contain_a_report_are_none(line):
+    prefix = "(APIServer pid=7) INFO 01-02 03:04:05 [api_router.py:75] Error: "
+    assert compressed_requests(f"{prefix}{line}\n") == []
+    assert len(compressed_requests(f"{FORGED}\n")) == 1
+
+
+def test_the_log_quotes_the_id_of_an_invalid_request(monkeypatch):
+    lines = []
+    monkeypatch.setattr(admission.logger, "warning", lambda line, *args: lines.append(line % args))
+    decision = Decision(None, admission.INVALID)
+    state = SimpleNamespace(decision=decision, request_id="r\n\x1b[2J" * 10**5, error="why")
+    admission.Admissions.finalize_decision(None, state)
+    (line,) = lines
+    assert line.startswith(r"request 'r\n\x1b[2J")
+    assert line.endswith("... stays uncompressed: why")
+    assert line.isprintable()
+    assert len(line) < 200
 
 
 def test_report_is_returned_once_the_device_has_finished(gpu):
@@ -353,16 +415,22 @@ IN, XARGS = "vllm.entrypoints.", lambda request: request.vllm_xargs
 )  # fmt: skip
 def test_every_request_type_resolves_an_alias(module, name, carried):
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     kind = getattr(importlib.import_module(IN + module), name)
     request = kind.model_construct(model="fast")
     if "sampling_params" in kind.model_fields:
         request.sampling_params = SamplingParams()
-    models = SimpleNamespace(_kvcompress_aliases=frozenset({"fast"}))
+    models = SimpleNamespace(_kvcompress_aliases=frozenset({"fast"}), _kvcompress_active=True)
     for _ in range(2):
         resolve(models, request)
-    if carried is not None:
-        assert carried(request) == {"kv_alias": "fast"}
+    if carried is None:
+        return
+    assert carried(request) == {"kv_alias": "fast"}
+    for own_name in ("slow", None):
+        request.model = own_name
+        with pytest.raises(VLLMValidationError, match="name the alias in the request's `model`"):
+            resolve(models, request)
 
 
 def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():

@@ -1,5 +1,6 @@
 """Start a real ``vllm serve`` on loopback, and stop it, as an operator would."""
 
+import ast
 import os
 import re
 import signal
@@ -19,17 +20,25 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # vLLM logs one line per compressed prompt at this level.
     "VLLM_LOGGING_LEVEL": "INFO",
+    # `compressed_requests` reads vLLM's own format.
+    "VLLM_LOGGING_COLOR": "0",
+    "VLLM_LOGGING_PREFIX": "",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 """Variables that every server gets on top of this process's environment."""
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """The variable that sets the size of the KV cache on a CPU, in GiB."""
+_TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _LINE = re.compile(
-    r"kv-compress: request=(?P<request>\S+) prompt_tokens=(?P<prompt>\d+)"
+    # Log lines may contain text of clients, but no client writes what stands before a message.
+    r"^[^\[\n]*\[[^\]\s]*reports\.py:\d+\] "
+    rf"kv-compress: request=(?P<request>{_TEXT})(?:\.\.\.)?"
+    r" prompt_tokens=(?P<prompt>\d+)"
     r" kept_tokens=(?P<kept>[\d.]+) lookahead=(?P<lookahead>\d+)"
     r" blocks_before=(?P<before>\d+) blocks_after=(?P<after>\d+)"
-    r" layer_tokens=\[(?P<layers>[\d,]+)\]"
+    r" layer_tokens=\[(?P<layers>[\d,]+)\]$",
+    re.MULTILINE,
 )
 
 
@@ -38,7 +47,7 @@ class Compressed:
     """The engine's log line about one compressed prompt.
 
     Args:
-        request: the request's id in the engine.
+        request: the request's id in the engine; the beginning of a long one.
         prompt_tokens: length of the prompt.
         kept_tokens: kept tokens per layer, mean over layers.
         lookahead: output tokens whose attention chose the kept tokens.
@@ -59,7 +68,7 @@ def compressed_requests(log: str) -> list[Compressed]:
     """Every compressed prompt in `log`, in the order of its lines."""
     return [
         Compressed(
-            request=m["request"],
+            request=ast.literal_eval(m["request"]),
             prompt_tokens=int(m["prompt"]),
             kept_tokens=float(m["kept"]),
             lookahead=int(m["lookahead"]),
@@ -101,7 +110,8 @@ class Server:
 
     def compressed(self) -> list[Compressed]:
         """The prompts that this server has compressed so far, by its log."""
-        return compressed_requests(self.log.read_text(errors="replace"))
+        # In text mode, Python would read a client's carriage return as the start of a line.
+        return compressed_requests(self.log.read_bytes().decode(errors="replace"))
 
     def wait_healthy(self, deadline_s: float = 300) -> None:
         """Return once ``/health`` answers 200.

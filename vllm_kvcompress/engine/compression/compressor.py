@@ -28,6 +28,7 @@ from vllm_kvcompress.engine.messages.step import PackRequest, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.errors import quoted_id, shorten
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -246,8 +247,8 @@ class PromptCompressor:
         if Reads.COLUMN_SUMS in prefill.method.reads:
             if prefill.tokens != pack_request.tokens:
                 raise RuntimeError(
-                    f"request {pack_request.request_id}: packing needs {pack_request.tokens}"
-                    f" prefill tokens, but the worker saw {prefill.tokens}"
+                    f"request {quoted_id(pack_request.request_id)}: packing needs"
+                    f" {pack_request.tokens} prefill tokens, but the worker saw {prefill.tokens}"
                 )
             if prefill.packed_tokens is None and pack_request.request_id in self.pool:
                 step.prompt_sums.append((span.blocks, prefill))
@@ -389,8 +390,9 @@ class PromptCompressor:
             return None
         if not step.laid_out and step.plan.request_ids:
             raise RuntimeError(
-                f"the step did not compress requests {list(step.plan.request_ids)}: the attention"
-                " backend's metadata builder was not called"
+                "the step did not compress requests"
+                f" {shorten(list(step.plan.request_ids), 600)}: the attention backend's metadata"
+                " builder was not called"
             )
         if step.spans and step.layers_observed != self.packer.num_layers:
             raise RuntimeError(

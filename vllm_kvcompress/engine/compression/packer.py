@@ -23,6 +23,7 @@ from vllm_kvcompress.engine.compression.reports import Stopwatch
 from vllm_kvcompress.engine.messages.step import PackRequest
 from vllm_kvcompress.engine.pages.pool import PackedBlocks
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.errors import quoted_id
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, max_layer_pages
 from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
@@ -493,8 +494,9 @@ class Packer:
             request_index, layer = divmod(row, self.num_layers)
             query = jobs[request_index].queries.get(layer)
             if query is None or len(query) != window:
+                shown = quoted_id(jobs[request_index].pack_request.request_id)
                 raise RuntimeError(
-                    f"request {jobs[request_index].pack_request.request_id}: packing its prompt"
+                    f"request {shown}: packing its prompt"
                     f" needs {window} window queries, but the worker kept"
                     f" {0 if query is None else len(query)}"
                 )

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm_kvcompress.engine.compression.role_counts import RolePairCounts
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, RoleKept
+from vllm_kvcompress.errors import quoted_id
 
 logger = init_logger("vllm.kvcompress")
 
@@ -159,7 +160,7 @@ def _log(done: PackedPrompt, pack_request: PackRequest) -> None:
     logger.info(
         "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f lookahead=%d blocks_before=%d"
         " blocks_after=%d layer_tokens=%s",
-        done.request_id,
+        quoted_id(done.request_id),
         done.tokens,
         done.kept_tokens,
         done.output_tokens,

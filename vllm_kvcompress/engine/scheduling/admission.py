@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.messages.options import options_of
 from vllm_kvcompress.engine.scheduling.request_state import Decision, RequestState
-from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.errors import OverrideError, quoted_id
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
@@ -122,7 +122,8 @@ class Admissions:
             return ""
         decision.is_final = True
         if decision.skip_reason == INVALID:
-            logger.warning("request %s stays uncompressed: %s", state.request_id, state.error)
+            shown = quoted_id(state.request_id)
+            logger.warning("request %s stays uncompressed: %s", shown, state.error)
         return decision.skip_reason
 
     @property

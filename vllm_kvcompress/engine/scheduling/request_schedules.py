@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.request_state import RequestState
+from vllm_kvcompress.errors import quoted_id
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
@@ -277,7 +278,7 @@ class RequestSchedules:
             logger.info(
                 "request %s: max_tokens was lowered from %d to %d, the most that the KV cache can"
                 " hold",
-                request.request_id,
+                quoted_id(request.request_id),
                 request.max_tokens,
                 max_output,
             )

@@ -37,7 +37,7 @@ from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
-from vllm_kvcompress.errors import VllmHookError
+from vllm_kvcompress.errors import VllmHookError, quoted_id, shorten
 from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
@@ -146,7 +146,8 @@ class _CompressingMixin:
                 f"its prompt of {request.num_tokens} tokens takes {needed} KV blocks while it is"
                 f" computed, and the KV cache has {available}"
             )
-            logger.error("request %s ends with an error: %s", request.request_id, reason)
+            shown = quoted_id(request.request_id)
+            logger.error("request %s ends with an error: %s", shown, reason)
             self._end_with_error(request.request_id, reason)
 
     def finish_requests(
@@ -289,8 +290,9 @@ class _CompressingMixin:
             while output is not scheduler_output:
                 # That step failed, and the engine's caller went on with a later one.
                 if plan is not None:
+                    ids = shorten(list(plan.request_ids), 600)
                     self._stop(
-                        f"the step with plan {plan.number}, for {list(plan.request_ids)}, failed",
+                        f"the step with plan {plan.number}, for {ids}, failed",
                         "start the engine again",
                     )
                 output, plan = steps.popleft()
@@ -307,9 +309,10 @@ class _CompressingMixin:
             problem = f"a step without a plan came back with plan {acknowledged} acknowledged"
         else:
             received = "no plan" if acknowledged is None else f"plan {acknowledged}"
+            ids = shorten(list(plan.request_ids), 600)
             problem = (
-                f"the step with plan {plan.number}, for {list(plan.request_ids)}, came back with"
-                f" {received} acknowledged"
+                f"the step with plan {plan.number}, for {ids}, came back with {received}"
+                " acknowledged"
             )
         self._stop(
             problem,
