@@ -1,7 +1,10 @@
 """A server under production faults: no request hangs, and all blocks and files are released."""
 
 import concurrent.futures
+import json
 import signal
+import time
+from collections import Counter
 
 import httpx
 import psutil
@@ -9,6 +12,8 @@ import pytest
 
 from first_layers import first_layers
 from forks import serve_forking
+from hostile_bodies import hostile_bodies, wide
+from misplaced_settings import minimal_requests
 from server_metrics import idle, received, scrape, wait_for
 from streams import completion_body, stream_end, streaming
 from vllm_kvcompress.serving.text import long_prompt
@@ -45,6 +50,9 @@ FLAGS = [
     str(LOOKAHEAD),
     "--kv-compress-config",
     '{"log_requests": true}',
+    "--enable-scale-out",
+    "--kv-alias",
+    "demo@off=off",
 ]
 PACKING_COUNTERS = "repacked_answers", "packed_pieces"
 
@@ -237,6 +245,55 @@ def test_invalid_bodies_get_a_client_error(server, kind):
     assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
     assert len(response.text) < 500_000
     assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
+
+
+def post_json(server, path, content):
+    return httpx.post(
+        f"{server.url}{path}",
+        content=content,
+        headers={"content-type": "application/json"},
+        timeout=300,
+    )
+
+
+def test_hostile_bodies_get_short_responses_and_log_lines(server):
+    """On every endpoint with a body. The bodies have up to a megabyte."""
+    paths = httpx.get(f"{server.url}/openapi.json", timeout=60).json()["paths"]
+    endpoints = {
+        path for path, methods in paths.items() if "requestBody" in methods.get("post", {})
+    }
+    assert endpoints >= minimal_requests().keys()
+    statuses = Counter()
+    for path in sorted(endpoints):
+        for body in hostile_bodies(path, 12):
+            before = server.log.stat().st_size
+            response = post_json(server, path, body)
+            logged = server.log.read_bytes()[before:]
+            shown = path, body[:300], response.status_code, len(response.content), len(logged)
+            assert response.status_code < 500, (*shown, response.text[:1000])
+            assert len(response.content) < 30_000, (*shown, response.text[:1000])
+            assert len(logged) < 30_000, (*shown, logged[:1000])
+            assert b"\x1b[2J" not in logged, (*shown, logged)
+            statuses[path, response.status_code] += 1
+        assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
+    for path in minimal_requests():
+        assert statuses[path, 200], statuses
+        assert statuses[path, 400], statuses
+
+
+@pytest.mark.parametrize("path", list(minimal_requests()))
+def test_our_keys_take_about_as_long_as_others(server, path):
+    """Old code took 50 times as long. The limit allows for a busy machine."""
+
+    def seconds(prefix):
+        body = json.dumps(minimal_requests()[path] | {"zz": wide(prefix, 60_000)})
+        start = time.perf_counter()
+        assert post_json(server, path, body).status_code == 200
+        return time.perf_counter() - start
+
+    pairs = [(seconds("kv"), seconds("nn")) for _ in range(3)]
+    ours, neutral = map(min, zip(*pairs, strict=True))
+    assert ours < 5 * neutral + 1, pairs
 
 
 def test_sigterm_lets_running_requests_finish(server, text):
