@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpoints import tokens
+from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
@@ -23,9 +23,13 @@ CPU_FLAGS = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
 
 def make_forecast(model: str, length: int, output: int, settings_dict: dict, **extra_options):
     """Return the forecast for a model on a CPU in float32."""
+    return plan_on_cpu(model, length, output, settings_dict, **extra_options).forecast
+
+
+def plan_on_cpu(model: str, length: int, output: int, settings_dict: dict, **extra_options):
     options = dict(memory_gib=None, dtype="float32", ranks=1, longest=None, requests=256)
     options |= {"block_size": BLOCK, "device": "cpu", **extra_options}
-    result = make_plan(
+    return make_plan(
         PlanOptions(
             model=model,
             everything=json.dumps(settings_dict),
@@ -34,7 +38,6 @@ def make_forecast(model: str, length: int, output: int, settings_dict: dict, **e
             **options,
         )
     )
-    return result.forecast
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +251,9 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
     assert "per request │ off │ auto │ k4v3 │ │" in text.replace("┃", "│")
     assert "--kv-packed-dtype k4v3" in text
     assert (
-        "In k4v3, a block holds 512 kept tokens of each layer. Budgets are rounded up to whole"
-        " blocks: this prompt keeps 1,104 tokens per layer at a budget of 800. A smaller"
-        " --block-size rounds up less." in text
+        "In k4v3, a block holds 512 kept tokens of each layer. This prompt keeps 1,104 tokens per"
+        " layer (55.2%) at a budget of 800 (40.0%), because kept tokens fill whole blocks. A"
+        " smaller --block-size comes closer." in text
     )
     forecast = json.loads(run_in_process("plan", wide, *flags, *cpu_flags, "--json").out)
     assert (forecast["packed_dtype"], forecast["page_tokens"]) == ("k4v3", 512)
@@ -265,9 +268,148 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
         return plan["packed_dtype"], plan["budget"], plan["auto"] is None
 
     assert formats("--kv-budget", 0.3) == ("auto", 0.3, True)
-    # the recommended settings, unless something else needs the cache's dtype
-    assert formats() == ("k4v3", 0.6, False)
-    assert formats("--kv-cache-dtype", "fp8") == ("auto", 0.2, True)
+    # the recommended settings: k4v3 has run on CPUs only
+    assert formats() == ("auto", 0.2, True)
+    assert formats("--device", "cpu") == ("k4v3", 0.6, False)
+    assert formats("--device", "cpu", "--kv-cache-dtype", "fp8") == ("auto", 0.2, True)
+
+
+def test_k4v3_is_recommended_on_cpus_only(run_in_process, wide, tiny):
+    def text(model, *flags):
+        return " ".join(run_in_process("plan", model, "--len", 2000, *flags).out.split())
+
+    gpu = "Recommended: --kv-compress cake-chunk --kv-budget 0.2. No GPU has run --kv-packed-dtype"
+    shares = (
+        "took these shares of their 16-bit memory: 26% at --kv-budget 1.0, 16% at --kv-budget 0.6,"
+        " 11% at --kv-budget 0.4."
+    )
+    packed = ("--kv-packed-dtype", "k4v3", "--kv-budget", 0.4)
+    on_gpu, on_cpu = text(wide), text(wide, "--device", "cpu")
+    assert gpu in on_gpu
+    assert "Recommended: --kv-compress cake-chunk --kv-packed-dtype k4v3. Measured" in on_cpu
+    assert shares in on_gpu
+    assert shares in on_cpu
+    assert "┃ k4v3, untested ┃" in text(wide, *packed)
+    assert "┃ k4v3 ┃" in text(wide, *packed, "--device", "cpu")
+    small_heads = text(tiny, "--device", "cpu")
+    assert "Recommended: --kv-compress cake-chunk --kv-budget 0.2. vLLM's" in small_heads
+    assert " per GPU" in on_gpu
+    assert "GPU" not in on_cpu
+
+
+@pytest.mark.parametrize(
+    ("changes", "biased"),
+    [
+        ({}, False),
+        (dict(attention_bias=False), False),
+        (dict(attention_bias=True), True),
+        (dict(model_type="qwen2"), True),  # its configs do not say it
+        (dict(model_type="qwen3", attention_bias=False), False),
+    ],
+)
+def test_fp8_is_named_with_its_risk(run_in_process, tiny, tmp_path, changes, biased):
+    config = {**json.loads(Path(tiny, "config.json").read_text()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = " ".join(run_in_process("plan", tmp_path, "--len", 2000).out.split())
+    assert "How much outputs change depends on the model. To measure it, pass the URL" in text
+    assert ("This model's keys have biases" in text) == biased
+    forecast = json.loads(run_in_process("plan", tmp_path, "--len", 2000, "--json").out)
+    assert forecast["shape"]["key_biases"] == biased
+
+
+def test_a_budget_that_whole_blocks_change_is_named(run_in_process, tiny, wide):
+    def text(model, *flags):
+        return " ".join(run_in_process("plan", model, "--kv-budget", 0.2, *flags).out.split())
+
+    cpu = ("--device", "cpu", "--len", 1414)
+    keeps = "This prompt keeps 390 tokens per layer (27.6%) at a budget of 282 (20.0%), because"
+    assert keeps in text(tiny, *cpu)
+    assert "fill whole blocks. A smaller --block-size comes closer." in text(tiny, *cpu)
+    protected = "because kept tokens fill whole blocks and hold the protected tokens."
+    assert protected in text(tiny, *cpu, "--protected", 300)
+    assert "This prompt keeps" not in text(tiny, *cpu, "--block-size", 16)
+    assert "This prompt keeps" not in text(tiny, "--device", "cpu", "--len", 900)  # not compressed
+
+
+# -- what the next turn of a chat finds in the prefix cache ----------------------------------------
+
+
+def next_hit(llm, seed: int, length: int, output: int, **params) -> int:
+    """Return the tokens that a second turn after a prompt of `length` tokens finds cached."""
+    prompt = tokens(length, seed=seed)
+    (first,) = llm.generate([prompt], output, **params)
+    (second,) = llm.outputs([prompt + first + tokens(64, seed=seed + 1)], output, **params)
+    return int(second.num_cached_tokens)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("length", "output", "method", "extra", "expected"),
+    [
+        (1000, 100, "cake", {}, 1000 // BLOCK * BLOCK),
+        (1000, 100, "cake-chunk", {"lookahead": 32}, 1032 // BLOCK * BLOCK),
+        (1000, 20, "cake-chunk", {"lookahead": 32}, 1019 // BLOCK * BLOCK),  # not compressed
+        (100, 100, "cake", {}, 199 // BLOCK * BLOCK),  # nor is this
+        (1000, 100, "h2o", {}, 0),  # reads the queries of all tokens
+    ],
+)
+def test_cached_tokens_of_the_next_turn_equal_the_engines(
+    llm, tiny, length, output, method, extra, expected
+):
+    config = {"compress": method, "budget": 0.2, "min_prompt": 128, "lookahead": 0, **extra}
+    hits = plan_on_cpu(tiny, length, output, config).next_hits
+    xargs = {"kv_compress": method, "kv_budget": 0.2, "kv_lookahead": extra.get("lookahead", 0)}
+    seed = 1000 + 10 * output + length + len(method)
+    on = next_hit(llm, seed, length, output, extra_args=xargs)
+    assert on == hits.on == expected
+    off = next_hit(llm, seed + 5000, length, output, extra_args={"kv_compress": "off"})
+    assert off == hits.off == (length + output - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("length", "changes"),
+    [
+        (700, {"budget": 1.0}),
+        (1500, {"budget": 1.0, "max_whole": 256, "piece": 96}),
+        (100, {"budget": 0.6, "decode_interval": 256}),
+        (700, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
+        (100, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
+        (100, {"compress": "h2o", "packed_dtype": "auto", "decode_budget": 96, "min_prompt": 4096}),
+        (1500, {"packed_dtype": "auto", "max_whole": 700, "piece": 256}),
+        (1500, {"packed_dtype": "auto", "max_whole": 700, "piece": 256, "probe": 0}),
+    ],
+)
+def test_cached_tokens_after_repeated_packing_equal_the_engines(wide, length, changes):
+    config = settings(**{"budget": 0.2, "packed_dtype": "k4v3", **changes})
+    hits = plan_on_cpu(wide, length, 400, config["kvcompress"], longest=2560).next_hits
+    with engine(wide, additional_config=config, max_model_len=2560) as llm:
+        assert next_hit(llm, 7, length, 400) == hits.on < hits.off
+
+
+@pytest.mark.engine
+def test_cached_tokens_of_a_model_with_windows_equal_the_engines(tmp_path):
+    model = make("gpt-oss", tmp_path)
+    config = settings("cake", 0.2)
+    hits = plan_on_cpu(model, 500, 100, config["kvcompress"]).next_hits
+    with engine(model, additional_config=config, max_model_len=2048) as llm:
+        assert next_hit(llm, 7, 500, 100) == hits.on == 480
+    with engine(model, max_model_len=2048) as llm:
+        assert next_hit(llm, 7, 500, 100) == hits.off == 576
+
+
+def test_the_next_turn_is_shown_where_prefix_caching_is_on(run_in_process, tiny):
+    def text(*flags):
+        flags = ("--len", 1790, "--max-tokens", 300, "--device", "cpu", *flags)
+        return " ".join(run_in_process("plan", tiny, *flags).out.split())
+
+    line = (
+        "Next turn of a chat: 1,792 of this request's 2,090 tokens are in the prefix cache, instead"
+        " of 2,048 without compression."
+    )
+    assert line in text()
+    assert "Next turn" not in text("--no-enable-prefix-caching")
+    assert "Next turn" not in text("--kv-min-prompt", 4000)
 
 
 def test_the_largest_request_may_choose_the_larger_format(wide):

@@ -1,6 +1,7 @@
 """``kvcompress plan --gpu-memory``: the size of the weights and the estimated KV pool."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,14 @@ from safetensors.torch import load_file
 from checkpoints import make
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan.weights import Weights, weights_of
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def test_weights_are_sized_from_headers_then_the_index_then_the_config(tiny, tmp_path):
@@ -93,6 +102,33 @@ def test_the_pool_is_estimated_from_gpu_memory_and_marked(run_in_process, tiny):
     given = json.loads(run_in_process("plan", tiny, *flags, "--kv-memory", 1, "--json").out)
     assert given["kv_cache_estimate"] is None
     assert given["pool_off"]["pool_bytes"] == 2**30
+
+
+def test_documented_figures_are_those_of_the_command(run_in_process, tmp_path):
+    """The folder has what the hub has of Llama 3.1 8B, except for the weights."""
+    folder = tmp_path / "Llama-3.1-8B-Instruct"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    index = {"metadata": {"total_size": 16060522496}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def plan(*flags):
+        text = run_in_process("plan", folder, "--len", 32768, *flags).out
+        rows = [line.strip("│").split("│")[:3] for line in text.splitlines() if "│" in line]
+        return [" ".join(cell.strip() for cell in row) for row in rows]
+
+    page = (ROOT / "docs" / "cli.md").read_text()
+    documented = re.findall(r"^\| (.*) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert len(documented) == 8
+    flags = ("--max-tokens", 512, "--gpu-memory", 80)
+    printed = plan(*flags)
+    assert {" ".join(row) for row in documented} <= set(printed)
+    assert printed == plan(*flags, "--kv-budget", 0.2)  # recommended on a GPU
+    runbook = " ".join((ROOT / "docs" / "runbook.md").read_text().split())
+    assert "blocks while decoding 2,048 412" in printed
+    assert "holds 412 blocks instead of 2,048" in runbook
+    assert "requests at once, of mean size 12 39" in plan("--kv-memory", 50)
+    assert "Of mean size, 39 requests fit instead of 12" in runbook
 
 
 def test_pipeline_stages_share_layers_and_hold_one_embedding_each(run_in_process, tiny, tmp_path):

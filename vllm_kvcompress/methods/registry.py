@@ -79,9 +79,10 @@ PUBLISHED = {"cake": cake.published, "dynamickv": dynamickv.published}
 """Allocators with parameters that papers publish per model. Users can override them."""
 
 RECOMMENDED = "cake-chunk"
-"""The method in the manifests and the default of `kvcompress plan` (docs/measurements.md)."""
+"""The method in the manifests and the default of `kvcompress plan`, there at the default budget
+and in 16 bits (docs/measurements.md)."""
 RECOMMENDED_BUDGETS: Mapping[str, float] = {"safe": 1.0, "balanced": 0.6, "small": 0.4}
-"""Budgets of `RECOMMENDED` in k4v3."""
+"""Budgets of `RECOMMENDED` in k4v3, for CPUs only, because no GPU has run k4v3."""
 RECOMMENDED_MEMORY: Mapping[str, float] = {"safe": 0.26, "balanced": 0.16, "small": 0.11}
 """Measured share of its 16-bit KV memory that a prompt takes at each of `RECOMMENDED_BUDGETS`
 (docs/measurements.md)."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_kvcompress.commands.plan.concurrency import forecast, sizes_on_rank
-from vllm_kvcompress.commands.plan.forecast import Forecast, Workload
+from vllm_kvcompress.commands.plan.concurrency import forecast, next_hits, sizes_on_rank
+from vllm_kvcompress.commands.plan.forecast import Forecast, NextHits, Workload
 from vllm_kvcompress.commands.plan.gpu_memory import GIB, Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.plan.model_shape import (
     ITEMSIZE,
@@ -16,7 +16,14 @@ from vllm_kvcompress.commands.plan.model_shape import (
     shape_of,
 )
 from vllm_kvcompress.commands.plan.options import PlanOptions
-from vllm_kvcompress.commands.plan.report import default_line, estimate_line, show_forecast
+from vllm_kvcompress.commands.plan.report import (
+    DEVICES_WITH_K4V3,
+    default_line,
+    estimate_line,
+    next_turn_line,
+    recommended_notes,
+    show_forecast,
+)
 from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
@@ -48,27 +55,33 @@ class PlanResult:
 
     Args:
         model: folder or name as given.
+        device: "cuda" or "cpu".
         shape: shape of the model.
         settings: compression settings.
         ranks: tensor-parallel size.
         stages: pipeline-parallel size.
         forecast: the forecast.
+        next_hits: what a next turn finds in the prefix cache. None without that cache, and for
+            models with states.
         default_note: note about the default of --max-num-seqs. None if it was given.
         estimated: estimate of the KV pool. None if its size was given or is unknown.
     """
 
     model: str
+    device: str
     shape: ModelShape
     settings: CompressionConfig
     ranks: int
     stages: int
     forecast: Forecast
+    next_hits: NextHits | None
     default_note: str | None
     estimated: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
+            "device": self.device,
             "shape": asdict(self.shape),
             "settings": self.settings.to_additional_config(),
             "budget": self.settings.budget,
@@ -76,6 +89,7 @@ class PlanResult:
             "tensor_parallel_size": self.ranks,
             "pipeline_parallel_size": self.stages,
             "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
+            "next_hits": None if self.next_hits is None else asdict(self.next_hits),
             **self.forecast.to_json(),
         }
 
@@ -111,11 +125,18 @@ class PlanResult:
             self.forecast,
             title,
             console,
+            device=self.device,
             estimated=self.estimated is not None,
             packs_outputs=self.settings.decode.budget is not None or self.settings.packs_outputs,
             stages=self.stages,
         )
-        for line in (self.default_note, self.estimated and estimate_line(self.estimated)):
+        if self.next_hits is not None and self.next_hits.on != self.next_hits.off:
+            console.print(next_turn_line(load, self.next_hits), highlight=False)
+        for line in (
+            *recommended_notes(self.device, shape),
+            self.default_note,
+            self.estimated and estimate_line(self.estimated),
+        ):
             if line:
                 console.print(line, highlight=False)
         if shape.longest is not None and load.cached > shape.longest:
@@ -143,13 +164,14 @@ def _layers(shape: ModelShape) -> str:
 def make_plan(options: PlanOptions) -> PlanResult:
     """Return the forecast for a model and requests of one length.
 
-    Without a method, a budget and a format, it is for the recommended ones: in k4v3 if that can be
-    used, else in the cache's dtype.
+    Without a method, a budget and a format, it is for the recommended ones: on a CPU in k4v3 if
+    that can be used, else at the default budget in the cache's dtype.
 
     Raises:
         ConfigError: An option is invalid, or the model cannot be served with compression.
     """
-    if not options.settings.keys() & {"compress", "allocator", "scorer", "budget", "packed_dtype"}:
+    choices = {"compress", "allocator", "scorer", "budget", "packed_dtype"}
+    if options.device in DEVICES_WITH_K4V3 and not options.settings.keys() & choices:
         budget = str(RECOMMENDED_BUDGETS["balanced"])
         try:
             return _plan(replace(options, budget=budget, packed_dtype=K4V3))
@@ -190,16 +212,20 @@ def _plan(options: PlanOptions) -> PlanResult:
     if estimated is not None:
         pool_bytes = estimated.kv_cache_bytes
     load = Workload(prompt=options.length, output=options.output, protected=options.protected)
+    # States enter the prefix cache only where the chunks of a prefill end.
+    caches_output = options.prefix_caching is not False and not shape.groups.stateful
     default_note = None
     if options.requests is None:
         default_note = default_line(options.device, options.gpu_gib, defaults)
     return PlanResult(
         model=options.model,
+        device=options.device,
         shape=shape,
         settings=settings,
         ranks=options.ranks,
         stages=options.stages,
         forecast=forecast(sizes, settings, load, pool_bytes=pool_bytes, tables_from_pool=on_gpu),
+        next_hits=next_hits(settings, sizes, load) if caches_output else None,
         default_note=default_note,
         estimated=estimated,
     )

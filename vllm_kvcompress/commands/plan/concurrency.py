@@ -4,17 +4,20 @@ Computed from lengths alone with the engine's own page plans, so the blocks equa
 """
 
 from contextlib import suppress
+from dataclasses import replace
 
 from vllm_kvcompress.commands.plan.forecast import (
     Concurrency,
     Forecast,
     InPieces,
+    NextHits,
     RequestBlocks,
     Workload,
     WorstCase,
 )
 from vllm_kvcompress.commands.plan.model_shape import ModelShape
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
@@ -250,16 +253,10 @@ def _page_plan(
     """Return the page plan of the prompt, and why there is none."""
     if not settings.enabled:
         return None, "only requests that choose a method are compressed"
-    plan = settings.page_plan(
-        sizes.layers, load.prompt, sizes.block_size, load.spans, _page_tokens(settings, sizes)
-    )
-    pieces = _piece_schedule(settings, sizes, load)
-    prefill: PrefillSchedule | None = pieces
-    if prefill is None and plan is not None:
-        prefill = PromptSchedule(settings=settings, page_plan=plan)
+    plan, prefill = _prompt_plan(settings, sizes, load), _prefill_schedule(settings, sizes, load)
     lookahead_tokens = 0 if prefill is None else lookahead_tokens_of(prefill)
     reason = None
-    if pieces is None:
+    if prefill is None or not prefill.in_pieces:
         reason = _uncompressed_reason(settings, load, plan, lookahead_tokens)
     if reason is None and plan is not None and lookahead_tokens:
         lookahead = _lookahead(settings, sizes, load)
@@ -267,6 +264,53 @@ def _page_plan(
             KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size), lookahead.due
         )
     return (plan, None) if reason is None else (None, reason)
+
+
+def _prompt_plan(settings: CompressionConfig, sizes: Sizes, load: Workload) -> PagePlan | None:
+    return settings.page_plan(
+        sizes.layers, load.prompt, sizes.block_size, load.spans, _page_tokens(settings, sizes)
+    )
+
+
+def _prefill_schedule(
+    settings: CompressionConfig, sizes: Sizes, load: Workload
+) -> PrefillSchedule | None:
+    """Return the schedule that packs the prompt, a look-ahead aside; None if nothing does."""
+    if (pieces := _piece_schedule(settings, sizes, load)) is not None:
+        return pieces
+    plan = _prompt_plan(settings, sizes, load)
+    return None if plan is None else PromptSchedule(settings=settings, page_plan=plan)
+
+
+def next_hits(settings: CompressionConfig, sizes: Sizes, load: Workload) -> NextHits:
+    """Return the tokens of a request that the next turn of its chat finds in the prefix cache.
+
+    Blocks enter the cache until the request is packed for the first time. The next turn must
+    compute the queries that its method reads; its new message is assumed to contain them.
+    """
+    hit, block = load.cached, sizes.block_size
+    if settings.enabled:
+        hit = min(_first_packing(settings, sizes, load), hit)
+        window = max(settings.resolved_window, 1)
+        following = replace(load, prompt=load.prompt + load.output + window)
+        if (prefill := _prefill_schedule(settings, sizes, following)) is not None:
+            hit = prefill.longest_prefix_hit(hit)
+        elif settings.decode.budget is not None and Reads.COLUMN_SUMS in settings.method.reads:
+            hit = 0
+    return NextHits(off=load.cached // block * block, on=hit // block * block)
+
+
+def _first_packing(settings: CompressionConfig, sizes: Sizes, load: Workload) -> int:
+    """Return the tokens computed when a request is first packed; all if it never is."""
+    if (pieces := _piece_schedule(settings, sizes, load)) is not None:
+        return pieces.first_end
+    if (plan := _page_plan(settings, sizes, load)[0]) is not None:
+        return plan.tokens
+    if (output := _output_schedule(settings, sizes, load)) is None:
+        return load.cached
+    footprint = KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size)
+    steps = range(load.prompt + 1, load.cached + 1)
+    return next((at for at in steps if output.plan(footprint, at) is not None), load.cached)
 
 
 def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Workload) -> LookaheadSchedule:

@@ -56,6 +56,18 @@ class RequestBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextHits:
+    """Tokens of a request that the next turn of its chat finds in the prefix cache.
+
+    Args:
+        off, on: without and with compression.
+    """
+
+    off: int
+    on: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
     """Requests that fit in one KV pool.
 
@@ -113,7 +125,7 @@ class Forecast:
         block_bytes: bytes per block.
         left_whole: why the prompt is not compressed. None if it is.
         kept_tokens: prompt tokens that a layer keeps, mean over layers.
-        budget_tokens: the budget in tokens per layer, before it is rounded up to whole blocks.
+        budget_tokens: the budget in tokens per layer, before it is rounded to whole blocks.
         packed_dtype: format of kept tokens.
         page_tokens: tokens that a packed page holds.
         pages: pages kept over all layers. 0 if the prompt is not compressed.

@@ -31,6 +31,7 @@ _KV_HEADS = (
     "num_attention_groups",
 )
 _WIDTH = ("hidden_size", "n_embd", "d_model")
+_KEY_BIASES = ("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "use_bias")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 # Optional small files that complete config.json.
 _EXTRA_FILES = ("hf_quant_config.json", "modules.json", "model.safetensors.index.json")
@@ -55,6 +56,7 @@ class ModelShape:
         longest: maximum sequence length of the model in tokens. None if its config has none.
         cache: dtype of the KV cache by vLLM's name. None if it is `dtype`.
         groups: the layers with full attention, which are compressed, and all others.
+        key_biases: whether its attention adds biases to keys.
     """
 
     layers: int
@@ -65,6 +67,7 @@ class ModelShape:
     longest: int | None
     cache: str | None = None
     groups: LayerGroups
+    key_biases: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -193,7 +196,14 @@ def shape_of(
         dtype=model_dtype,
         longest=longest,
         cache=stored_in(traits) if stored_in(traits) in FLOAT8_CACHES else None,
+        key_biases=_has_key_biases(text),
     )
+
+
+def _has_key_biases(text: Mapping[str, Any]) -> bool:
+    """Return whether attention adds biases to keys. Configs of Qwen to Qwen2.5 do not say it."""
+    kind = str(text.get("model_type") or "")
+    return kind == "qwen" or kind.startswith("qwen2") or any(text.get(key) for key in _KEY_BIASES)
 
 
 def _num_layers(text: Mapping[str, Any]) -> int:

@@ -55,7 +55,7 @@ class PlanOptions:
         typer.Option(
             "--block-size",
             min=1,
-            help="Tokens per KV block. Default: vLLM's, 16 on CUDA and 128 on a CPU.",
+            help="Tokens per KV block. Default: 16 on CUDA, 128 on a CPU, and 32 there with k4v3.",
         ),
     ] = None
     dtype: Annotated[

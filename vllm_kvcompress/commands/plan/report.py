@@ -3,12 +3,27 @@
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcompress.commands.plan.forecast import Concurrency, Forecast, InPieces, WorstCase
+from kvcompress_kernels import k4v3
+from vllm_kvcompress.commands.plan.forecast import (
+    Concurrency,
+    Forecast,
+    InPieces,
+    NextHits,
+    RequestBlocks,
+    Workload,
+    WorstCase,
+)
 from vllm_kvcompress.commands.plan.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
+from vllm_kvcompress.commands.plan.model_shape import ModelShape
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
+from vllm_kvcompress.settings.config import CompressionConfig
 
-_WASTEFUL = 1.1
-"""Kept tokens per token of the budget from which the block size wastes memory."""
+DEVICES_WITH_K4V3 = frozenset({"cpu"})
+"""Devices on which k4v3 has run, so that it may be recommended."""
+_ROUNDING = 0.05
+"""Share by which kept tokens must differ from the budget to be mentioned."""
+_SMALL_BLOCK = 32
+"""Tokens of a block below which a smaller --block-size is not suggested."""
 
 
 def show_forecast(
@@ -16,6 +31,7 @@ def show_forecast(
     title: str,
     console: Console,
     *,
+    device: str,
     estimated: bool = False,
     packs_outputs: bool = False,
     stages: int = 1,
@@ -23,6 +39,7 @@ def show_forecast(
     """Print the blocks and memory of a request, without and with compression, and how many fit.
 
     Args:
+        device: "cuda" or "cpu".
         estimated: whether the pool size is an estimate.
         packs_outputs: whether outputs are packed too, so that a request may hold the most blocks
             before its end.
@@ -31,7 +48,8 @@ def show_forecast(
     block, load = forecast.block_bytes, forecast.load
     console.print(title, style="bold", highlight=False)
     auto = forecast.auto
-    compressed = ["compressed"] if auto is None else ["auto", forecast.packed_dtype]
+    untested = "" if device in DEVICES_WITH_K4V3 else ", untested"
+    compressed = ["compressed"] if auto is None else ["auto", forecast.packed_dtype + untested]
     table = Table("per request", "off", *compressed, "")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -63,26 +81,45 @@ def show_forecast(
     known_pools = [pool for pool in pools if pool is not None]
     if len(known_pools) == len(pools):
         table.add_section()
-        _add_pools(table, known_pools, " (estimated)" if estimated else "")
+        _add_pools(table, known_pools, requests, " (estimated)" if estimated else "")
     console.print(table)
     if forecast.lookahead:
         console.print(_lookahead_note(forecast), highlight=False)
-    for line in (*_notes(forecast, stages), recommended_note()):
+    for line in _notes(forecast, stages, device):
         console.print(line, highlight=False)
 
 
-def recommended_note() -> str:
-    """Return a note about the recommended budgets and the memory measured with them."""
-    budgets = ", ".join(
-        f"{name} {budget:g} ({RECOMMENDED_MEMORY[name]:.0%})"
+def recommended_notes(device: str, shape: ModelShape) -> list[str]:
+    """Return notes about the recommended settings for a device, and about fp8 with a model."""
+    rows = k4v3.rows_per_group(shape.itemsize)
+    packs = shape.cache is None and not k4v3.refusal(shape.head_dim, rows, shape.itemsize)
+    shares = ", ".join(
+        f"{RECOMMENDED_MEMORY[name]:.0%} at --kv-budget {budget:.1f}"
         for name, budget in RECOMMENDED_BUDGETS.items()
     )
-    return (
-        f"Recommended budgets of {RECOMMENDED} with --kv-packed-dtype k4v3, and the share of 16-bit"
-        f" memory that measured prompts took: {budgets}. vLLM's --kv-cache-dtype fp8 alone"
-        " takes half of the memory and keeps all tokens. Compare both on your prompts with"
-        " kvcompress compare."
+    memory = f"prompts took these shares of their 16-bit memory: {shares}."
+    in_16_bits = (
+        f"Recommended: --kv-compress {RECOMMENDED} --kv-budget {CompressionConfig().budget}."
     )
+    if not packs:
+        advice = in_16_bits
+    elif device in DEVICES_WITH_K4V3:
+        advice = (
+            f"Recommended: --kv-compress {RECOMMENDED} --kv-packed-dtype k4v3. Measured {memory}"
+        )
+    else:
+        advice = f"{in_16_bits} No GPU has run --kv-packed-dtype k4v3. On CPUs, measured {memory}"
+    fp8 = (
+        "vLLM's --kv-cache-dtype fp8 alone takes half of the memory and keeps all tokens. How much"
+        " outputs change depends on the model. To measure it, pass the URL of such a server to"
+        " kvcompress compare --against."
+    )
+    if shape.key_biases:
+        fp8 += (
+            " This model's keys have biases, as in Qwen2.5. Where these are large, fp8 without"
+            " calibrated scales changes many output tokens."
+        )
+    return [advice, fp8]
 
 
 def _layers(forecast: Forecast, stages: int) -> str:
@@ -94,33 +131,45 @@ def _layers(forecast: Forecast, stages: int) -> str:
     return "all layers" if group is None else f"{group} layers; windows have separate blocks"
 
 
-def _add_pools(table: Table, pools: list[Concurrency], mark: str) -> None:
+def _add_pools(
+    table: Table, pools: list[Concurrency], requests: list[RequestBlocks], mark: str
+) -> None:
     """Add rows with how many requests fit: first without compression, then with it."""
+    mean = [
+        min(int(pool.blocks / request.mean), pool.most) if pool.decoding else 0
+        for pool, request in zip(pools, requests, strict=True)
+    ]
     table.add_row(f"KV pool{mark}", *(size_text(pool.pool_bytes) for pool in pools), "")
     for name, counts in (
         ("blocks in the pool", [pool.blocks for pool in pools]),
         ("requests at once, all decoding", [pool.decoding for pool in pools]),
         ("requests at once, one in its prefill", [pool.beside_prefill for pool in pools]),
+        ("requests at once, of mean size", mean),
     ):
         factor = "" if name.startswith("blocks") else _ratio(counts[-1], counts[0])
         table.add_row(name, *(f"{count:,}" for count in counts), factor)
 
 
-def _notes(forecast: Forecast, stages: int) -> list[str]:
-    notes = []
+def _notes(forecast: Forecast, stages: int, device: str) -> list[str]:
+    notes, place = [], " per GPU" if device == "cuda" else ""
     if forecast.left_whole is not None:
         notes.append(f"This prompt is not compressed: {forecast.left_whole}.")
     if forecast.in_pieces is not None:
         notes.append(_pieces_note(forecast, forecast.in_pieces))
     notes.append(
         f"A block holds {forecast.block_size} tokens of {_layers(forecast, stages)}:"
-        f" {size_text(forecast.block_bytes)} per GPU."
-        " Requests that share a prefix hold fewer blocks."
+        f" {size_text(forecast.block_bytes)}{place}."
+        " Uncompressed requests that share a prefix hold fewer blocks."
     )
     if forecast.page_tokens > forecast.block_size:
-        notes.append(_packed_note(forecast))
+        notes.append(
+            f"In {forecast.packed_dtype}, a block holds {forecast.page_tokens:,} kept tokens of"
+            " each layer."
+        )
+    if (rounding := _rounding_note(forecast)) is not None:
+        notes.append(rounding)
     notes.append(
-        f"Compression needs up to {size_text(forecast.extra_bytes)} per GPU besides the pool,"
+        f"Compression needs up to {size_text(forecast.extra_bytes)}{place} besides the pool,"
         f" including {size_text(forecast.table_bytes)} of page tables. A lower --max-num-seqs makes"
         " the tables smaller."
     )
@@ -139,9 +188,9 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
     if forecast.pool_on is None:
         notes.append(
             "To see how many requests fit, pass --kv-memory GIB (vLLM logs it as available KV cache"
-            " memory), or --gpu-memory GIB for an estimate."
+            " memory)" + (", or --gpu-memory GIB for an estimate." if device == "cuda" else ".")
         )
-    elif forecast.pool_on.decoding == forecast.pool_on.most:
+    elif forecast.pool_on.blocks // forecast.on.end > forecast.pool_on.most:
         notes.append(f"More requests would fit, but --max-num-seqs is {forecast.pool_on.most:,}.")
     return notes
 
@@ -155,18 +204,18 @@ def _lookahead_note(forecast: Forecast) -> str:
     )
 
 
-def _packed_note(forecast: Forecast) -> str:
-    """Return a note about the tokens of a packed page, which budgets are rounded up to."""
+def _rounding_note(forecast: Forecast) -> str | None:
+    """Return a note about kept tokens that differ from the budget, None if they hardly do."""
+    kept, budget, tokens = forecast.kept_tokens, forecast.budget_tokens, forecast.load.prompt
+    if forecast.left_whole is not None or abs(kept - budget) <= _ROUNDING * budget:
+        return None
+    reason = " and hold the protected tokens" if forecast.load.protected else ""
     line = (
-        f"In {forecast.packed_dtype}, a block holds {forecast.page_tokens:,} kept tokens of each"
-        " layer. Budgets are rounded up to whole blocks"
+        f"This prompt keeps {kept:,.0f} tokens per layer ({kept / tokens:.1%}) at a budget of"
+        f" {budget:,} ({budget / tokens:.1%}), because kept tokens fill whole blocks{reason}."
     )
-    if forecast.left_whole is not None:
-        return f"{line}."
-    kept, budget = forecast.kept_tokens, forecast.budget_tokens
-    line += f": this prompt keeps {kept:,.0f} tokens per layer at a budget of {budget:,}."
-    if kept >= _WASTEFUL * budget:
-        line += " A smaller --block-size rounds up less."
+    if forecast.block_size > _SMALL_BLOCK and not forecast.with_states:
+        line += " A smaller --block-size comes closer."
     return line
 
 
@@ -195,6 +244,14 @@ def _worst_case_note(forecast: Forecast, worst: WorstCase) -> str:
     if worst.pool is None:
         return f"{line}."
     return f"{line}. If all requests choose it, {worst.pool.decoding:,} fit while decoding."
+
+
+def next_turn_line(load: Workload, hits: NextHits) -> str:
+    """Return a note about the tokens that the next turn of a chat need not compute."""
+    return (
+        f"Next turn of a chat: {hits.on:,} of this request's {load.prompt + load.output:,} tokens"
+        f" are in the prefix cache, instead of {hits.off:,} without compression."
+    )
 
 
 def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
