@@ -9,10 +9,9 @@ import os
 from collections.abc import Container, Mapping
 from typing import Any
 
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, shorten
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias
-from vllm_kvcompress.settings.protection import shorten
 
 logger = logging.getLogger("vllm.kvcompress")
 
