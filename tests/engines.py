@@ -152,7 +152,9 @@ class Engine:
     ) -> str:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
+        sampling = SamplingParams(
+            **{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}
+        )
         inputs = {"prompt_token_ids": list(prompt)}
         self.llm.llm_engine.add_request(request_id, inputs, sampling, priority=priority)
         return request_id

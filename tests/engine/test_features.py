@@ -137,6 +137,39 @@ def test_structured_output_works_on_a_compressed_prompt(demo_model, checkpoints_
         assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 
 
+def test_a_seeded_request_samples_the_same_tokens_however_its_prompt_is_chunked(model):
+    """vLLM samples, and discards, a token after each unfinished chunk.
+
+    Its V1 runner then rewinds the request's generator, which generators on a CPU refuse.
+    """
+    prompts = [tokens(length, seed=length) for length in (100, 400, 600)]  # the last one in pieces
+    sampling = {"temperature": 1.0, "seed": 7}
+    with engine(model) as llm:
+        expected = llm.generate(prompts, 6, **sampling)
+    config = settings(budget=0.3, max_whole=450, piece=192, probe=16)
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        solo = [llm.generate([prompt], 6, **sampling)[0] for prompt in prompts]
+        assert solo[0] == expected[0]
+        assert solo[1][0] == expected[1][0]
+        for max_batched_tokens in (300, 70):
+            llm.scheduler.max_num_scheduled_tokens = max_batched_tokens
+            assert llm.generate(prompts, 6, **sampling) == solo
+        assert llm.compressor.compressed == 6
+        # a resumed request computes its prompt and output again, in chunks
+        llm.submit("short", prompts[0], 6, **sampling)
+        while not llm.running() or llm.running()[0].num_output_tokens < 2:
+            llm.step()
+        llm.preempt(llm.running()[0])
+        assert list(llm.drain().values()) == solo[:1]
+        several = llm.outputs(prompts[:1], 6, n=2, **sampling)
+    assert several[0].outputs[0].token_ids != several[0].outputs[1].token_ids
+    with engine(model) as llm:
+        outputs = llm.outputs(prompts[:1], 6, n=2, **sampling)
+    assert [each.token_ids for each in outputs[0].outputs] == [
+        each.token_ids for each in several[0].outputs
+    ]
+
+
 def test_stop_tokens_and_length_limits_work(model):
     with engine(model, additional_config=settings()) as llm:
         first = llm.generate([PROMPT], 10)[0]

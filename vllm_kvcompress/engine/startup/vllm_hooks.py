@@ -246,6 +246,13 @@ VLLM_HOOKS = (
         on="cpu",
     ),
     *vllm_hooks(
+        "worker.cpu",
+        "wrap",
+        "vLLM rewinds a seeded generator on a CPU",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync(sampler_output)",
+        on="cpu",
+    ),
+    *vllm_hooks(
         "attention.cpu",
         "subclass",
         _TABLES,

@@ -1,7 +1,10 @@
 """vLLM's CPU worker with compression."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvcompress.engine.attention import cpu as attention_cpu
@@ -23,3 +26,39 @@ class CompressingCPUWorker(CompressingWorker, CPUWorker):
             head_dim = int(self.vllm_config.model_config.get_head_size())
             compile_for(head_dim, self.compressor.queries_dtype, pool.elements.dtype)
         return super().compile_or_warm_up_model()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with _unfinished_seeds_kept(self.model_runner):
+            return super().sample_tokens(*args, **kwargs)
+
+
+class _DiscardedGenerator(torch.Generator):
+    """A generator for a token that is discarded. Rewinding it does nothing."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
+@contextmanager
+def _unfinished_seeds_kept(runner: Any) -> Iterator[None]:
+    """Leave the generators of seeded requests with an unfinished prompt as they are.
+
+    vLLM samples a token after each chunk and discards it if the prompt is unfinished. Model Runner
+    V1 then rewinds the request's generator, which generators on a CPU refuse, so the engine would
+    stop. V2 has no generators: it samples by seed and position.
+    """
+    batch = getattr(runner, "input_batch", None)
+    generators: dict[int, torch.Generator] = getattr(batch, "generators", {})
+    unfinished = {
+        row: generator
+        for row, generator in generators.items()
+        if runner.discard_request_mask.np[row]
+    }
+    generators.update({row: _DiscardedGenerator(device="cpu") for row in unfinished})
+    try:
+        yield
+    finally:
+        generators.update(unfinished)
