@@ -119,6 +119,17 @@ def test_bounds(case):
     assert kept_tokens > layers * p.budget - block
 
 
+@pytest.mark.parametrize(
+    ("layers", "tokens", "blocks", "kept"),
+    [(2, 640, 2, 256), (2, 641, 1, 129), (30, 641, 2, 257), (30, 1414, 3, 390)],
+)
+def test_kept_tokens_of_long_blocks(layers, tokens, blocks, kept):
+    """Examples of docs/operate.md. A budget is undercut if it would need another block."""
+    budget = 192 if tokens < 1000 else 282
+    plan = page_plan(budget_spec(layers, tokens, 32, budget), 128)
+    assert (plan.blocks, plan.layer_tokens(plan.blocks)) == (blocks, kept)
+
+
 @prop
 @given(cases(), st.integers(1, 500))
 def test_pages_grow_with_the_budget(case, more):
@@ -207,6 +218,8 @@ def test_bounds_of_packed_pages(case, factor):
         assert p.num_layers * plan.floor_pages <= plan.pages <= p.num_layers * all_pages
         assert plan.max_layer_pages <= plan.full_pages == all_pages
         assert plan.budget_spec.budget <= p.tokens
+        kept_tokens = p.num_layers * plan.layer_tokens(plan.blocks)
+        assert kept_tokens > p.num_layers * min(budget, p.tokens) - page_tokens
         if budget >= p.tokens:
             assert plan.pages == p.num_layers * all_pages
             assert plan.layer_tokens(all_pages) == p.tokens
