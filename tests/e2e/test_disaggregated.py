@@ -89,6 +89,9 @@ def test_outputs_match_one_compressed_engine(router, decode, local_outputs):
     reports = [report["kv_compress"] for report in details]
     assert [report["lookahead"] for report in reports] == [M] * 3
     assert all(report["kept_tokens"] < report["prompt_tokens"] / 2 for report in reports)
+    for report in reports:
+        mean = sum(report["layer_tokens"]) / len(report["layer_tokens"])
+        assert report["kept_tokens"] == pytest.approx(mean, abs=0.05)
     assert all(response.json()["kv_transfer_params"] is None for response in responses)
     wait_for(lambda: idle(decode))
     hits = decode.metric("vllm:prefix_cache_hits_total")

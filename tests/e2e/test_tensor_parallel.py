@@ -25,6 +25,7 @@ from local_ray import DEVICE, local_ray
 from server_metrics import wait_for
 from site_patches import patch_on_import
 from vllm_kvcompress.errors import VllmHookError
+from vllm_kvcompress.serving.process import compressed_requests
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -164,6 +165,11 @@ def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_equal_block_counts(
         compressed_lengths * (len(METHODS) + 1)
     )
     assert set(reports.values()) == {2}, reports  # both ranks report the same
+    lines = compressed_requests(on_two.log)
+    assert {line.lookahead for line in lines} == {0, 12}
+    for line in lines:
+        mean = sum(line.layer_tokens) / len(line.layer_tokens)
+        assert line.kept_tokens == pytest.approx(mean, abs=0.05)
 
 
 def test_a_rank_that_fails_to_pack_ends_the_engine(on_two):

@@ -1,6 +1,7 @@
 """Compression metrics: right values, each request counted once, and a label for each engine."""
 
 import itertools
+import json
 import random
 
 import hypothesis
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 from checkpoints import make, tokens
 from configuring import configure
 from engines import BLOCK, engine, model_runner_v1_only, settings
+from vllm_kvcompress.commands.plan.command import make_plan
+from vllm_kvcompress.commands.plan.options import PlanOptions
+from vllm_kvcompress.engine.compression import reports, role_counts
 from vllm_kvcompress.engine.frontend.metrics import info_labels
+from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.registry import PRESETS
@@ -20,6 +25,7 @@ from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedul
 from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.schedules.prompt import PromptSchedule
 from vllm_kvcompress.schedules.request import lookahead_tokens_of
+from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
@@ -190,6 +196,118 @@ def test_usage_and_metrics_of_both_formats(checkpoints_folder):
     total = sum(report["kept_tokens"] for report in usage.values())
     assert values["kept_tokens_total",] == pytest.approx(total)
     assert values["packed_blocks_total",] == 2 + 4 + 12
+
+
+LOOKAHEAD = 32
+# settings, further options of the engine, and how many prompts are submitted together
+FIGURES = {
+    "default": ({"compress": "cake-chunk", "budget": 0.5}, {}, 1),
+    "no look-ahead": ({"compress": "cake-chunk", "budget": 0.5, "lookahead": 0}, {}, 1),
+    "short window": ({"compress": "cake", "budget": 0.3, "window": 8}, {}, 1),
+    "last query": ({"compress": "tova", "budget": 0.3}, {}, 1),
+    "protected": (
+        {"compress": "snapkv", "budget": 0.4, "allow_override": "all"}, {"protect": "3:90"}, 1,
+    ),
+    "k4v3": ({"compress": "cake-chunk", "budget": 0.4, "packed_dtype": "k4v3"}, {}, 1),
+    "all in k4v3": ({"compress": "cake-chunk", "budget": 1.0, "packed_dtype": "k4v3"}, {}, 1),
+    "pieces": ({"compress": "cake-chunk", "budget": 0.4, "max_whole": 450, "piece": 192}, {}, 1),
+    "in place": ({"compress": "cake-chunk", "budget": 0.5}, {"blocks": 1 + 25}, 1),
+    "cut": ({"compress": "cake-chunk", "budget": 0.3}, {"blocks": 1 + 62}, 3),
+}  # fmt: skip
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("case", FIGURES)
+def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
+    case, checkpoints_folder, monkeypatch
+):
+    """Usage, metrics and log name the prompt's tokens, without those of its look-ahead."""
+    config, options, together = FIGURES[case]
+    options = dict(options)
+    extra_args = {"kv_protect": options.pop("protect")} if "protect" in options else {}
+    lines, packed, held, outputs = [], {}, {}, {}
+    monkeypatch.setattr(reports.logger, "info", lambda line, *args: lines.append(line % args))
+    monkeypatch.setattr(role_counts, "roles_of", lambda _: {"system": ((3, 90),), "user": rest})
+    config = settings(**{"lookahead": LOOKAHEAD, **config}, usage=True, log_requests=True)
+    model = make("qwen3", checkpoints_folder)
+    with engine(
+        model,
+        additional_config=config,
+        enable_prefix_caching=False,
+        max_model_len=800,
+        **options,
+    ) as llm:
+        cache = llm.scheduler.kv_cache_config
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+
+        def note(pack_request, kept, counts):
+            if pack_request.completes_prompt or pack_request.early_target:
+                packed[pack_request.request_id] = pack_request, kept.clone()
+                held[pack_request.request_id] = None
+
+        llm.compressor.packer.observers.append(note)
+        for length in (640, 641, 700):
+            prompt, rest = tokens(length, seed=length), ((0, 3), (90, length))
+            for index in range(together):
+                llm.submit(f"{length}:{index}", prompt, 60, extra_args=extra_args)
+            while llm.llm.llm_engine.has_unfinished_requests():
+                outputs |= llm.step()
+                for request_id in [key for key, blocks in held.items() if blocks is None]:
+                    held[request_id] = llm.num_blocks_held(request_id)
+        llm.finish_in_flight_steps()
+        values = samples(engine="0")
+    assert len(packed) == len(outputs) == 3 * together
+    usage = {}
+    for request_id, (pack_request, kept) in packed.items():
+        report = usage[request_id] = outputs[request_id.split("-")[0]].kv_compress
+        prompt, lookahead = pack_request.prompt_tokens, report.get("lookahead", 0)
+        computed, layer_tokens = prompt + lookahead, report["layer_tokens"]
+        assert report["prompt_tokens"] == prompt
+        assert report["kept_tokens"] == pytest.approx(sum(layer_tokens) / len(layer_tokens))
+        assert report["kept_bytes"] == held[request_id] * block_bytes
+        assert report["uncompressed_bytes"] == -(-computed // BLOCK) * block_bytes
+        if pack_request.nothing_dropped and pack_request.plan.kept_after >= lookahead:
+            in_pages = ((kept >= 0) & (kept < prompt)).sum((1, 2)) / kept.shape[1]
+            tail = max(prompt - computed // BLOCK * BLOCK, 0)
+            assert (in_pages + tail).tolist() == layer_tokens
+            roles = report["by_role"].values()
+            assert sum(role["tokens"] for role in roles) == prompt
+            kept_of_roles = sum(role["tokens"] * role["kept"] for role in roles)
+            assert kept_of_roles == pytest.approx(report["kept_tokens"])
+        assert report.get("protected_tokens", 0) == (87 if extra_args else 0)
+    by_request = {line.request: line for line in compressed_requests("\n".join(lines))}
+    for request_id, report in usage.items():
+        line = by_request[request_id]
+        assert line.kept_tokens == pytest.approx(report["kept_tokens"], abs=0.05)
+        assert list(line.layer_tokens) == report["layer_tokens"]
+        assert line.lookahead == report.get("lookahead", 0)
+        assert line.blocks_after == held[request_id]
+        assert line.blocks_before * block_bytes == report["uncompressed_bytes"]
+    reports_ = usage.values()
+    kept_tokens = sum(report["kept_tokens"] for report in reports_)
+    assert values["prompt_tokens_total",] == sum(report["prompt_tokens"] for report in reports_)
+    assert values["kept_tokens_total",] == pytest.approx(kept_tokens)
+    ratios = [report["kept_tokens"] / report["prompt_tokens"] for report in reports_]
+    assert values["ratio_sum",] == pytest.approx(sum(ratios))
+    assert values["ratio_count",] == len(usage)
+    for layer in range(3):
+        total = sum(report["layer_tokens"][layer] for report in reports_)
+        assert values["layer_tokens_total", str(layer)] == total
+    if case not in ("pieces", "cut"):  # packed once, from ordinary blocks
+        freed = values["freed_blocks_total",] - values["packed_blocks_total",]
+        assert freed == sum(line.blocks_before - line.blocks_after for line in by_request.values())
+    if case in ("default", "no look-ahead", "short window", "last query", "k4v3", "pieces"):
+        plan = PlanOptions(
+            model=model, length=700, output=60, everything=json.dumps(config["kvcompress"]),
+            block_size=BLOCK, dtype="float32", longest=800, requests=8, device="cpu", ranks=1,
+        )  # fmt: skip
+        forecast = make_plan(plan).forecast
+        assert forecast.kept_tokens == pytest.approx(usage[request_id]["kept_tokens"])
+        assert forecast.on.decoding == held[request_id]
+    if case != "cut":
+        assert values["in_place_requests_total",] == (3 if case == "in place" else 0)
+    num_cut = sum(values["cut_lookaheads_total", target] for target in (HALF, BUDGET))
+    assert (num_cut > 0) == (case == "cut")
 
 
 @model_runner_v1_only

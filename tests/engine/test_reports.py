@@ -31,9 +31,16 @@ SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
 BLOCK_BYTES = 1000
 
 
-def pack_request(name, tokens=100):
+def pack_request(name, tokens=100, lookahead=None):
     plan = page_plan(SETTINGS.budget_spec(2, tokens), 16)
-    return PackRequest(request_id=name, settings=SETTINGS, plan=plan, tokens=tokens, destination=())
+    return PackRequest(
+        request_id=name,
+        settings=SETTINGS,
+        plan=plan,
+        tokens=tokens,
+        destination=(),
+        output_tokens=lookahead,
+    )
 
 
 class Event:
@@ -154,6 +161,14 @@ def test_report_is_returned_once_the_device_has_finished(gpu):
     assert [done.request_id for done in reports.take()] == ["b"]
 
 
+def test_a_reports_layers_are_those_of_the_prompt():
+    """Even if a window shorter than the look-ahead lets a layer keep fewer tokens than that."""
+    reports, plan = Reports(Stages([(0, 1)])), pack_request("r", 132, lookahead=32)
+    reports.add(plan, torch.tensor([5, 1]), Stopwatch(torch.device("cpu")))
+    (done,) = reports.take()
+    assert (done.tokens, done.layer_tokens, done.kept_tokens) == (100, (52, 0), 26)
+
+
 def test_report_on_a_cpu_is_immediate_and_adds_up_the_time():
     reports, watch = Reports(Stages([(0, 1)])), Stopwatch(torch.device("cpu"))
     for _ in range(3):
@@ -184,7 +199,7 @@ def outputs(*names):
     return [EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in names]
 
 
-def packed(name, tokens, layer_tokens):
+def packed(name, tokens, layer_tokens, output_tokens=None):
     return PackedPrompt(
         request_id=name,
         method="cake",
@@ -192,6 +207,7 @@ def packed(name, tokens, layer_tokens):
         layers=tuple(range(len(layer_tokens))),
         layer_tokens=layer_tokens,
         seconds=0.1,
+        output_tokens=output_tokens,
     )
 
 
@@ -249,16 +265,28 @@ def test_kept_tokens_are_exact_once_the_workers_report():
     assert (kept["method"], kept["kept_bytes"]) == ("cake", 4 * BLOCK_BYTES)
 
 
-def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one():
+@pytest.mark.parametrize(
+    ("later", "earlier"),
+    [
+        (pack_request("a", 120), {"tokens": 100}),  # preempted
+        # a look-ahead of 32 tokens that was cut after 12
+        (pack_request("a", 132, lookahead=32), {"tokens": 100, "output_tokens": 12}),
+    ],
+    ids=["preempted", "cut"],
+)
+def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one(later, earlier):
     notes, kept = UsageNotes(BLOCK_BYTES), {}
-    notes.add_plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
-    notes.add_packed([packed("a", 100, (68, 36))])
+    notes.add_plan(StepPlan(number=1, pack=(later,)))
+    notes.add_packed([packed("a", layer_tokens=(68, 36), **earlier)])
     (output,) = outputs("a")
     notes.attach_to([output])
     assert "layer_tokens" not in usage_of(output)
     merge(kept, usage_of(output))
-    merge(kept, {"prompt_tokens": 100, "layer_tokens": [68, 36]})
-    assert kept == usage_of(output)
+    # the earlier report arrives after the later plan
+    notes.add_packed([packed("a", layer_tokens=(68, 36), **earlier)])
+    notes.attach_to([output])
+    merge(kept, usage_of(output))
+    assert "layer_tokens" not in kept
 
 
 def test_finished_requests_leave_no_usage_notes():

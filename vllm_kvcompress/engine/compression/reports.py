@@ -138,6 +138,7 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
         layers: model-wide indices of all compressed layers.
     """
     pack_request, plan = pending.pack_request, pending.pack_request.plan
+    output_tokens = pack_request.output_tokens or 0
     layer_counts: list[list[int]] = pending.layer_counts.tolist()
     by_role = tuple[RoleKept, ...]()
     if pending.role_counts is not None:
@@ -147,9 +148,12 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
         request_id=pack_request.request_id,
         method=pack_request.settings.compress,
         tokens=pack_request.prompt_tokens,
-        output_tokens=pack_request.output_tokens or 0,
+        output_tokens=pack_request.output_tokens,
         layers=layers,
-        layer_tokens=tuple(plan.layer_tokens(pages) for pages, *_ in layer_counts),
+        # With a window shorter than the look-ahead, a layer may keep fewer tokens than that.
+        layer_tokens=tuple(
+            max(plan.layer_tokens(pages) - output_tokens, 0) for pages, *_ in layer_counts
+        ),
         seconds=pending.stopwatch.seconds,
         by_role=by_role,
     )
@@ -163,7 +167,7 @@ def _log(done: PackedPrompt, pack_request: PackRequest) -> None:
         quoted_id(done.request_id),
         done.tokens,
         done.kept_tokens,
-        done.output_tokens,
+        done.output_tokens or 0,
         pack_request.tokens // pack_request.plan.block_size + tail_blocks,
         pack_request.plan.blocks + tail_blocks,
         str(list(done.layer_tokens)).replace(" ", ""),

@@ -131,7 +131,7 @@ COUNTERS: Mapping[str, CounterSpec] = {
         lambda counts: counts["cut_lookaheads"],
     ),
     "layer_tokens": CounterSpec(
-        "layer", "Tokens that compressed prompts keep, by layer.", _by_layer
+        "layer", "Prompt tokens that compressed prompts keep, by layer.", _by_layer
     ),
 }
 _refusals: Counter | None = None

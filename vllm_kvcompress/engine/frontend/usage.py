@@ -22,7 +22,12 @@ from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from vllm_kvcompress.engine.messages.usage import USAGE_KEY, CompressionUsage, take_usage
+from vllm_kvcompress.engine.messages.usage import (
+    USAGE_KEY,
+    CompressionUsage,
+    same_compression,
+    take_usage,
+)
 
 _INSTALLED = "_kvcompress_usage"
 _KEPT = "_kvcompress_kept"
@@ -111,7 +116,7 @@ def merge(kept: CompressionUsage, update: CompressionUsage) -> None:
     """
     if "method" in update:
         kept.clear()
-    elif kept.get("prompt_tokens") != update["prompt_tokens"]:
+    elif not same_compression(kept, update):
         return
     kept.update(update)
 

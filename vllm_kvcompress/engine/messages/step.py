@@ -171,9 +171,10 @@ class PackedPrompt:
         method: name of the compression method.
         tokens: prompt length.
         layers: model-wide indices of the compressed layers.
-        layer_tokens: tokens that each of `layers` keeps, output tokens included.
+        layer_tokens: prompt tokens that each of `layers` keeps. The output tokens of a look-ahead
+            are not among them: they all count as kept.
         seconds: device time to score and pack.
-        output_tokens: output tokens that were computed when the prompt was packed.
+        output_tokens: as in `PackRequest`.
         by_role: kept tokens by role. Empty unless the request asks for it and nothing of its prompt
             was dropped before.
     """
@@ -184,13 +185,13 @@ class PackedPrompt:
     layers: tuple[int, ...]
     layer_tokens: tuple[int, ...]
     seconds: float
-    output_tokens: int = 0
+    output_tokens: int | None = None
     by_role: tuple[RoleKept, ...] = ()
 
     @property
     def kept_tokens(self) -> float:
         """Return the mean number of kept prompt tokens per layer."""
-        return sum(self.layer_tokens) / len(self.layer_tokens) - self.output_tokens
+        return sum(self.layer_tokens) / len(self.layer_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

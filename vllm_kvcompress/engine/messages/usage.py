@@ -25,6 +25,15 @@ all GPUs, and ``uncompressed_bytes`` those that it would hold uncompressed. The 
 """
 
 
+def same_compression(kept: CompressionUsage, update: CompressionUsage) -> bool:
+    """Return whether both are of one compression of a prompt.
+
+    A preempted prompt is compressed again with its output, and one whose look-ahead ended early may
+    be compressed again after more output tokens.
+    """
+    return all(kept.get(key) == update.get(key) for key in ("prompt_tokens", "lookahead"))
+
+
 def default_usage_to_none() -> None:
     """Give every `RequestOutput` of this process a ``kv_compress`` of None. Idempotent.
 

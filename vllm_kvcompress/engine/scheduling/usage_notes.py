@@ -11,7 +11,11 @@ from collections.abc import Container, Iterable
 from vllm.v1.engine import EngineCoreOutput
 
 from vllm_kvcompress.engine.messages.step import PackedPrompt, StepPlan
-from vllm_kvcompress.engine.messages.usage import CompressionUsage, attach_usage
+from vllm_kvcompress.engine.messages.usage import (
+    CompressionUsage,
+    attach_usage,
+    same_compression,
+)
 from vllm_kvcompress.planning.packed_pages import mean_layer_tokens
 
 
@@ -33,13 +37,14 @@ class UsageNotes:
         """Note the prompts that this step compresses, finally or until their look-ahead ends."""
         for pack_request in plan.reported_prompts if plan is not None else ():
             page_plan = pack_request.plan
-            tokens = pack_request.prompt_tokens + (pack_request.output_tokens or 0)
+            output_tokens = pack_request.output_tokens or 0
+            tokens = pack_request.prompt_tokens + output_tokens
             usage: CompressionUsage = {
                 "method": pack_request.settings.compress,
                 "budget": pack_request.settings.budget,
                 "packed_dtype": pack_request.settings.resolved_packed_dtype,
                 "prompt_tokens": pack_request.prompt_tokens,
-                "kept_tokens": (mean_layer_tokens(page_plan) - (pack_request.output_tokens or 0)),
+                "kept_tokens": max(mean_layer_tokens(page_plan) - output_tokens, 0),
                 "kept_bytes": (page_plan.blocks + (page_plan.tail > 0)) * self._block_bytes,
                 "uncompressed_bytes": -(-tokens // page_plan.block_size) * self._block_bytes,
             }
@@ -52,9 +57,11 @@ class UsageNotes:
     def add_packed(self, packed: Iterable[PackedPrompt]) -> None:
         """Add what a worker reports about the prompts it has packed."""
         for done in packed:
-            usage = self._waiting.setdefault(done.request_id, {"prompt_tokens": done.tokens})
-            # A different length means that the prompt was compressed again since.
-            if usage["prompt_tokens"] == done.tokens:
+            update: CompressionUsage = {"prompt_tokens": done.tokens}
+            if done.output_tokens is not None:
+                update["lookahead"] = done.output_tokens
+            usage = self._waiting.setdefault(done.request_id, update)
+            if same_compression(usage, update):
                 usage["layer_tokens"] = list(done.layer_tokens)
                 # The plan knows only an upper bound where a layer keeps all its tokens.
                 usage["kept_tokens"] = done.kept_tokens
