@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-Respond = Callable[[str, bytes], tuple[int, str]]
-"""Returns status and text for a path and a body."""
+Response = tuple[int, str] | tuple[int, str, Mapping[str, str]]
+Respond = Callable[[str, bytes], Response]
+"""Returns status, text and perhaps headers for a path and a body."""
 
 
 @contextmanager
@@ -16,8 +17,10 @@ def server(respond: Respond) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
-            status, text = respond(self.path, self.rfile.read(length))
+            status, text, *headers = respond(self.path, self.rfile.read(length))
             self.send_response(status)
+            for name, value in dict(*headers).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -32,6 +35,21 @@ def server(respond: Respond) -> Iterator[str]:
         yield f"http://127.0.0.1:{running.server_address[1]}"
         running.shutdown()
         thread.join()
+
+
+def recording(requests: list[str], respond: Respond) -> Respond:
+    """Return `respond`, which now also adds the path of each request to `requests`."""
+
+    def recorded(path: str, body: bytes) -> Response:
+        requests.append(path)
+        return respond(path, body)
+
+    return recorded
+
+
+def redirecting(target: str, status: int = 307) -> Respond:
+    """Return the responses of a server that redirects every request to `target` and its path."""
+    return lambda path, _: (status, "", {"Location": f"{target}{path}"})
 
 
 def exported(

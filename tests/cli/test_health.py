@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from loopback import exported, server
+from loopback import exported, recording, redirecting, server
 from vllm_kvcompress.serving.exposition import Metrics
 
 
@@ -73,6 +73,31 @@ def test_proxy_settings_are_ignored(run):
     with server(pages(OFF)) as url:
         result = run("health", "--url", url, environment={"http_proxy": "http://127.0.0.1:9"})
     assert result.returncode == 0
+
+
+def test_a_redirect_is_unhealthy_and_its_target_gets_no_request(run):
+    requests = []
+    with (
+        server(recording(requests, pages(OFF))) as target,
+        server(redirecting(target)) as url,
+    ):
+        result = run("health", "--url", url, environment={"VLLM_API_KEY": "key"})
+    assert result.returncode == 1
+    assert f"/health answered 307: it redirects to '{target}/health'" in result.stdout
+    assert "set --url to the final address" in result.stdout
+    assert requests == []
+
+
+def test_control_characters_of_the_server_are_not_printed(run):
+    page = exported({"\x1b[2J": 9}, {}) + exported({"0": 9}, {"0": 9}).replace("cake", "\x9b2J")
+    for metrics in (
+        page,
+        exported({"0": 9}, {"0": 9}).replace('method="cake"', 'method="\x1b[2J"'),
+    ):
+        with server(pages(metrics)) as url:
+            result = run("health", "--url", url)
+        assert "[2J" in result.stdout
+        assert result.stdout.removesuffix("\n").isprintable()
 
 
 def test_an_invalid_address_is_status_2(run):

@@ -13,7 +13,7 @@ from endpoint_requests import ENDPOINTS, post, usage_events
 from engines import engine
 from first_layers import first_layers
 from forks import serve_forking
-from loopback import exported, server
+from loopback import exported, recording, redirecting, server
 from vllm_kvcompress.serving.text import long_prompt
 
 FLAGS = [
@@ -367,6 +367,29 @@ def test_a_server_that_is_not_vllm_is_a_failed_check(run_in_process):
         result = run_in_process("doctor", "--url", url)
     assert result.status == 1
     assert "/v1/models answered 404: not here" in result.out
+
+
+def test_a_redirect_is_a_failed_check_and_its_target_gets_no_request(run_in_process):
+    requests = []
+    target = recording(requests, FakePages(exported({}, {}), "", ""))
+    with server(target) as final, server(redirecting(final)) as url:
+        result = run_in_process("doctor", "--url", url, "--api-key", "key", "--json")
+    assert result.status == 1
+    assert "set --url to the final address" in checks_of(result)["server"]["detail"]
+    assert requests == []
+
+
+def test_control_characters_of_the_server_are_not_printed(run_in_process):
+    page = exported({"0": 0}, {}).replace(
+        'method="cake",min', 'method="\x1b[2J",pressure="\x9b",min'
+    )
+    with server(FakePages(page, page, page)) as url:
+        shown = run_in_process("doctor", "--url", url, "--expect", "off")
+    assert "method ?[2J" in shown.out
+    assert all(line.isprintable() for line in (shown.out + shown.err).split("\n"))
+    with server(lambda path, _: (200, "") if path == "/health" else (404, "\x1b[2J\u202e")) as url:
+        shown = run_in_process("doctor", "--url", url)
+    assert "/v1/models answered 404: ?[2J?" in shown.out
 
 
 def test_an_unreachable_server_is_a_failed_check(run_in_process):

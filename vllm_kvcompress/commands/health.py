@@ -1,6 +1,6 @@
 """``kvcompress health``: check that a server responds and that its compression works."""
 
-from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable
+from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable, printable
 
 
 def health(
@@ -42,10 +42,10 @@ def _check_compression(metrics: Metrics, after: int, expect: bool | None) -> tup
     for engine, count in planned.items():
         if count >= after and not compressed.get(engine):
             return False, (
-                f"Engine {engine or 0} planned to compress {count:.0f} prompts but compressed none;"
-                " check its log, and run kvcompress doctor."
+                f"Engine {printable(engine, 60) or 0} planned to compress {count:.0f} prompts but"
+                " compressed none; check its log, and run kvcompress doctor."
             )
-    method = info.get("method", "on")
+    method = printable(info.get("method", "on"), 60)
     return True, (
         f"The server responds; {method} compressed {sum(compressed.values()):.0f} of"
         f" {sum(planned.values()):.0f} planned prompts."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
-from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
+from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable, error_message, printable
 from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.protection import NONE, PROTECT
 from vllm_kvcompress.settings.request_keys import (
@@ -21,6 +21,8 @@ from vllm_kvcompress.settings.request_keys import (
 
 _K4V3_FACTOR = 4
 """Tokens in k4v3 that take the memory of a 16-bit token."""
+_MAX_ROLE = 40
+"""Most characters of a role's name in the report."""
 _RETRY_DELAYS_S = (0.5, 2.0, 8.0)
 
 
@@ -38,8 +40,9 @@ class Cell:
         protect: value of ``kv_protect``. Empty leaves the server's default.
         lookahead: value of ``kv_lookahead``, in output tokens. None leaves the server's default.
         packed_dtype: value of ``kv_packed_dtype``. Empty leaves the server's default.
-        server: address of another server whose uncompressed outputs this cell has; `method` is then
-            a description of its cache. Empty for the compared server.
+        server: another server whose uncompressed outputs this cell has: its address, or the KV
+            cache dtype that it was started with; `method` is then a description of its cache.
+            Empty for the compared server.
     """
 
     method: str
@@ -205,7 +208,7 @@ class Client:
         try:
             return int(json.loads(answer)["count"])
         except (ValueError, KeyError, TypeError):
-            raise Refused("/tokenize", status, answer[:200]) from None
+            raise Refused("/tokenize", status, error_message(answer)) from None
 
     def _body(
         self, item: Item, messages: Sequence[Message], cell: Cell, salt: str
@@ -275,8 +278,8 @@ class Client:
             kept_tokens=kept.get("kept_tokens"),
             bytes_share=_share_of_bytes(kept),
             by_role={
-                role: (int(usage_of_role["tokens"]), float(usage_of_role["kept"]))
-                for role, usage_of_role in (kept.get("by_role") or {}).items()
+                printable(role, _MAX_ROLE): (int(of_role["tokens"]), float(of_role["kept"]))
+                for role, of_role in (kept.get("by_role") or {}).items()
             },
         )
 

@@ -10,7 +10,14 @@ from vllm_kvcompress.doctor.checks import Check, CheckCallback, Report
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable, error_message
+from vllm_kvcompress.serving.exposition import (
+    PREFIX,
+    Host,
+    Metrics,
+    Unreachable,
+    error_message,
+    printable,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
 
@@ -54,7 +61,8 @@ def examine(
     checks: list[Check] = []
 
     def note(name: str, ok: bool, detail: str) -> bool:
-        checks.append(Check(name=name, ok=ok, detail=detail))
+        # Details quote the server's texts.
+        checks.append(Check(name=name, ok=ok, detail=printable(detail)))
         on_check(checks[-1])
         return ok
 
@@ -75,7 +83,8 @@ def _examine(
     timeout_s: float,
 ) -> None:
     status, _ = host.get("/health", _HTTP_TIMEOUT_S)
-    model, max_model_len = _model(host)
+    first = host.first_model(_HTTP_TIMEOUT_S)
+    model, max_model_len = str(first["id"]), int(first.get("max_model_len") or 1 << 30)
     if not note("server", status == 200, f"{host.url} serves {model}, /health answered {status}"):
         return
     before = host.metrics(_HTTP_TIMEOUT_S)
@@ -95,16 +104,6 @@ def _examine(
     note(*_counted(before, after, limits.settings.compress))
     note(*_freed(before, after, plan))
     note(*_gauge(before, during, after, plan, limits))
-
-
-def _model(host: Host) -> tuple[str, int]:
-    """Return the server's first model and its maximum length in tokens."""
-    status, text = host.get("/v1/models", _HTTP_TIMEOUT_S)
-    if status != 200:
-        hint = "; pass --api-key" if status == 401 else ""
-        raise Unreachable(f"{host.url}/v1/models answered {status}: {error_message(text)}{hint}")
-    first = json.loads(text)["data"][0]
-    return str(first["id"]), int(first.get("max_model_len") or 1 << 30)
 
 
 def _model_and_settings(

@@ -9,9 +9,9 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError, KVCompressError
@@ -19,9 +19,29 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 PREFIX = "vllm:kv_compress_"
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
-# Requests to the server ignore http_proxy.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_MAX_BYTES = 64 << 20
+"""Longest response that is read. A million token ids take a tenth of it."""
+_MAX_BYTES_PER_TOKEN = 16 << 10
+"""A stream may be longer by this for each requested token. 20 log-probabilities take 3 KiB."""
+_MAX_NAME = 1000
+"""Longest model name, in characters."""
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+
+def _direct_opener() -> urllib.request.OpenerDirector:
+    """Return an opener that follows no redirect and ignores ``http_proxy``."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+_DIRECT = _direct_opener()
 
 
 class Unreachable(KVCompressError, OSError):
@@ -107,7 +127,22 @@ def _names_a_host(url: str) -> bool:
 
 
 def _plain(label: str) -> str:
-    return re.sub(r"\\.", lambda m: _ESCAPES.get(m[0], m[0]), label)
+    return _visible(re.sub(r"\\.", lambda m: _ESCAPES.get(m[0], m[0]), label))
+
+
+def _visible(text: str) -> str:
+    """Return `text` with ``?`` in place of each character that a terminal would not print."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def printable(text: str, limit: int = 2000) -> str:
+    """Return a server's text as one printable line of at most `limit` characters.
+
+    A terminal would obey the control characters of a text, and reorder a line by others.
+    """
+    # Cut twice: whitespace is removed in between, and a text may be megabytes long.
+    line = _visible(" ".join(text[: 8 * limit].split()))
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +199,35 @@ class Host:
             )
         return Metrics(text)
 
+    def first_model(self, timeout_s: float) -> Mapping[str, Any]:
+        """Return the first model in ``/v1/models``: its ``id``, and what else the server says.
+
+        Raises:
+            Unreachable: the server did not respond, or lists no model with a printable name.
+        """
+        status, text = self.get("/v1/models", timeout_s)
+        if status != 200:
+            hint = ""
+            if status in (401, 403):
+                hint = "; --api-key is not the server's key" if self.key else "; pass --api-key"
+            raise Unreachable(
+                f"{self.url}/v1/models answered {status}: {error_message(text)}{hint}"
+            )
+        try:
+            first: dict[str, Any] = json.loads(text)["data"][0]
+            name = str(first["id"])
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise Unreachable(
+                f"{self.url}/v1/models lists no model; is it a vLLM server?"
+            ) from None
+        if not name.isprintable() or len(name) > _MAX_NAME:
+            raise Unreachable(
+                f"{self.url}/v1/models must list a model name of at most {_MAX_NAME:,} printable"
+                f" characters, got {printable(name, 60)!r}; start the server with another"
+                " --served-model-name"
+            )
+        return first
+
     def post(self, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
         """Send a JSON body, and return the status and text of the response.
 
@@ -180,10 +244,11 @@ class Host:
             Refused: the status is not 200.
             Unreachable: an event reports an error, or the stream ended early.
         """
+        limit = _MAX_BYTES + _MAX_BYTES_PER_TOKEN * int(body.get("max_tokens") or 0)
         with self._open(path, body, timeout_s) as answer:
             if answer.status != 200:
                 raise Refused(path, answer.status, error_message(self._read(answer)))
-            for text in self._lines(answer):
+            for text in self._lines(answer, limit):
                 if text == "[DONE]":
                     return
                 if not text:
@@ -193,7 +258,7 @@ class Host:
                     raise Unreachable(f"{path} failed: {error_message(text)}")
                 yield event
         # If the server or a proxy dies, the connection can still close cleanly, without [DONE].
-        raise Unreachable(f"{self.url} closed the connection before its response was complete")
+        raise self._cut_off()
 
     def _open(self, path: str, body: Any, timeout_s: float) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -206,6 +271,16 @@ class Host:
         try:
             return _DIRECT.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as e:
+            target = e.headers.get("Location")
+            if target is not None and 300 <= e.code < 400:
+                e.close()
+                raise Refused(
+                    path,
+                    e.code,
+                    f"it redirects to {printable(target, 120)!r}. Redirects are not followed,"
+                    f" because the API key must not go to another server: set {self.flag} to the"
+                    " final address, if you trust it",
+                ) from None
             # An error response still has a status and a text.
             return e
         except (OSError, HTTPException, UnicodeError) as e:
@@ -214,37 +289,57 @@ class Host:
                 raise Unreachable(
                     f"{address} has a certificate that is not trusted here"
                     f" ({reason.verify_message}); name the file of its authority in SSL_CERT_FILE,"
-                    " or correct --url"
+                    f" or correct {self.flag}"
                 ) from None
             raise Unreachable(
-                f"{address} does not answer ({reason}); start the server, or correct --url"
+                f"{address} does not answer ({printable(str(reason), 300)}); start the server, or"
+                f" correct {self.flag}"
             ) from None
 
-    def _lines(self, answer: Any) -> Iterator[str]:
-        try:
-            for line in answer:
-                if not line.endswith((b"\n", b"[DONE]")):
-                    return  # cut off
-                yield line.decode(errors="replace").strip().removeprefix("data:").strip()
-        except (OSError, HTTPException) as e:
-            raise Unreachable(
-                f"{self.url} closed the connection before its response was complete ({e})"
-            ) from None
+    def _lines(self, answer: Any, limit: int) -> Iterator[str]:
+        received = 0
+        while line := self._received(answer.readline, limit, received):
+            received += len(line)
+            if not line.endswith((b"\n", b"[DONE]")):
+                return  # cut off
+            yield line.decode(errors="replace").strip().removeprefix("data:").strip()
 
     def _read(self, answer: Any) -> str:
+        data = self._received(answer.read, _MAX_BYTES)
+        if (
+            answer.length
+        ):  # bytes of Content-Length that did not arrive; a bounded read ignores them
+            raise self._cut_off(IncompleteRead(data, answer.length))
+        return data.decode(errors="replace")
+
+    def _received(self, read: Callable[[int], bytes], limit: int, received: int = 0) -> bytes:
+        """Return what `read` returns.
+
+        Raises:
+            Unreachable: the connection ended, or the response is longer than `limit` bytes, of
+                which `received` were read before.
+        """
         try:
-            text: str = answer.read().decode(errors="replace")
+            data = read(limit - received + 1)
         except (OSError, HTTPException) as e:
+            raise self._cut_off(e) from None
+        if received + len(data) > limit:
             raise Unreachable(
-                f"{self.url} closed the connection before its response was complete ({e})"
-            ) from None
-        return text
+                f"{self.url} sent more than {limit >> 20:,} MiB, the most that this request may"
+                " get; is it a vLLM server?"
+            )
+        return data
+
+    def _cut_off(self, reason: Exception | None = None) -> Unreachable:
+        why = "" if reason is None else f" ({printable(str(reason), 300)})"
+        return Unreachable(
+            f"{self.url} closed the connection before its response was complete{why}"
+        )
 
 
 def error_message(text: str) -> str:
-    """Return a JSON error's message, or the start of any other text, as one line of valid UTF-8."""
+    """Return a JSON error's message, or the start of any other text, as one printable line."""
     try:
-        message = str(json.loads(text)["error"]["message"])
+        return printable(str(json.loads(text)["error"]["message"]))
     except (ValueError, KeyError, TypeError, RecursionError):
-        message = text.strip()[:300]
-    return " ".join(message.split()).encode(errors="replace").decode()
+        return printable(text.strip()[:300])
