@@ -1,13 +1,19 @@
 """Bytes in the report, and other servers with a low-bit KV cache: ``--against``."""
 
+import contextlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from fake_vllm import FakeVllm, write_prompts
 from loopback import server
-from vllm_kvcompress.planning.cache_dtypes import ALTERNATIVES, share_of_bytes
+from vllm_kvcompress.compare import server as compare_server
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.planning.cache_dtypes import ALTERNATIVES, LOW_BIT_CACHES, share_of_bytes
+from vllm_kvcompress.serving import process
 
 
 @pytest.fixture
@@ -152,6 +158,80 @@ def test_another_server_must_serve_the_same_model(run_compare, fake, other, tmp_
     assert fake.prompt_requests == []
 
 
+def test_with_a_model_a_cache_dtype_starts_the_other_server(
+    run_compare, compare, fake, other, tmp_path, monkeypatch
+):
+    started = []
+
+    def start_low_bit(*arguments):
+        started.append(arguments)
+        return contextlib.nullcontext(other.url)
+
+    monkeypatch.setattr(compare_server, "start", lambda *_: contextlib.nullcontext(fake.url))
+    monkeypatch.setattr(compare_server, "start_low_bit", start_low_bit)
+    (tmp_path / "config.json").write_text("{}")
+    write_prompts(tmp_path / "mine.jsonl", range(10))
+    command = ["--model", ".", "--prompts", "mine.jsonl", "--methods", "cake", "--budgets", "0.2",
+               "--no-baselines", "--against", "fp8", "--", "--enforce-eager"]  # fmt: skip
+    result = compare(*command)
+    assert started == [(Path("."), "fp8", ("--enforce-eager",), Path("out/server-fp8.log"))]
+    assert "Starting vllm serve . --kv-cache-dtype fp8; its log is out/server-fp8.log" in result.err
+    assert (len(other.prompt_requests), len(fake.prompt_requests)) == (10, 20)
+    cell = read_report(tmp_path)["cells"][1]
+    assert (cell["method"], cell["server"], cell["bytes"]) == ("fp8 alone", "fp8", 0.5)
+    # The server has another port when the run is resumed.
+    with server(other) as url:
+        other.url = url
+        compare(*command)
+    assert len(other.prompt_requests) == 10
+
+
+def test_the_other_server_has_the_same_flags_and_its_own_cache_dtype(tmp_path, monkeypatch):
+    commands = []
+
+    def command(model, port, arguments):
+        commands.append(arguments)
+        return [sys.executable, "-c", ""]
+
+    monkeypatch.setattr(process, "command", command)
+    flags = ["--kv-min-prompt", "256", "--kv-cache-dtype", "auto"]
+    with pytest.raises(ConfigError, match="the server ended before it was healthy; see"):
+        compare_server.start_low_bit(tmp_path, "fp8", flags, tmp_path / "log").__enter__()
+    assert commands == [["--kv-compress", "off", *flags, "--kv-cache-dtype", "fp8"]]
+
+
+def test_a_cache_dtype_needs_a_model(run_compare, fake):
+    result = run_compare("--methods", "cake", "--against", "fp8")
+    assert result.status == 2
+    assert (
+        "--against fp8 starts a server and needs --model; start one yourself with --kv-cache-dtype"
+        " fp8, and give its address"
+    ) in result.err
+    assert fake.requests == []
+
+
+@pytest.mark.parametrize(
+    ("count", "wrong", "verdict"),
+    [
+        (
+            10,
+            False,
+            "looks close, but 10 prompts are too few to be sure: its loss by similarity is",
+        ),
+        (10, True, "is not close enough: its loss by similarity is 0.375"),
+        (40, False, "is small enough. It keeps all tokens: its loss by similarity is 0.000"),
+    ],
+)
+def test_the_verdict_needs_enough_prompts(run_compare, other, tmp_path, count, wrong, verdict):
+    other.wrong_numbers = wrong
+    write_prompts(tmp_path / "few.jsonl", range(count))
+    run_compare("--methods", "cake", "--against", other.url, "--prompts", "few.jsonl",
+                "--by", "similarity", max_drop="0.1")  # fmt: skip
+    (note,) = about_low_bit(read_report(tmp_path))
+    assert verdict in note
+    assert "and its KL" in note
+
+
 def test_an_address_of_another_server_is_checked_first(run_compare, fake):
     result = run_compare("--methods", "cake", "--against", "fp8:8000/v1")
     assert result.status == 2
@@ -177,5 +257,5 @@ def test_bytes_of_a_format_equal_the_evidences(cache_dtype):
 
 
 def test_alternatives_are_known_and_plain_caches_take_all_bytes():
-    assert all(share_of_bytes(name) for name in ALTERNATIVES)
+    assert all((share_of_bytes(name) or 1) < 1 for name in {*ALTERNATIVES, *LOW_BIT_CACHES})
     assert (share_of_bytes("auto"), share_of_bytes("nvfp4")) == (1.0, None)

@@ -1,6 +1,8 @@
 """Results of ``kvcompress compare`` on a fake server."""
 
 import json
+import os
+import shutil
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -156,6 +158,83 @@ def test_keep_text_saves_prompts_and_outputs_for_the_owner_only(run_compare, tmp
     assert {line["text"] for line in lines if line["cell"] == "off"} >= {"11111111"}
 
 
+@pytest.mark.parametrize("kind", ["mode", "link", "pipe", "folder", "owner"])
+def test_texts_are_not_kept_where_others_may_read_them(
+    run_compare, fake, tmp_path, monkeypatch, kind
+):
+    texts, elsewhere = tmp_path / "out" / "texts.jsonl", tmp_path / "elsewhere"
+    texts.parent.mkdir()
+    elsewhere.touch(0o600)
+    if kind == "mode":
+        texts.touch()
+        texts.chmod(0o644)
+    elif kind == "owner":
+        texts.touch(0o600)
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    else:
+        {
+            "link": lambda: texts.symlink_to(elsewhere),
+            "pipe": lambda: os.mkfifo(texts, 0o600),
+            "folder": texts.mkdir,
+        }[kind]()
+    result = run_compare("--keep-text")
+    assert result.status == 2
+    found = {
+        "mode": "got mode 0644; run chmod 600 out/texts.jsonl, or use another --out",
+        "link": "got a symbolic link; remove it, or use another --out",
+        "owner": f"got a file of user {os.getuid()}; remove it, or use another --out",
+    }.get(kind, "got something else; remove it, or use another --out")
+    rule = "--keep-text saves prompts, so out/texts.jsonl must be a regular file that only you can"
+    assert f"kvcompress: error: {rule} read, {found}\n" in result.err
+    assert fake.requests == []
+    assert elsewhere.read_text() == ""
+    assert [path.name for path in texts.parent.iterdir()] == ["texts.jsonl"]
+
+
+def test_reports_of_kept_texts_are_new_files_for_the_owner_only(run_compare, fake, tmp_path):
+    """They may quote prompts: the server's reason does. Old files and links are replaced."""
+    fake.refused_text, elsewhere = "secret 3", tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/report.json").touch(0o644)
+    (tmp_path / "out/report.md").symlink_to(elsewhere)
+    run_compare("--keep-text")
+    reports = [tmp_path / f"out/report.{suffix}" for suffix in ("json", "md", "png")]
+    assert [path.lstat().st_mode & 0o170777 for path in reports] == [0o100600] * 3
+    assert "no: secret" in reports[1].read_text()
+    assert elsewhere.read_text() == "mine"
+    run_compare("--out", "second")
+    assert (tmp_path / "second/report.md").stat().st_mode & 0o044
+
+
+def test_a_full_score_of_0_gives_neither_recommendation_nor_chart(compare, fake, tmp_path):
+    """Scores of 0 cannot fall, so even the worst method would have no loss."""
+    write_prompts(tmp_path / "mine.jsonl", range(40))
+    command = ["--url", fake.url, "--prompts", "mine.jsonl", "--max-drop", "0.1", *CELLS]
+    assert compare(*command).status == 0
+    assert (tmp_path / "out/report.png").exists()
+    write_prompts(tmp_path / "mine.jsonl", range(40), answer="never said")
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/report.png").touch()
+    result = compare(*command)
+    assert result.status == 1
+    reason = "the full cache scores 0 on every prompt, so its score cannot fall."
+    assert f"No recommendation: {reason}" in result.out
+    assert f"kvcompress: no chart: {reason} Correct the answers or match" in result.err
+    assert not (tmp_path / "out/report.png").exists()
+    assert {cell["loss"] for cell in read_report(tmp_path)["cells"]} == {None}
+    assert compare(*command, "--by", "similarity").status == 0
+    assert (tmp_path / "out/report.png").exists()
+
+
+def test_without_sizes_there_is_no_chart(run_compare, fake, tmp_path):
+    fake.reports_usage = False
+    result = run_compare("--budgets", "4,8", "--no-baselines")
+    assert "no chart: no result has both a quality and a share of kept tokens; see" in result.err
+    assert not (tmp_path / "out/report.png").exists()
+
+
 def test_report_has_the_kept_share_of_each_role(run_compare, fake, tmp_path):
     """Both sides request it, so that both do the same work before their first token."""
     result = run_compare("--methods", "snapkv", "--budgets", "0.5,0.2", "--no-baselines")
@@ -301,7 +380,9 @@ def test_built_in_tasks_run_with_one_question_per_text(compare, fake, tmp_path):
     assert result.status == 1, result.err
     assert cells(read_report(tmp_path))["cake", 0.2]["asked"] == 4
     assert set(cells(read_report(tmp_path))["cake", 0.2]["tasks"]) == {"niah-single", "key-values"}
-    assert "4 independent prompts are too few" in result.out, "one question per text"
+    assert cells(read_report(tmp_path))["cake", 0.2]["score"]["independent"] == 4
+    # The fake server answers none of these questions.
+    assert "No recommendation: the full cache scores 0 on every prompt" in result.out
     begun = [b for b in fake.prompt_requests if b["messages"][-1]["role"] == "assistant"]
     assert begun
     assert all(b["continue_final_message"] and not b["add_generation_prompt"] for b in begun)

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from fake_vllm import write_prompts
+from fake_vllm import FakeVllm, write_prompts
+from loopback import recording, redirecting
+from loopback import server as http_server
 from vllm_kvcompress.serving import process as server
 
 CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
@@ -83,7 +85,7 @@ def test_an_unreachable_server_is_an_error(compare, tmp_path):
         ("/health", (404, ""), [], "/health returned 404; give the address of vLLM itself"),
         ("/health", (503, ""), [], "/health returned 503; wait until the server is healthy"),
         ("/v1/models", (401, '{"error": "Unauthorized"}'), [],
-         'returned 401: {"error": "Unauthorized"}; pass --api-key'),
+         'answered 401: {"error": "Unauthorized"}; pass --api-key'),
         ("/v1/models", (401, ""), ["--api-key", "guess"], "--api-key is not the server's key"),
         ("/v1/models", (200, "<html>"), [], "lists no model; is it a vLLM server?"),
         ("/v1/chat/completions",
@@ -101,6 +103,52 @@ def test_an_unusable_server_is_an_error_with_a_fix(
     assert result.status == 2
     assert message in error_sentence(result)
     assert "guess" not in result.err
+
+
+def test_a_redirect_is_an_error_and_its_target_gets_no_request(run_compare, fake):
+    """Neither the first server nor another one may send the prompts and the key elsewhere."""
+    requests = []
+    target = recording(requests, FakeVllm())
+    with http_server(target) as final, http_server(redirecting(final)) as url:
+        for flags in (["--url", url], ["--against", url]):
+            result = run_compare(*flags, "--api-key", "guess")
+            assert result.status == 2
+            assert f"it redirects to '{final}/" in error_sentence(result)
+            assert f"set {flags[0]} to the final address" in error_sentence(result)
+    assert (requests, fake.prompt_requests) == ([], [])
+
+
+def test_control_characters_of_the_server_are_not_printed(run_compare, fake, tmp_path, monkeypatch):
+    fake.cache_dtype, fake.refused_text, fake.refusal_reason = "\x1b[2J", "secret 3", "\x1b[2J\x9b"
+    stream = fake._stream
+    monkeypatch.setattr(
+        fake, "_stream", lambda *request: stream(*request).replace('"user"', '"us\\u001ber"')
+    )
+    result = run_compare("--keep-text", "--against", fake.url.replace("127.0.0.1", "localhost"))
+    assert "?[2J alone" in result.out
+    assert "The reason for one of them: ?[2J?: secret" in result.out
+    assert "us?er" in result.out
+    written = "".join(p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".png")
+    for text in (result.out, result.err, written):
+        assert all(line.isprintable() for line in text.split("\n"))
+    fake.responses["/v1/models"] = 200, json.dumps({"data": [{"id": "\x1b[2J"}]})
+    result = run_compare("--out", "other")
+    assert result.status == 2
+    assert "got '?[2J'; start the server with another --served-model-name" in error_sentence(result)
+
+
+def test_an_output_is_kept_without_control_characters(run_compare, fake, tmp_path, monkeypatch):
+    """A terminal that prints the file obeys U+009B, which JSON may hold as it is."""
+    stream = fake._stream
+    monkeypatch.setattr(
+        fake,
+        "_stream",
+        lambda *request: stream(*request).replace('"content": "4"', r'"content": "\u009b\u202e"'),
+    )
+    run_compare("--keep-text")
+    lines = (tmp_path / "out/texts.jsonl").read_text().split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert "\x9b\u202e" * 8 in {json.loads(line)["text"] for line in lines if line}
 
 
 def test_an_api_key_with_a_line_break_is_refused(run_compare, fake):

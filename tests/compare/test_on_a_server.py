@@ -134,12 +134,10 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
 def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
     lines = [{"prompt": english()[start : start + 3000], "max_tokens": 12} for start in (0, 9000)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    cells = [Cell(method="snapkv", budget=0.5)]
-    flags = [*FLAGS, "--kv-cache-dtype", "fp8"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in forking_environment(tmp_path).items():
             patch.setenv(name, value)
-        with server.start(model, flags, cells, tmp_path / "log") as other:
+        with server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other:
             compare("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv",
                     "--budgets", "0.5", "--no-baselines", "--against", other)  # fmt: skip
             alone = [complete(other, line["prompt"], {"kv_compress": "off"})[0] for line in lines]

@@ -23,7 +23,6 @@ from vllm_kvcompress.compare.summary import (
     summarise,
 )
 from vllm_kvcompress.compare.tasks import Item
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import PREFIX, Metrics, Refused
 
 
@@ -96,39 +95,37 @@ class Comparison:
         self.notes += self._server.notes
         return self._server
 
-    def check_others(self, clients: Sequence[Client]) -> None:
+    def check_others(self, clients: Mapping[str, Client]) -> None:
         """Check other servers of the same model; their uncompressed outputs are compared, too.
 
         Call it after `check_server`.
+
+        Args:
+            clients: by `Cell.server`.
 
         Raises:
             Unreachable: A server does not respond.
             ConfigError: A server serves another model.
         """
-        for client in clients:
-            cell, checked, notes = preflight.check_other(client, self._server.client)
+        for server, client in clients.items():
+            cell, checked, notes = preflight.check_other(client, self._server.client, server)
             if any(cell.method == other.method for other in self._baselines):
                 cell = dataclasses.replace(cell, method=f"{cell.method} at {cell.server}")
             self._baselines.append(cell)
             self._others[cell.server] = checked
             self.notes += notes
 
-    def start(
-        self, items: Sequence[Item], settings: Mapping[str, Any], *, kl: bool, by: Measure | None
-    ) -> None:
+    def start(self, items: Sequence[Item], settings: Mapping[str, Any], *, kl: bool) -> None:
         """Start the run, or load an earlier one and find which prompts are left.
 
         Args:
             items: the prompts.
             settings: further settings that an earlier run must share to be resumed.
             kl: also compare token probabilities.
-            by: the loss measure that was requested, None for the default.
 
         Raises:
-            ConfigError: The folder holds a different run, or `by` cannot be measured.
+            ConfigError: The folder holds a different run.
         """
-        if by == "score" and not any(item.known for item in items):
-            raise ConfigError("--by score needs prompts with an answer, but none has one")
         keys = prompts.keys(items)
         # Answers are part of the digest: a corrected answer would mix old and new scores.
         known = (
@@ -284,11 +281,11 @@ class Comparison:
         unscored = {o.key for o in self._outcomes} - scored
         if scored and unscored:
             notes.append(
-                f"Scores cover the {len(scored):,} prompts with a known answer; {len(unscored):,}"
-                " have none."
+                f"Scores, and a recommendation by score, cover the {len(scored):,} prompts with a"
+                f" known answer; {len(unscored):,} have none. The other figures cover both."
             )
         full = max((s.full_score.mean for s in measured if s.full_score), default=1.0)
-        if by == "score" and full < _LOW_FULL_SCORE:
+        if by == "score" and 0 < full < _LOW_FULL_SCORE:
             notes.append(
                 f"The full cache itself scores only {full:.2f}. Prompts that it cannot answer"
                 " cannot get worse, so a small drop means little here."

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
@@ -17,6 +19,8 @@ from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 
 _VERSION = 5
+_CONTROLS = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal would obey and that JSON does not escape."""
 RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"
 
 
@@ -35,13 +39,14 @@ class Journal:
         """Create the folder if needed and lock it for this process.
 
         Raises:
-            ConfigError: The folder cannot be written, or another run holds the lock.
+            ConfigError: The folder cannot be written, another run holds the lock, or others could
+                read the texts.
         """
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lines = (folder / LINES).open("a+b", buffering=0)
             self._texts = _open_private(folder / TEXTS) if keep_text else None
+            self._lines = (folder / LINES).open("a+b", buffering=0)
         except OSError as e:
             raise ConfigError(f"--out {folder} must be a writable folder ({e})") from None
         try:
@@ -144,6 +149,7 @@ class Journal:
             "text": text,
         }
         line = json.dumps(entry, ensure_ascii=False) + "\n"
+        line = _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
         with self._writing():
             # UTF-8 cannot encode a lone surrogate; backslashreplace writes it as a JSON escape.
             _write_all(self._texts, line.encode(errors="backslashreplace"))
@@ -161,11 +167,8 @@ class Journal:
         return run
 
     def _save(self, run: Mapping[str, Any]) -> None:
-        path = self.folder / RUN
-        scratch = path.with_suffix(".new")
         with self._writing():
-            scratch.write_text(json.dumps(run, indent=2) + "\n")
-            scratch.replace(path)
+            replace_file(self.folder / RUN, f"{json.dumps(run, indent=2)}\n".encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -210,7 +213,59 @@ def _write_all(file: FileIO, line: bytes) -> None:
         line = line[file.write(line) :]
 
 
+def replace_file(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Put a new file with `data` at `path`. A symbolic link there is replaced, not followed.
+
+    Args:
+        private: only the owner can read the file.
+    """
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    try:
+        mode = 0o600 if private else 0o666
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def _open_private(path: Path) -> FileIO:
-    """Open a file for appending that only its owner can read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    return FileIO(descriptor, "a")
+    """Open a file for appending that only its owner can read.
+
+    Raises:
+        ConfigError: The path exists, and is not a regular file that only this user can read.
+    """
+    # Without O_NONBLOCK, a pipe would wait for its reader.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = FileIO(os.open(path, flags, 0o600), "a")
+    except OSError:
+        if os.path.lexists(path):
+            _require_private(path, path.lstat())
+        raise
+    try:
+        _require_private(path, os.fstat(file.fileno()))
+    except ConfigError:
+        file.close()
+        raise
+    return file
+
+
+def _require_private(path: Path, status: os.stat_result) -> None:
+    fix = "remove it, or use another --out"
+    if stat.S_ISLNK(status.st_mode):
+        found = "a symbolic link"
+    elif not stat.S_ISREG(status.st_mode):
+        found = "something else"
+    elif status.st_uid != os.geteuid():
+        found = f"a file of user {status.st_uid}"
+    elif status.st_mode & 0o077:
+        found = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        fix = f"run chmod 600 {path}, or use another --out"
+    else:
+        return
+    raise ConfigError(
+        f"--keep-text saves prompts, so {path} must be a regular file that only you can read, got"
+        f" {found}; {fix}"
+    )

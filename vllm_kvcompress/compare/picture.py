@@ -1,11 +1,11 @@
 """Chart of output quality against the share of tokens kept. Needs matplotlib."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from io import BytesIO
 
 from vllm_kvcompress.compare.report import Report
 from vllm_kvcompress.compare.statistics import Estimate
-from vllm_kvcompress.compare.summary import Measure, Summary
+from vllm_kvcompress.compare.summary import SCORES_NOTHING, Measure, Summary, scores_nothing
 
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
 _LINES = ("#2171b5", "#d9730d", "#3f9b5f", "#8a5bb5", "#b5342f", "#7a6a53", "#c0579a", "#5f6b76")
@@ -18,12 +18,24 @@ _AXES = {
 }
 
 
-def save_picture(report: Report, path: Path) -> None:
-    """Write a PNG with one line per method, 95 % intervals, and the full cache as a dashed line.
+def why_empty(report: Report) -> str | None:
+    """Return why a picture of the report would have nothing to show, or None."""
+    by = report.recommendation.by
+    if scores_nothing(report.summaries, by):
+        return SCORES_NOTHING
+    if not any(summary.asked for summary in report.summaries):
+        return "the server completed no prompt."
+    by_bytes = _has_bytes(report.summaries)
+    if not any(_points([summary], by, by_bytes=by_bytes) for summary in report.summaries):
+        return "no result has both a quality and a share of kept tokens; see --kv-usage."
+    return None
+
+
+def draw(report: Report) -> bytes:
+    """Return a PNG with one line per method, 95 % intervals, and the full cache as a dashed line.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -67,7 +79,9 @@ def save_picture(report: Report, path: Path) -> None:
         spine.set(color=_RULE)
     axes.set_title(report.title, size=11, color=_INK, loc="left", parse_math=False)
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, format="png")
+    png = BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
 
 
 def _by_method(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:

@@ -1,7 +1,6 @@
 """Checks of a server before a comparison sends it any prompt."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +8,12 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import share_of_bytes
-from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
+from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, printable
 from vllm_kvcompress.settings.request_keys import BY_ROLE, PACKED_DTYPE
 
 _PAGE_TIMEOUT_S = 10.0
+_MAX_NAME = 60
+"""Most characters of a setting that the report quotes from a server."""
 _TOP_LOGPROBS = (20, 5, 1, 0)
 _TINY = Item(
     name="preflight",
@@ -64,7 +65,7 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
         )
     if status != 200:
         raise Unreachable(f"{host.url}/health returned {status}; wait until the server is healthy")
-    client = dataclasses.replace(client, model=_model(host))
+    client = dataclasses.replace(client, model=str(host.first_model(_PAGE_TIMEOUT_S)["id"]))
     metrics = read_metrics(host)
     client, notes = _with_top_logprobs(client)
     _require_plugin(client, metrics)
@@ -72,9 +73,11 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
         _require_accepted(client, cell)
     accepted, baseline_notes = _accepted_baselines(client, baselines)
     notes += baseline_notes
-    info = metrics.info if metrics else None
-    if info and info.get("packed_dtype") and not all(cell.packed_dtype for cell in cells):
-        notes.append(f"The server packs kept tokens in its default format {info['packed_dtype']}.")
+    info = (metrics.info if metrics else None) or {}
+    settings = {name: printable(info[name], _MAX_NAME) for name in _OUTPUT_SETTINGS if name in info}
+    packed_dtype = settings.get("packed_dtype")
+    if packed_dtype and not all(cell.packed_dtype for cell in cells):
+        notes.append(f"The server packs kept tokens in its default format {packed_dtype}.")
     client = dataclasses.replace(
         client,
         report_roles=_reports_roles(client),
@@ -87,18 +90,19 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
         )
     return Server(
         client=client,
-        settings={name: info[name] for name in _OUTPUT_SETTINGS if info and name in info},
+        settings=settings,
         baselines=accepted,
         notes=notes,
     )
 
 
-def check_other(client: Client, compared: Client) -> tuple[Cell, Client, list[str]]:
+def check_other(client: Client, compared: Client, server: str) -> tuple[Cell, Client, list[str]]:
     """Check another server, whose uncompressed outputs are compared, and return its cell.
 
     Args:
         client: its `model` is ignored and replaced by the served model.
         compared: client of the compared server, which passed `check_server`.
+        server: the cell's `Cell.server`.
 
     Returns:
         The cell, its client, and notes.
@@ -108,7 +112,7 @@ def check_other(client: Client, compared: Client) -> tuple[Cell, Client, list[st
         ConfigError: The server serves another model.
     """
     host = client.host
-    model = _model(host)
+    model = str(host.first_model(_PAGE_TIMEOUT_S)["id"])
     if model != compared.model:
         raise ConfigError(
             f"--against {host.url} must serve {compared.model}, as {compared.host.url} does, got"
@@ -117,7 +121,7 @@ def check_other(client: Client, compared: Client) -> tuple[Cell, Client, list[st
     cache_dtype = _cache_dtype(read_metrics(host))
     client, notes = _with_top_logprobs(dataclasses.replace(client, model=model))
     name = "other server" if cache_dtype is None else f"{cache_dtype} alone"
-    cell = Cell(method=name, budget=1.0, server=host.url)
+    cell = Cell(method=name, budget=1.0, server=server)
     share = None if cache_dtype is None else share_of_bytes(cache_dtype)
     return cell, dataclasses.replace(client, dtype_bytes=share), notes
 
@@ -125,7 +129,8 @@ def check_other(client: Client, compared: Client) -> tuple[Cell, Client, list[st
 def _cache_dtype(metrics: Metrics | None) -> str | None:
     """Return the server's ``--kv-cache-dtype``, or None if it has no metrics page."""
     samples = metrics.of("vllm:cache_config_info") if metrics else ()
-    return samples[0].labels.get("cache_dtype") if samples else None
+    cache_dtype = samples[0].labels.get("cache_dtype") if samples else None
+    return None if cache_dtype is None else printable(cache_dtype, _MAX_NAME)
 
 
 def read_metrics(host: Host) -> Metrics | None:
@@ -134,19 +139,6 @@ def read_metrics(host: Host) -> Metrics | None:
         return host.metrics(_PAGE_TIMEOUT_S)
     except Unreachable:
         return None
-
-
-def _model(host: Host) -> str:
-    status, text = host.get("/v1/models", _PAGE_TIMEOUT_S)
-    if status != 200:
-        hint = ""
-        if status in (401, 403):
-            hint = "; --api-key is not the server's key" if host.key else "; pass --api-key"
-        raise Unreachable(f"{host.url}/v1/models returned {status}: {error_message(text)}{hint}")
-    try:
-        return str(json.loads(text)["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise Unreachable(f"{host.url}/v1/models lists no model; is it a vLLM server?") from None
 
 
 def _with_top_logprobs(client: Client) -> tuple[Client, list[str]]:

@@ -1,4 +1,4 @@
-"""Start a vLLM server for a model folder that lets each request choose its compression."""
+"""Start vLLM servers for a model: one whose requests choose their compression, and low-bit ones."""
 
 import os
 import signal
@@ -31,13 +31,6 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
     Raises:
         ConfigError: vLLM is not installed, or the server did not start.
     """
-    try:
-        from vllm_kvcompress.serving.process import CACHE_SPACE, serve
-    except ImportError as e:
-        raise ConfigError(
-            f"--model starts a server, which needs vLLM in this environment ({e}); install it, or"
-            " give the --url of a running server"
-        ) from None
     budgets = [cell.budget for cell in cells if cell.budget is not None]
     methods = dict.fromkeys(cell.method for cell in cells)
     lookahead = max((cell.lookahead for cell in cells if cell.lookahead is not None), default=None)
@@ -53,6 +46,33 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         *(["--kv-packed-dtype", K4V3] if any(cell.packed_dtype == K4V3 for cell in cells) else []),
         *arguments,
     ]
+    with _serving(model, flags, log) as url:
+        yield url
+
+
+@contextmanager
+def start_low_bit(
+    model: Path, cache_dtype: str, arguments: Sequence[str], log: Path
+) -> Iterator[str]:
+    """Start a server with a low-bit KV cache and without compression, as `start` does.
+
+    Args:
+        cache_dtype: value of ``--kv-cache-dtype``.
+    """
+    flags = ["--kv-compress", "off", *arguments, "--kv-cache-dtype", cache_dtype]
+    with _serving(model, flags, log) as url:
+        yield url
+
+
+@contextmanager
+def _serving(model: Path, flags: Sequence[str], log: Path) -> Iterator[str]:
+    try:
+        from vllm_kvcompress.serving.process import CACHE_SPACE, serve
+    except ImportError as e:
+        raise ConfigError(
+            f"--model starts a server, which needs vLLM in this environment ({e}); install it, or"
+            " give the --url of a running server"
+        ) from None
     # On a CPU, vLLM's default KV cache is half of the machine's memory.
     environment = {CACHE_SPACE: os.environ.get(CACHE_SPACE, _CPU_CACHE_GIB)}
     with ExitStack() as stack:

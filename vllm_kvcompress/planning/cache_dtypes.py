@@ -20,6 +20,11 @@ _TURBOQUANT_BYTES: Mapping[str, int] = {
 }
 """Bytes of one token and KV head at a head dimension of 128. Four layers stay at 16 bits."""
 
+LOW_BIT_CACHES = frozenset(
+    {*FLOAT8_CACHES, *_TURBOQUANT_BYTES}
+    | {"int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"}
+)
+"""KV caches in fewer bits whose size `share_of_bytes` knows."""
 ALTERNATIVES = ("fp8", "int8_per_token_head", "int4_per_token_head")
 """Values of ``--kv-cache-dtype`` that reports name as alternatives."""
 

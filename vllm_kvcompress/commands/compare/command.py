@@ -18,7 +18,9 @@ from rich.table import Table
 from vllm_kvcompress.compare import prompts, server
 from vllm_kvcompress.compare.client import Cell, Client
 from vllm_kvcompress.compare.comparison import Comparison
-from vllm_kvcompress.compare.picture import save_picture
+from vllm_kvcompress.compare.journal import replace_file
+from vllm_kvcompress.compare.limits import find_limits, planned_lines, planned_tasks
+from vllm_kvcompress.compare.picture import draw, why_empty
 from vllm_kvcompress.compare.report import (
     TABLES,
     Column,
@@ -32,13 +34,14 @@ from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.registry import PRESETS
+from vllm_kvcompress.planning.cache_dtypes import LOW_BIT_CACHES
 from vllm_kvcompress.serving.exposition import Host, Refused
 from vllm_kvcompress.settings.packed_dtype import AUTO
 from vllm_kvcompress.settings.parsing import parse_budget_and_format
 from vllm_kvcompress.settings.protection import NONE, WORDS, parse_protect
 
 _INTERRUPTED = 130
-_LOG = "server.log"
+_LOG, _CHART = "server.log", "report.png"
 _BASELINES = ("streamingllm", "random")
 """Methods that choose tokens without reading the prompt."""
 _CHARACTERS_PER_TOKEN = 4
@@ -70,7 +73,8 @@ class CompareRequest:
         keep_text: also store prompts and outputs.
         kl: also compare token probabilities.
         timeout_s: seconds without data from the server after which a request fails.
-        against: addresses of other servers of the same model, such as one with an fp8 KV cache.
+        against: addresses of other servers of the same model, such as one with an fp8 KV cache, or
+            with `model`, KV cache dtypes to start other servers with.
     """
 
     url: str | None
@@ -111,9 +115,15 @@ class CompareRequest:
             )
         if (self.prompts is None) == (self.tasks is None):
             raise ConfigError(f"give either --prompts or --tasks; the tasks are {', '.join(TASKS)}")
-        for url in self.against:
-            # Checked here, because --model starts a server before the address is used.
-            Host(url, flag="--against")
+        for other in self.against:
+            if other in LOW_BIT_CACHES and self.model is None:
+                raise ConfigError(
+                    f"--against {other} starts a server and needs --model; start one yourself with"
+                    f" --kv-cache-dtype {other}, and give its address"
+                )
+            if other not in LOW_BIT_CACHES:
+                # Checked here, because --model starts a server before the address is used.
+                Host(other, flag="--against")
         urls = [url.rstrip("/") for url in (*self.against, self.url or "")]
         if len(set(urls)) < len(urls):
             raise ConfigError(
@@ -204,6 +214,9 @@ def run(request: CompareRequest, *, as_json: bool) -> None:
     )  # fmt: skip
     cells, baselines = request.cells, request.baseline_cells
     names = request.task_names if request.tasks is not None else []
+    planned = planned_lines(user_items) or planned_tasks(names, request.count)
+    for sentence in find_limits(planned, by=request.by, max_drop=request.max_drop):
+        console.print(f"kvcompress: {sentence}")
     failure: KVCompressError | None = None
     interrupted = False
     with ExitStack() as stack:
@@ -220,19 +233,22 @@ def run(request: CompareRequest, *, as_json: bool) -> None:
                 model="",
                 timeout_s=request.timeout_s,
             )
+            others = {
+                other: stack.enter_context(_other_server(request, other, console))
+                for other in request.against
+            }
             checked = comparison.check_server(client)
             comparison.check_others(
-                [
-                    dataclasses.replace(client, host=Host(url, request.api_key, "--against"))
-                    for url in request.against
-                ]
+                {
+                    other: dataclasses.replace(client, host=Host(url, request.api_key, "--against"))
+                    for other, url in others.items()
+                }
             )
             items = user_items or _task_items(request, names, checked.client, comparison.notes)
             comparison.start(
                 items,
                 _settings(request, names, checked.client.model),
                 kl=request.kl,
-                by=request.by,
             )
             _run_with_progress(comparison, request.concurrency, console)
         except KeyboardInterrupt:
@@ -246,7 +262,7 @@ def run(request: CompareRequest, *, as_json: bool) -> None:
             raise SystemExit(_INTERRUPTED)
         report = comparison.report(by=request.by, max_drop=request.max_drop)
     try:
-        _write(report, request.out, console)
+        _write(report, request.out, console, private=request.keep_text)
     except OSError as e:
         # Still print the report.
         failure = failure or ConfigError(
@@ -295,6 +311,19 @@ def _server(request: CompareRequest, cells: Sequence[Cell], console: Console) ->
     log = request.out / _LOG
     console.print(f"Starting vllm serve {request.model}; its log is {log} ...")
     with server.start(request.model, request.arguments, cells, log) as url:
+        yield url
+
+
+@contextmanager
+def _other_server(request: CompareRequest, other: str, console: Console) -> Iterator[str]:
+    """Yield the URL `other`, or of a server with the KV cache dtype `other`, as `_server` does."""
+    if other not in LOW_BIT_CACHES:
+        yield other
+        return
+    assert request.model is not None
+    log = request.out / f"server-{other}.log"
+    console.print(f"Starting vllm serve {request.model} --kv-cache-dtype {other}; its log is {log}")
+    with server.start_low_bit(request.model, other, request.arguments, log) as url:
         yield url
 
 
@@ -363,11 +392,25 @@ def _run_with_progress(comparison: Comparison, concurrency: int, console: Consol
                 console.print(f"{count} of {num_total} results are done.")
 
 
-def _write(report: Report, folder: Path, console: Console) -> None:
-    (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+def _write(report: Report, folder: Path, console: Console, *, private: bool) -> None:
+    """Write the report's files.
+
+    Args:
+        private: only their owner can read them, because the server's reasons may quote prompts.
+    """
+
+    def write(name: str, data: bytes) -> None:
+        replace_file(folder / name, data, private=private)
+
+    write("report.json", f"{json.dumps(report.to_json(), indent=2)}\n".encode())
+    write("report.md", markdown(report).encode())
+    # The chart of an earlier run would contradict this report.
+    (folder / _CHART).unlink(missing_ok=True)
+    if reason := why_empty(report):
+        console.print(f"kvcompress: no chart: {reason}")
+        return
     try:
-        save_picture(report, folder / "report.png")
+        write(_CHART, draw(report))
     except ImportError:
         console.print("kvcompress: no chart, because matplotlib is missing; pip install matplotlib")
     except OSError as e:

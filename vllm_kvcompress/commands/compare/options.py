@@ -79,9 +79,10 @@ Against = Annotated[
     list[str] | None,
     typer.Option(
         "--against",
-        metavar="URL",
+        metavar="URL|DTYPE",
         help="Another server of the same model, for example with --kv-cache-dtype fp8. Its"
-        " uncompressed outputs are compared, too. It gets the same --api-key. Repeatable.",
+        " uncompressed outputs are compared, too. It gets the same --api-key. With --model, fp8 or"
+        " another KV cache dtype starts such a server. Repeatable.",
     ),
 ]
 MaxDrop = Annotated[
