@@ -212,7 +212,7 @@ def _rounding_note(forecast: Forecast) -> str | None:
     reason = " and hold the protected tokens" if forecast.load.protected else ""
     line = (
         f"This prompt keeps {kept:,.0f} tokens per layer ({kept / tokens:.1%}) at a budget of"
-        f" {budget:,} ({budget / tokens:.1%}), because kept tokens fill whole blocks{reason}."
+        f" {budget:,}, because kept tokens fill whole blocks{reason}."
     )
     if forecast.block_size > _SMALL_BLOCK and not forecast.with_states:
         line += " A smaller --block-size comes closer."
