@@ -35,7 +35,7 @@ def test_a_number_in_other_digits_is_refused(arguments, number):
 
 
 @pytest.mark.parametrize("number", INVALID_NUMBERS)
-@pytest.mark.parametrize("flag", ["--tokens", "--max-tokens", "--rounds", "--port"])
+@pytest.mark.parametrize("flag", ["--tokens", "--max-tokens", "--requests", "--port"])
 def test_the_demo_refuses_a_number_in_other_digits(flag, number, capsys):
     assert vars(parse_args([flag, "10"]))[flag[2:].replace("-", "_")] == 10
     with pytest.raises(SystemExit, match="2"):

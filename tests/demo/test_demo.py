@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -15,20 +16,42 @@ from transformers import AutoTokenizer
 from processor import AVX512
 from vllm_kvcompress.demo import __main__ as demo
 from vllm_kvcompress.demo.__main__ import parse_args
-from vllm_kvcompress.demo.ask import Reply, Run, _per_token, summary
+from vllm_kvcompress.demo.ask import Measured, Reply
+from vllm_kvcompress.demo.figures import (
+    Agreement,
+    Comparison,
+    agreement,
+    compare,
+    failures,
+    losses,
+)
 from vllm_kvcompress.demo.questions import (
     CHOSEN,
+    NOTES,
     QUESTIONS,
+    REQUEST,
     TIMES,
+    UNCOMPRESSED,
     Asked,
+    Note,
     Question,
     noted_text,
+    prompt,
+    sections,
     surest,
 )
-from vllm_kvcompress.demo.report import save_picture, show, show_request
+from vllm_kvcompress.demo.report import (
+    save_picture,
+    show_load,
+    show_losses,
+    show_outputs,
+    show_question,
+)
+from vllm_kvcompress.methods.registry import RECOMMENDED
 from vllm_kvcompress.serving import process as server
 from vllm_kvcompress.serving.process import Compressed, compressed_requests
 from vllm_kvcompress.serving.text import QUESTION, english, long_prompt
+from vllm_kvcompress.settings.config import CompressionConfig
 
 CHOICE = Path(__file__).parents[2] / "benchmarks/results/demo_question.json"
 LINE = (
@@ -38,39 +61,64 @@ LINE = (
 )
 
 
-PEP = Question("Type hints are PEP 484.", "Which PEP?", "484")
+NOTE = Note("Type hints are PEP 484.", "Which PEP?", "484")
+PEP = Question((Note("The cat is called Tom.", "What is the cat called?", "Tom"), NOTE))
+END = 2
+"""The end of a turn in these token ids; the other tokens are characters."""
 
 
-def run(compressed: Compressed | None, blocks: float, answer: str = "PEP 484.") -> Run:
-    return Run(
-        answer=answer,
-        token_ids=(7, *answer.encode()),
-        first_token="PE",
-        first_token_id=7,
-        prompt_tokens=6036,
+def decode(ids) -> str:
+    return "".join(map(chr, ids))
+
+
+def reply(text: str, **changes) -> Reply:
+    made = Reply(tuple(map(ord, text)), 1500, 12.5, 20.0, None)
+    return replace(made, **changes)
+
+
+def ahead(**changes) -> Compressed:
+    """Return the log line of a prompt whose compression waited for two output tokens."""
+    return replace(compressed_requests(LINE)[0], lookahead=2, **changes)
+
+
+def measured(*replies: Reply, blocks: float, **changes) -> Measured:
+    made = Measured(
+        replies=replies,
+        wall_s=60.0,
+        tokens_per_s=0.2,
+        mean_running=2.0,
+        max_running=3.0,
+        max_blocks=blocks + 9,
+        blocks_per_request=blocks / 2,
+        last_blocks=blocks,
+        preemptions=0,
         first_token_s=12.5,
-        token_s=0.08,
-        blocks=blocks,
-        requests=3,
-        compressed=compressed,
+        prefill_s=12.0,
+        compression_s=0.5,
     )
+    return replace(made, **changes)
 
 
-def report(on: Run, off: Run | None = None, console: Console | None = None) -> tuple[int, str]:
+def comparison(off: str | Measured, on: str | Measured) -> Comparison:
+    """Return both servers' replies, or the comparison of one reply each."""
+    if isinstance(off, str):
+        off = measured(reply(off), blocks=14)
+    if isinstance(on, str):
+        on = measured(reply(on, compressed=ahead()), blocks=5)
+    return compare(off, on, END)
+
+
+def printed(write, *arguments, **named) -> str:
     out = io.StringIO()
-    console = console or Console(file=out, width=100)
-    off = off or run(None, 190.0)
-    status = show(
-        off, on, question=PEP, method="cake", budget="0.1", packed_dtype="auto", console=console
-    )
-    return status, out.getvalue()
+    write(*arguments, **named, console=Console(file=out, width=100))
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_both_servers_use_float32_only_if_bfloat16_is_emulated(fast, monkeypatch):
     assert demo._multiplies_bfloat16() or not AVX512
     monkeypatch.setattr(demo, "_multiplies_bfloat16", lambda: fast)
-    assert ("--dtype" in demo.common(parse_args([]))) is not fast
+    assert ("--dtype" in demo.common()) is not fast
 
 
 def test_servers_reserve_no_core_unless_the_operator_sets_a_number(monkeypatch):
@@ -115,18 +163,26 @@ def test_prompt_ends_with_the_default_question(demo_model):
     assert prompt.endswith(QUESTION)
 
 
-@pytest.mark.parametrize("flags", [[], ["--long"]], ids=["short", "long"])
-def test_text_has_every_note_in_each_third_between_paragraphs_of_english(demo_model, flags):
-    tokenizer, tokens = AutoTokenizer.from_pretrained(demo_model), parse_args(flags).tokens
+@pytest.mark.parametrize("tokens", [demo.QUESTION_TEXT, 6000])
+def test_text_has_every_note_in_each_third_between_paragraphs_of_english(demo_model, tokens):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
     text = noted_text(tokenizer, tokens)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == pytest.approx(tokens, rel=0.02)
-    for question in QUESTIONS:
-        depths = [found.start() / len(text) for found in re.finditer(question.note, text)]
+    for note in NOTES:
+        depths = [found.start() / len(text) for found in re.finditer(note.text, text)]
         assert [int(depth * TIMES) for depth in depths] == list(range(TIMES))
-        assert question.answered_by(question.note)
-        text = text.replace(f"\n\n{question.note}", "")
+        assert note.fact.lower() in note.text.lower()
+        text = text.replace(f"\n\n{note.text}", "")
     assert english().startswith(text)
+
+
+def test_sections_are_the_first_paragraphs_of_english(demo_model):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    found = sections(tokenizer, 1500, 9)
+    assert english().startswith("\n\n".join(found) + "\n\n")
+    for text in found:
+        assert 1300 < len(tokenizer.encode(text, add_special_tokens=False)) <= 1502
 
 
 def test_text_shorter_than_its_notes_is_an_error(demo_model):
@@ -134,165 +190,169 @@ def test_text_shorter_than_its_notes_is_an_error(demo_model):
         noted_text(AutoTokenizer.from_pretrained(demo_model), 100)
 
 
-def asked(gap: float, *, answer: str = "PEP 484", without_text: str = "PEP 8") -> Asked:
-    return Asked(PEP, answer, without_text, gap)
+RIGHT, UNTOLD = "Tom. It is PEP 484", "PEP 8"
 
 
-def test_surest_answer_is_right_only_with_the_text():
-    wrong = asked(0.9, answer="PEP 8")
-    known_anyway = asked(0.8, without_text="pep 484")
+def asked(gap: float, answer=RIGHT, late="PEP 484", without_text=UNTOLD) -> Asked:
+    return Asked(PEP, answer, late, without_text, gap)
+
+
+def test_surest_answer_is_right_only_with_the_text_and_after_the_compression():
+    excluded = [
+        asked(0.9, answer="The cat. PEP 484"),
+        asked(0.8, without_text="pep 484"),
+        asked(0.7, late="PEP"),
+    ]
     best = asked(0.3)
-    assert surest([wrong, asked(0.2), best, known_anyway]) is best
+    assert surest([*excluded, asked(0.2), best]) is best
     with pytest.raises(ValueError, match="question from the text, but it answered none; try other"):
-        surest([wrong, known_anyway])
+        surest(excluded)
 
 
 def test_the_recorded_answers_of_the_uncompressed_model_choose_the_question():
-    entries = json.loads(CHOICE.read_text())["questions"]
+    record = json.loads(CHOICE.read_text())
     answers = [
-        Asked(
-            Question(e["note"], e["question"], e["fact"]), e["answer"], e["without_text"], e["gap"]
-        )
-        for e in entries
+        Asked(question, e["answer"], e["late"], e["without_text"], e["gap"])
+        for question, e in zip(QUESTIONS, record["questions"], strict=True)
     ]
-    assert tuple(one.question for one in answers) == QUESTIONS
+    for question, entry in zip(QUESTIONS, record["questions"], strict=True):
+        assert [note.text for note in question.notes] == entry["notes"]
     assert surest(answers).question == CHOSEN
+    assert record["text_tokens"] == demo.QUESTION_TEXT
 
 
-def test_summary_has_the_first_answer_and_the_median_times(demo_model):
+def test_the_recorded_answer_ends_after_the_compression_and_before_the_demo_stops(demo_model):
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    ids = tokenizer.encode("Typing, of course.")
-    babble = tokenizer.encode("The text is about the text")
-    replies = [
-        Reply((*ids, tokenizer.eos_token_id, *babble), 6036, 12.0, 0.10, 5.0, None),
-        Reply(tuple(babble), 6036, 30.0, 0.11, 6.0, None),
-        Reply(tuple(babble), 6036, 11.0, 0.50, 4.0, None),
-    ]
-    made = summary(replies, tokenizer)
-    assert made.answer == "Typing, of course."
-    assert made.token_ids == tuple(ids)
-    assert (made.first_token_id, made.first_token) == (ids[0], tokenizer.decode(ids[0]))
-    assert (made.first_token_s, made.token_s, made.blocks, made.requests) == (12.0, 0.11, 6.0, 3)
-    endless = summary(replies[1:], tokenizer)
-    assert endless.answer == "The text is about the text"
-
-
-def test_report_succeeds_if_vllm_got_blocks_back():
-    status, text = report(run(compressed_requests(LINE)[0], 21.0))
-    assert status == 0
-    assert "vLLM got 169 of 190 KV blocks back" in text
-    assert "12.50 s" in text
-    assert "80 ms" in text
-    assert "628" in text
-    assert "596" in text
-
-
-def test_report_fails_if_no_blocks_were_counted():
-    status, text = report(run(compressed_requests(LINE)[0], 0.0))
-    assert status == 1
-    assert "The KV blocks were not counted" in text
-    assert "vLLM got" not in text
+    (entry,) = (
+        entry
+        for question, entry in zip(
+            QUESTIONS, json.loads(CHOICE.read_text())["questions"], strict=True
+        )
+        if question == CHOSEN
+    )
+    ids = tokenizer.encode(entry["answer"], add_special_tokens=False)
+    settings = CompressionConfig.parse({"compress": RECOMMENDED})
+    assert 1 + (settings.resolved_lookahead or 0) == UNCOMPRESSED
+    assert UNCOMPRESSED < len(ids) < demo.QUESTION_TOKENS
+    assert CHOSEN.named(tokenizer.decode(ids[UNCOMPRESSED:]))
 
 
 @pytest.mark.parametrize(
-    ("off", "on", "verdict"),
+    ("off", "on", "expected"),
     [
-        ("PEP 484.", "PEP 484.", "The same answer, word for word, and right: 484."),
-        ("PEP 484.", "It is 484.", "The answers differ in wording, and both are right: 484."),
-        ("PEP 8.", "It is 484.", "differ in wording, and only the compressed one is right: 484."),
-        ("PEP 484.", "PEP 8.", "wrong: it lacks 484. The answer of vLLM alone has it."),
-        ("PEP 8.", "PEP 8.", "wrong: it lacks 484. The answer of vLLM alone does not have it"),
+        ("abcdef", "abcdef", Agreement(True, 3, 3)),
+        ("abcdef", "abcdxf", Agreement(True, 1, 3)),
+        ("abcdef", "abxdef", Agreement(False, 0, 3)),
+        ("abcde\x02g", "abcde\x02h", Agreement(True, 2, 2)),
+        ("abcde\x02g", "abcd\x02gh", Agreement(True, 1, 2)),
+        ("ab\x02", "ab\x02", Agreement(True, 0, 0)),
     ],
 )
-def test_report_says_whether_the_compressed_answer_is_right(off, on, verdict):
-    compressed = run(compressed_requests(LINE)[0], 21.0, answer=on)
-    status, text = report(compressed, off=run(None, 190.0, answer=off))
-    assert status == 0  # a wrong answer is reported, and does not fail the demo
-    assert verdict in text
+def test_only_tokens_between_compression_and_first_difference_are_equal(off, on, expected):
+    """Two tokens and the prefill's precede the compression; the turn ends at token 2."""
+    assert agreement(reply(off), reply(on, compressed=ahead()), END) == expected
 
 
-def test_report_compares_the_first_tokens():
-    on = run(compressed_requests(LINE)[0], 21.0)
-    assert "'PE', the same" in report(on)[1]
-    status, text = report(replace(on, first_token_id=8))
-    assert status == 1
-    assert "'PE', a different one" in text
-    assert "The first token differs, although the prompt was not compressed yet" in text
+def test_an_early_compression_leaves_more_tokens_to_compare():
+    on = reply("abcdef", compressed=replace(ahead(), lookahead=0))
+    assert agreement(reply("abcdef"), on, END) == Agreement(True, 5, 5)
 
 
-AHEAD = compressed_requests(LINE.replace("lookahead=0", "lookahead=2"))[0]
-
-
-def test_report_compares_the_tokens_before_the_compression():
-    alike = run(AHEAD, 21.0, answer="PE, as I said")
-    status, text = report(alike)
-    assert status == 0
-    assert "Compression waits for the first 2 output tokens" in text
-    status, text = report(replace(alike, token_ids=(7, *b"Pf")))
-    assert status == 1
-    assert (
-        "The first 3 output tokens differ, although the prompt was not compressed yet: please"
-        " report this." in " ".join(text.split())
+def load(**on) -> Comparison:
+    """Return two requests at once, of which the second differs after the compression."""
+    return comparison(
+        measured(reply("abcdef"), reply("stuvwx"), blocks=30),
+        replace(
+            measured(
+                reply("abcdef", compressed=ahead()),
+                reply("stuv[x", compressed=ahead()),
+                blocks=30,
+                wall_s=40.0,
+                tokens_per_s=0.3,
+            ),
+            **on,
+        ),
     )
 
 
-def request_report(on: Run) -> tuple[int, str]:
-    out = io.StringIO()
-    status = show_request(
-        run(None, 190.0, "PE is a [paper]"), on, request="Why?", console=Console(file=out)
+def test_the_report_has_both_servers_figures_side_by_side():
+    text = printed(show_load, load(), pool=42, fit=3, instruction="Summarise [it].")
+    cells = {
+        cells[0]: cells[1:]
+        for line in text.splitlines()
+        if len(cells := re.split(r"\s{2,}", line.strip())) == 3
+    }
+    assert cells["requests that ran at once, mean"] == ["2.0", "2.0"]
+    assert cells["requests that ran at once, maximum"] == ["3", "3"]
+    assert cells["time until all were done"] == ["60.0 s", "40.0 s"]
+    assert cells["output tokens per second"] == ["0.2", "0.3"]
+    assert cells["preemptions"] == ["0", "0"]
+    assert "Summarise [it]." in text
+    assert "enough for 3 uncompressed requests" in " ".join(text.split())
+
+
+def test_the_report_shows_outputs_from_the_compression_on_and_counts_equal_tokens():
+    text = printed(show_outputs, load(), decode)
+    assert "4 of 6 output tokens after the compression are equal" in text
+    assert "by request: 3 of 3, 1 of 3" in text
+    assert re.search(r"… def …\s+… def …", text)
+    assert re.search(r"… vwx …\s+… v\[x …", text)  # not console markup
+
+
+def test_the_report_of_the_question_has_answers_facts_and_blocks():
+    one = comparison("Pep 484", "Pep 8")
+    answers = [each.token_ids for each in (*one.off.replies, *one.on.replies)]
+    text = printed(show_question, one, PEP, answers, [["484"], []], decode)
+    assert re.search(r"answer\s+Pep 484\s+Pep 8\s*\n", text)
+    assert re.search(r"facts named after the compression\s+484\s+none", text)
+    assert re.search(r"KV blocks held at the end\s+14\s+5\s*\n", text)
+    assert re.search(r"prompt tokens kept, mean over layers\s+1,500\s+612\s*\n", text)
+
+
+def test_each_loss_is_one_line_with_a_reason():
+    assert losses(comparison("abcd", "abcd"), comparison("abcd", "abcd"), []) == []
+    slow = measured(reply("abcd", compressed=ahead(), first_token_s=13.0, end_s=29.0), blocks=5)
+    found = losses(
+        comparison(measured(reply("abcd"), blocks=14), slow),
+        load(wall_s=70.0, preemptions=2),
+        ["484"],
     )
-    return status, out.getvalue()
+    starts = [
+        "The answer lacks 484: ",
+        "1 of 2 outputs change after the compression, ",
+        "2 preemptions, not 0: ",
+        "A single request's first token took 13 s, not 12.5 s: ",
+        "A single request's output token took 5.33 s, not 2.5 s: ",
+        "A single request took 29 s, not 20 s: its compression took 0.50 s.",
+        "All requests took 70 s, not 60 s: ",
+    ]
+    assert len(found) == len(starts)
+    assert max(map(len, found)) <= 98
+    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True))
+    early = comparison("abcdef", "axcdef")
+    assert any("differ before the compression" in loss for loss in losses(early, early, []))
 
 
-def test_report_of_an_ordinary_request_counts_the_tokens_that_agree():
-    status, text = request_report(run(AHEAD, 21.0, "PE is an enhancement"))
-    assert status == 0
-    assert "PE is a [paper]" in text
-    assert "PE is an enhancement" in text
-    assert (
-        "The first 8 of 16 output tokens are the same; 3 of them were written before the"
-        " compression. Then the wording differs." in " ".join(text.split())
-    )
-    assert (
-        "The same output, all 16 tokens." in request_report(run(AHEAD, 21.0, "PE is a [paper]"))[1]
-    )
-
-
-def test_report_of_an_ordinary_request_fails_without_compression_or_with_early_differences():
-    status, text = request_report(run(None, 21.0))
-    assert status == 1
-    assert "This prompt was not compressed" in text
-    status, text = request_report(run(AHEAD, 21.0, "P"))
-    assert status == 1
-    assert "The first 3 output tokens differ" in text
-
-
-def test_time_per_token_is_that_of_the_second_half():
-    assert _per_token([0.0, 9.0, 9.5, 10.0], [1, 2, 3, 4]) == 0.5
-    assert _per_token([0.0, 8.0, 10.0], [1, 5, 9]) == 0.5
-    assert _per_token([3.0], [1]) == 0.0
-
-
-def test_report_fails_without_a_compression_line():
-    status, text = report(run(None, 190.0))
-    assert status == 1
-    assert "was not compressed" in text
-
-
-def test_report_fails_if_vllm_got_no_blocks_back():
-    status, text = report(run(compressed_requests(LINE)[0], 190.0))
-    assert status == 1
-    assert "vLLM got no KV blocks back" in text
-
-
-def test_square_brackets_in_an_answer_are_not_console_markup():
-    on = run(compressed_requests(LINE)[0], 21.0, answer="It prints [0, 2] and [bold]484[/].")
-    assert "[bold]484[/]" in report(on)[1]
+def test_the_demo_fails_without_compression_without_freed_blocks_and_for_early_differences():
+    good = comparison("abcd", "abcd")
+    assert failures(good, good) == []
+    (message,) = failures(good, comparison("abcd", measured(reply("abcd"), blocks=5)))
+    assert message.startswith("1 of 2 prompts were not compressed")
+    kept = measured(reply("abcd", compressed=ahead()), blocks=14)
+    (message,) = failures(comparison("abcd", kept), good)
+    assert message.startswith("vLLM got no KV blocks back")
+    (message,) = failures(comparison("abcd", replace(kept, last_blocks=0.0)), good)
+    assert message.startswith("The KV blocks were not counted")
+    (message,) = failures(comparison("abcd", "axcd"), good)
+    assert "please report this" in message
+    text = printed(show_losses, ["a: b."], [message])
+    assert "* a: b.\n" in text
+    assert "Failed: A single request's output tokens differ" in text
 
 
 def test_picture_has_the_report_and_no_links_to_other_files(tmp_path):
     console = Console(file=io.StringIO(), width=100, record=True)
-    report(run(compressed_requests(LINE)[0], 21.0), console=console)
+    show_losses(["more blocks"], [], console)
     save_picture(console, tmp_path / "report.svg", "make demo")
     svg = (tmp_path / "report.svg").read_text()
     assert "blocks" in svg
@@ -300,15 +360,37 @@ def test_picture_has_the_report_and_no_links_to_other_files(tmp_path):
 
 
 def test_the_short_form_is_the_default_and_flags_win_over_both_forms():
-    def form(*flags: str) -> tuple[int, int]:
+    def form(*flags: str) -> dict[str, int]:
         args = parse_args(list(flags))
-        assert args.tokens + args.max_tokens < 8192  # --max-model-len
-        return args.tokens, args.rounds
+        return {name: getattr(args, name) for name in demo.SHORT}
 
-    assert form() == (3000, 1)
-    assert form("--long") == (6000, 3)
-    assert form("--long", "--rounds", "2") == (6000, 2)
-    assert form("--tokens", "2000") == (2000, 1)
+    assert form() == demo.SHORT
+    assert form("--long") == demo.LONG
+    assert form("--long", "--requests", "2") == demo.LONG | {"requests": 2}
+    assert form("--tokens", "2000") == demo.SHORT | {"tokens": 2000}
+
+
+def test_the_compressed_server_has_the_flags_of_the_readme_and_the_same_pool():
+    alone, compressed = demo.server_flags(parse_args([])).values()
+    assert compressed[: len(alone)] == alone
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (serve,) = re.findall(r"^    vllm serve \S+ (.*)$", readme, re.MULTILINE)
+    added = compressed[len(alone) :]
+    assert serve.split()[:4] == added[:4] == shlex.split("--kv-compress cake-chunk --kv-budget 0.2")
+    assert added[4:] == ["--kv-compress-config", '{"log_requests": true}']
+
+
+@pytest.mark.parametrize("flags", [[], ["--long"], ["--tokens", "1100"]], ids=" ".join)
+def test_the_pool_holds_three_uncompressed_requests(demo_model, flags):
+    args, tokenizer = parse_args(flags), AutoTokenizer.from_pretrained(demo_model)
+    text = sections(tokenizer, args.tokens, 1)[0]
+    for content, tokens in (
+        (f"{text}\n\n{REQUEST}", args.max_tokens),
+        (prompt(tokenizer, demo.QUESTION_TEXT, CHOSEN), demo.QUESTION_TOKENS),
+    ):
+        chat = [{"role": "user", "content": content}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        assert len(ids) + tokens <= demo.pool_blocks(args) / demo.FIT * demo.BLOCK
 
 
 # A background job ignores SIGINT, and its children inherit that. The script restores the default.

@@ -1,16 +1,19 @@
-"""The demo's progress lines, and the order of its requests. No server starts."""
+"""The demo's progress lines, the order of its requests, and its figures. No server starts."""
 
 import io
+import json
 import queue
+import sys
 import threading
 
 import pytest
 from rich.console import Console
 
 from vllm_kvcompress.demo import __main__ as demo
-from vllm_kvcompress.demo.ask import Reply
+from vllm_kvcompress.demo.ask import Measured, Reply
 from vllm_kvcompress.demo.progress import EVERY_S, Progress
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST
+from vllm_kvcompress.serving.process import Compressed
 
 
 class Clock:
@@ -133,10 +136,15 @@ class FakeServer:
             raise self._error
         self._events.append(f"healthy {self._name}")
 
-    def answer(self, content, *, tokens, salt, on_tokens=lambda _: None):
-        self._events.append((self._name, content, salt))
-        on_tokens(tokens)
-        return Reply((1,), 6000, 12.0, 0.1, 5.0, None)
+    def answer(self, prompts, *, tokens, salt, on_tokens):
+        self._events.append((self._name, prompts, tokens, salt))
+        on_tokens(tokens * len(prompts))
+        log, blocks = None, 14.0
+        if self._name == "on":
+            log, blocks = Compressed("id", 1500, 300.0, 32, 13, 4, (290, 310)), 5.0
+        reply = Reply(tuple(range(100, 100 + tokens)), 1500, 2.0, 6.0, log)
+        replies = (reply,) * len(prompts)
+        return Measured(replies, 7.0, 9.0, 1.0, 2.0, blocks, blocks, blocks, 0, 2.0, 2.0, 0.0)
 
 
 @pytest.fixture
@@ -146,7 +154,7 @@ def events(monkeypatch):
     monkeypatch.setattr(
         demo, "launch", lambda _, arguments, *__, **___: FakeServer(seen, arguments)
     )
-    monkeypatch.setattr(demo, "ask", FakeServer.answer)
+    monkeypatch.setattr(demo, "ask_all", FakeServer.answer)
     return seen
 
 
@@ -177,49 +185,55 @@ def test_both_servers_end_if_one_does_not_start(monkeypatch, log, clock):
     assert seen == ["start off", "start on", "healthy off", "end on", "end off"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "rounds"),
-    [([], ["question"]), (["--rounds", "2"], ["question 1 of 2", "question 2 of 2"])],
-    ids=["once", "twice"],
-)
-def test_the_servers_take_turns_and_each_request_is_a_step(events, log, clock, flags, rounds):
-    args = demo.parse_args(["--max-tokens", "9", *flags])
+def test_the_servers_take_turns_and_each_turn_is_a_step(events, log, clock):
     progress = Progress(console(log, terminal=False), clock=clock)
-    with demo.both_servers(args, "folder") as servers:
+    with demo.both_servers(demo.parse_args([]), "folder") as servers:
         del events[:]
-        replies = demo.replies(args, servers, "Where?", "Summarise.", progress)
-        asked = list(events)
-    assert {name: len(each) for name, each in replies.items()} == {
-        "vLLM alone": len(rounds) + 1,
-        "compressed": len(rounds) + 1,
-    }
-    salts = ["warm-up", *rounds, "ordinary request"]
-    contents = ["Where?"] * (len(rounds) + 1) + ["Summarise."]
-    assert asked == [
-        (name, content, salt)
-        for content, salt in zip(contents, salts, strict=True)
-        for name in ("off", "on")
-    ]
+        off, on = demo.measure(servers, "requests at once", ["A", "B"], 9, progress)
+        assert events == [(name, ["A", "B"], 9, "requests at once") for name in ("off", "on")]
+    assert (off.replies[0].compressed, on.replies[1].compressed.kept_tokens) == (None, 300.0)
     assert log.getvalue().splitlines() == [
-        "vLLM alone: warm, 0 s",
-        "compressed: warm, 0 s",
-        *(
-            f"{name}, {what}: 9 of 9 output tokens, 0 s"
-            for what in salts[1:]
-            for name in ("vLLM alone", "compressed")
-        ),
+        f"{name}, requests at once: 18 of 18 output tokens, 0 s"
+        for name in ("vLLM alone", "compressed")
     ]
 
 
-def test_the_demo_sends_one_question_and_one_request(events, demo_model, capsys, monkeypatch):
-    """Run the command with stand-ins for both servers. They compress no prompt, so it fails."""
+def test_the_demo_sends_the_question_alone_and_then_all_requests(
+    events, demo_model, capsys, monkeypatch, tmp_path
+):
+    """Run the command with stand-ins for both servers, which write the same tokens."""
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
-    assert demo.main(["--model", demo_model]) == 1
-    asked = [event for event in events if isinstance(event, tuple)]
-    assert [salt for _, _, salt in asked[2:]] == ["question"] * 2 + ["ordinary request"] * 2
-    assert asked[2][1].endswith(CHOSEN.asked)
-    assert asked[4][1].endswith(REQUEST)
+    saved = tmp_path / "figures.json"
+    arguments = ["--model", demo_model, "--requests", "3", "--json", str(saved)]
+    assert demo.main(arguments) == 0
     assert events[:2] == ["start off", "start on"]
-    out = capsys.readouterr().out
-    assert "The prompt of 6000 tokens was not compressed" in out
-    assert "This prompt was not compressed" in out
+    turns = [event for event in events if isinstance(event, tuple)]
+    assert [name for name, *_ in turns] == ["off", "on"] * 3
+    (_, (question,), *_), (_, requests, tokens, _) = turns[2], turns[4]
+    assert question.endswith(CHOSEN.asked)
+    assert len(set(requests)) == 3
+    assert all(text.endswith(REQUEST) for text in requests)
+    assert "477 of 477 output tokens after the compression" in capsys.readouterr().out
+
+    figures = json.loads(saved.read_text())
+    assert all(figures[key] for key in ("machine", "commit", "vllm", "command", "date", "flags"))
+    assert figures["pool"]["block_tokens"] == 128
+    assert figures["losses"] == figures["failures"] == []
+    assert figures["at_once"]["equal"] == 3 * (tokens - 33)
+    for part, number in ((figures["at_once"], 3), (figures["question"], 1)):
+        assert part["off"]["wall_s"] == part["on"]["wall_s"] == 7.0
+        assert (part["off"]["mean_running"], part["on"]["max_running"]) == (1.0, 2.0)
+        assert (part["off"]["max_blocks"], part["on"]["preemptions"]) == (14.0, 0)
+        assert len(part["agreements"]) == number
+        for server, after in (("off", None), ("on", 4)):
+            assert len(part[server]["replies"]) == number
+            for reply in part[server]["replies"]:
+                assert (reply["first_token_s"], reply["end_s"]) == (2.0, 6.0)
+                assert reply["token_ids"]
+                assert (reply["compressed"] or {}).get("blocks_after") == after
+
+
+def test_figures_need_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "benchmarks.origin", None)
+    with pytest.raises(SystemExit, match="run the demo in a checkout's folder"):
+        demo.main(["--json", str(tmp_path / "figures.json")])

@@ -1,38 +1,58 @@
-"""Send vLLM alone and the compressed server the same requests, and report both side by side.
+"""Send vLLM alone and the compressed server the same prompts at once, and report both side by side.
 
-Both are real servers. They start together, because a start keeps one core busy most of the time.
-Then they take turns: a question about a long text, and an ordinary request. Every request has its
-own prefix-cache salt, so each server computes each prompt in full.
+Both are real servers with the same small pool of KV blocks. They start together, because a start
+keeps one core busy most of the time. Then they take turns: one server is idle while the other is
+measured. Every request has its own prefix-cache salt, so each server computes each prompt in full.
 """
 
 import argparse
+import json
 import os
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from vllm_kvcompress.demo.ask import NAME, Reply, ask, summary
+from vllm_kvcompress.demo.ask import NAME, Measured, ask_all
+from vllm_kvcompress.demo.figures import compare, failures, losses, turn
 from vllm_kvcompress.demo.progress import Progress
-from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, REQUEST_TOKENS, prompt
-from vllm_kvcompress.demo.report import save_picture, show, show_request
+from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, UNCOMPRESSED, prompt, sections
+from vllm_kvcompress.demo.report import (
+    save_picture,
+    show_load,
+    show_losses,
+    show_outputs,
+    show_question,
+)
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
+from vllm_kvcompress.methods.registry import RECOMMENDED
 from vllm_kvcompress.serving.process import CACHE_SPACE, ENVIRONMENT, Server, command, launch
-from vllm_kvcompress.serving.text import long_prompt
-from vllm_kvcompress.settings.packed_dtype import K4V3, PACKED_DTYPES
+from vllm_kvcompress.settings.packed_dtype import AUTO, PACKED_DTYPES
 from vllm_kvcompress.settings.text import refuse_other_digits
 
 ALONE, COMPRESSED = "vLLM alone", "compressed"
 RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
-SHORT = {"tokens": 3000, "rounds": 1}
-LONG = {"tokens": 6000, "rounds": 3}
+QUESTION_TEXT = 1600
+"""Tokens of the text before the question, for which it was chosen."""
+BLOCK = 128
+"""Tokens of a KV block on both servers: vLLM's default on CPUs."""
+FIT = 3
+"""Uncompressed requests that fit into the pool."""
+AROUND = 160
+"""Most tokens around a prompt's text: chat template and instruction or questions."""
+QUESTION_TOKENS = 96
+"""Output tokens of the question."""
+SHORT = {"tokens": 1600, "requests": 8, "max_tokens": 192}
+LONG = {"tokens": 3200, "requests": 12, "max_tokens": 384}
 
 
 def _whole_number(text: str) -> int:
@@ -50,29 +70,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--method", default=RECOMMENDED)
-    parser.add_argument("--budget", default=str(RECOMMENDED_BUDGETS["balanced"]))
-    parser.add_argument("--packed-dtype", default=K4V3, choices=PACKED_DTYPES)
+    parser.add_argument("--budget", default="0.2")
+    parser.add_argument("--packed-dtype", default=AUTO, choices=PACKED_DTYPES)
     parser.add_argument(
         "--long",
         action="store_true",
-        help="the thorough form: a text of {tokens} tokens, the question {rounds} times".format(
-            **LONG
-        ),
+        help="the thorough form: {requests} prompts of {tokens} tokens, {max_tokens} output tokens"
+        " each".format(**LONG),
     )
-    parser.add_argument(
-        "--tokens",
-        type=_whole_number,
-        help=f"length of the text (default: {SHORT['tokens']}; with --long: {LONG['tokens']})",
-    )
-    parser.add_argument(
-        "--max-tokens", type=_whole_number, default=96, help="output tokens per request"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_whole_number,
-        help="how many times to ask the question"
-        f" (default: {SHORT['rounds']}; with --long: {LONG['rounds']})",
-    )
+    for flag, what in (
+        ("--tokens", "tokens of each prompt's text"),
+        ("--requests", "prompts sent at once"),
+        ("--max-tokens", "output tokens of each of these requests"),
+    ):
+        name = flag[2:].replace("-", "_")
+        defaults = f" (default: {SHORT[name]}; with --long: {LONG[name]})"
+        parser.add_argument(flag, type=_whole_number, help=what + defaults)
+    parser.add_argument("--json", type=Path, help="also save all figures as this JSON file")
     parser.add_argument("--picture", type=Path, help="also save the report as this SVG file")
     parser.add_argument(
         "--serve", action="store_true", help="only start the compressed server and leave it running"
@@ -87,25 +101,35 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def compression(args: argparse.Namespace) -> list[str]:
     """Return the flags that only the compressed server gets."""
-    return [
-        "--kv-compress",
-        args.method,
-        "--kv-budget",
-        args.budget,
-        "--kv-packed-dtype",
-        args.packed_dtype,
-        "--kv-compress-config",
-        '{"log_requests": true}',
-    ]
+    flags = ["--kv-compress", args.method, "--kv-budget", args.budget]
+    if args.packed_dtype != AUTO:
+        flags += ["--kv-packed-dtype", args.packed_dtype]
+    return [*flags, "--kv-compress-config", '{"log_requests": true}']
 
 
-def common(args: argparse.Namespace) -> list[str]:
-    """Return the flags that both servers get."""
+def common() -> list[str]:
+    """Return the flags of every server, apart from the size of its pool."""
     # Without --enforce-eager, vLLM compiles the model for minutes before it serves.
-    flags = ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
-    # Both servers' blocks are counted, so they need one size: that of k4v3 on a CPU.
-    flags += ["--block-size", "32"]
+    flags = ["--served-model-name", NAME, "--enforce-eager"]
     return [*flags, *([] if _multiplies_bfloat16() else ["--dtype", "float32"])]
+
+
+def pool_blocks(args: argparse.Namespace) -> int:
+    """Return the KV blocks that `FIT` uncompressed requests need at their end."""
+    return FIT * -(-_longest(args) // BLOCK)
+
+
+def _longest(args: argparse.Namespace) -> int:
+    text = max(args.tokens + args.max_tokens, QUESTION_TEXT + QUESTION_TOKENS)
+    return int(text + AROUND)
+
+
+def pool(args: argparse.Namespace) -> list[str]:
+    """Return the flags that give both servers the same small pool."""
+    # vLLM keeps one more block, the null block, for itself.
+    blocks = pool_blocks(args) + 1
+    flags = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
+    return [*flags, "--max-model-len", str(_longest(args))]
 
 
 def _multiplies_bfloat16() -> bool:
@@ -126,10 +150,15 @@ def environment() -> dict[str, str]:
 def _every_core() -> dict[str, str]:
     """Return a setting that reserves no core for the API server, or the operator's setting.
 
-    By default vLLM reserves one core, which is half of a two-core machine. The demo sends one
-    request at a time, so the API servers are idle while a model computes.
+    By default vLLM reserves one core, which is half of a two-core machine.
     """
     return {RESERVED_CORES: os.environ.get(RESERVED_CORES, "0")}
+
+
+def server_flags(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the flags of both servers by their names."""
+    shared = [*common(), *pool(args)]
+    return {ALONE: shared, COMPRESSED: [*shared, *compression(args)]}
 
 
 @contextmanager
@@ -139,11 +168,10 @@ def both_servers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Ser
     Args:
         model: the model's folder.
     """
-    flags = {ALONE: common(args), COMPRESSED: [*common(args), *compression(args)]}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers: dict[str, Server] = {}
-        for name, arguments in flags.items():
+        for name, arguments in server_flags(args).items():
             print(f"vllm serve {args.model} {shlex.join(arguments)}", flush=True)
             log = logs / f"{len(servers)}.log"
             servers[name] = stack.enter_context(
@@ -165,60 +193,52 @@ def wait_healthy(servers: dict[str, Server], progress: Progress) -> None:
         step.state = "up"
 
 
-def replies(
-    args: argparse.Namespace,
+def measure(
     servers: dict[str, Server],
-    question: str,
-    request: str,
+    what: str,
+    prompts: Sequence[str],
+    tokens: int,
     progress: Progress,
-) -> dict[str, list[Reply]]:
-    """Return each server's replies: the question `args.rounds` times, then the request.
+) -> tuple[Measured, Measured]:
+    """Send all prompts at once, first to vLLM alone and then to the compressed server.
 
     Args:
-        servers: the healthy servers.
-        question: the prompt that ends in the question.
-        request: the prompt of the ordinary request.
-        progress: shows how far each request is.
+        what: names the requests in the progress lines and in their salts.
+        tokens: output tokens per request.
     """
-    by_server: dict[str, list[Reply]] = {name: [] for name in servers}
-    # The first request to a server includes one-time work, so it is not timed.
+    measured = []
     for name, server in servers.items():
-        with progress.step(name, "warming up") as step:
-            ask(server, question[:200], tokens=4, salt="warm-up")
-            step.state = "warm"
-    rounds = [f"question {number} of {args.rounds}" for number in range(1, args.rounds + 1)]
-    if args.rounds == 1:
-        rounds = ["question"]
-    contents = dict.fromkeys(rounds, question) | {"ordinary request": request}
-    for what, content in contents.items():
-        for name, server in servers.items():
-            by_server[name].append(_ask(args, name, server, content, what, progress))
-    return by_server
+        with progress.step(f"{name}, {what}", "computing prompts") as step:
+
+            def tell(count: int) -> None:
+                step.state = f"{count} of {tokens * len(prompts)} output tokens"
+
+            measured.append(ask_all(server, prompts, tokens=tokens, salt=what, on_tokens=tell))
+    off, on = measured
+    return off, on
 
 
-def _ask(
-    args: argparse.Namespace,
-    name: str,
-    server: Server,
-    content: str,
-    what: str,
-    progress: Progress,
-) -> Reply:
-    """Return the reply to one request, and show its progress meanwhile."""
-    with progress.step(f"{name}, {what}", "computing the prompt") as step:
+def origin() -> dict[str, str]:
+    """Return the machine and the commit, for the figures' file.
 
-        def tell(count: int) -> None:
-            step.state = f"{count} of {args.max_tokens} output tokens"
-
-        return ask(server, content, tokens=args.max_tokens, salt=what, on_tokens=tell)
+    Raises:
+        SystemExit: this is no checkout of the repository.
+    """
+    try:
+        from benchmarks.origin import commit, machine
+    except ImportError:
+        raise SystemExit("--json names the commit: run the demo in a checkout's folder") from None
+    return {"machine": machine(), "commit": commit()}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     model = str(Path(args.model).resolve())
     if args.serve:
-        line = command(model, args.port, [*common(args), *compression(args)])
+        flags = [*common(), "--max-model-len", "8192", *compression(args)]
+        line = command(model, args.port, flags)
         os.execvpe(line[0], line, {**ENVIRONMENT, **os.environ, **environment()})
+    source = origin() if args.json else {}
     # sys.exit unwinds the stack, which ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     progress = Progress(Console())
@@ -227,26 +247,47 @@ def main(argv: list[str] | None = None) -> int:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        question = prompt(tokenizer, args.tokens, CHOSEN)
-        request = long_prompt(tokenizer, REQUEST_TOKENS, REQUEST)
+        *texts, other = sections(tokenizer, args.tokens, args.requests + 1)
+        question = prompt(tokenizer, QUESTION_TEXT, CHOSEN)
+        requests = [f"{text}\n\n{REQUEST}" for text in texts]
         wait_healthy(servers, progress)
-        by_server = replies(args, servers, question, request, progress)
-    off, on = (summary(by_server[name][:-1], tokenizer) for name in (ALONE, COMPRESSED))
+        # The first requests to a server, and the first compression, include one-time work.
+        measure(servers, "warming up", [other], UNCOMPRESSED + 7, progress)
+        one_measured = measure(servers, "one request", [question], QUESTION_TOKENS, progress)
+        load_measured = measure(
+            servers, f"{args.requests} requests at once", requests, args.max_tokens, progress
+        )
+    end = tokenizer.eos_token_id
+    one, load = compare(*one_measured, end), compare(*load_measured, end)
+    answers = [turn(measured.replies[0], end) for measured in one_measured]
+    named = [CHOSEN.named(tokenizer.decode(ids[UNCOMPRESSED:])) for ids in answers]
+    lost = losses(one, load, [fact for fact in named[0] if fact not in named[1]])
+    failed = failures(one, load)
     console = Console(width=100, highlight=False, record=args.picture is not None)
-    status = show(
-        off,
-        on,
-        question=CHOSEN,
-        method=args.method,
-        budget=args.budget,
-        packed_dtype=args.packed_dtype,
-        console=console,
-    )
-    off, on = (summary(by_server[name][-1:], tokenizer) for name in (ALONE, COMPRESSED))
-    status |= show_request(off, on, request=REQUEST, console=console)
+    console.rule(f"[bold]vllm serve MODEL {shlex.join(compression(args)[:-2])}[/]")
+    show_load(load, pool=pool_blocks(args), fit=FIT, instruction=REQUEST, console=console)
+    show_outputs(load, tokenizer.decode, console)
+    show_question(one, CHOSEN, answers, named, tokenizer.decode, console)
+    show_losses(lost, failed, console)
     if args.picture is not None:
         save_picture(console, args.picture, "make demo")
-    return status
+    if args.json is not None:
+        figures = {
+            "command": shlex.join(
+                ["python", "-m", "vllm_kvcompress.demo", *(argv or sys.argv[1:])]
+            ),
+            "date": datetime.now(UTC).date().isoformat(),
+            **source,
+            "vllm": version("vllm"),
+            "flags": dict(zip(("off", "on"), server_flags(args).values(), strict=True)),
+            "pool": {"blocks": pool_blocks(args), "block_tokens": BLOCK, "fit_uncompressed": FIT},
+            "at_once": {"instruction": REQUEST, "equal": load.equal, **asdict(load)},
+            "question": {"asked": CHOSEN.asked, "facts": named, **asdict(one)},
+            "losses": lost,
+            "failures": failed,
+        }
+        args.json.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

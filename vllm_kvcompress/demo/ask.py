@@ -1,16 +1,21 @@
-"""Send a chat request, stream and time its output, and summarise several replies."""
+"""Send chat requests to a server at once, stream their outputs, and sample the server's gauges."""
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from statistics import fmean, median
 
 from openai import OpenAI
 
+from vllm_kvcompress.serving.exposition import Host, Metrics
 from vllm_kvcompress.serving.process import Compressed, Server
 
 NAME = "demo"
+SAMPLE_EVERY_S = 0.25
+"""Seconds between two samples. Each costs the server a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,50 +25,128 @@ class Reply:
     Args:
         token_ids: all output tokens, including those after the model's end of turn.
         first_token_s: seconds from sending the request to its first output token.
-        token_s: seconds per token in the second half of the output, when the prompt is already
-            compressed; 0 for an output of one token.
-        blocks: KV blocks in use halfway through the output, from vLLM's own gauge; 0 if the request
-            had ended when the gauge was read.
+        end_s: seconds from sending the request to its last output token.
         compressed: the request's log line, None if its prompt was not compressed.
     """
 
     token_ids: tuple[int, ...]
     prompt_tokens: int
     first_token_s: float
-    token_s: float
-    blocks: float
+    end_s: float
     compressed: Compressed | None
 
+    @property
+    def token_s(self) -> float:
+        """Return the mean seconds per output token after the first, with the compression."""
+        return (self.end_s - self.first_token_s) / max(len(self.token_ids) - 1, 1)
 
-def ask(
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one server did with prompts that were sent at once.
+
+    Args:
+        wall_s: seconds until the last request ended.
+        mean_running, max_running: running requests, by vLLM's gauge, which counts a request from
+            the start of its prefill.
+        max_blocks: KV blocks in use, by vLLM's gauge, without its null block.
+        blocks_per_request: mean number of blocks that a running request held.
+        last_blocks: blocks in use shortly before the end; 0 if the gauge was never read.
+        preemptions: how often vLLM took the blocks of a running request.
+        first_token_s: median time to first token.
+        prefill_s: seconds that requests spent in their prefill, summed over the requests.
+        compression_s: seconds that compressions took.
+    """
+
+    replies: tuple[Reply, ...]
+    wall_s: float
+    tokens_per_s: float
+    mean_running: float
+    max_running: float
+    max_blocks: float
+    blocks_per_request: float
+    last_blocks: float
+    preemptions: int
+    first_token_s: float
+    prefill_s: float
+    compression_s: float
+
+
+def ask_all(
     server: Server,
-    prompt: str,
+    prompts: Sequence[str],
     *,
     tokens: int,
     salt: str,
     on_tokens: Callable[[int], None] = lambda _: None,
-) -> Reply:
-    """Send a prompt, and return the timed reply: exactly `tokens` greedy output tokens.
+) -> Measured:
+    """Send all prompts at once, and return what the server did until all had ended.
 
     Args:
-        salt: the prefix-cache salt. With a salt that is new to the server, the server computes
-            the prompt in full.
-        on_tokens: called with the number of output tokens so far, each time that some arrive.
+        tokens: exact number of output tokens of each request.
+        salt: prefix of the prefix-cache salts. With a salt that is new to the server, the server
+            computes each prompt in full.
+        on_tokens: called with the number of output tokens of all requests so far.
     """
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+    host, client = Host(server.url), OpenAI(base_url=f"{server.url}/v1", api_key="-", timeout=900)
+    counts = [0] * len(prompts)
+    before = host.metrics(30)
+
+    def ask_one(number: int) -> Reply:
+        def count(so_far: int) -> None:
+            counts[number] = so_far
+            on_tokens(sum(counts))
+
+        return ask(client, server, prompts[number], tokens, f"{salt} {number}", count)
+
+    with _sampled(host) as samples, ThreadPoolExecutor(len(prompts)) as pool:
+        start = time.perf_counter()
+        replies = tuple(pool.map(ask_one, range(len(prompts))))
+        wall_s = time.perf_counter() - start
+    after = host.metrics(30)
+
+    def increase(name: str) -> float:
+        return after.total(name) - before.total(name)
+
+    running, blocks = zip(*samples, strict=True) if samples else ((0.0,), (0.0,))
+    return Measured(
+        replies=replies,
+        wall_s=wall_s,
+        tokens_per_s=sum(counts) / wall_s,
+        mean_running=fmean(running),
+        max_running=max(running),
+        max_blocks=max(blocks),
+        blocks_per_request=sum(blocks) / (sum(running) or 1),
+        last_blocks=next((used for used in reversed(blocks) if used), 0.0),
+        preemptions=round(increase("vllm:num_preemptions_total")),
+        first_token_s=median(reply.first_token_s for reply in replies),
+        prefill_s=increase("vllm:request_prefill_time_seconds_sum"),
+        compression_s=increase("vllm:kv_compress_seconds_sum"),
+    )
+
+
+def ask(
+    client: OpenAI,
+    server: Server,
+    prompt: str,
+    tokens: int,
+    salt: str,
+    on_tokens: Callable[[int], None],
+) -> Reply:
+    """Send a prompt, and return the timed reply: exactly `tokens` greedy output tokens."""
     ids: list[int] = []
     times: list[float] = []
-    counts: list[int] = []
-    prompt_tokens, blocks = 0, 0.0
-    lines, start = len(server.compressed()), time.perf_counter()
+    prompt_tokens, request = 0, ""
+    start = time.perf_counter()
     stream = client.chat.completions.create(
         model=NAME,
         messages=[{"role": "user", "content": prompt}],
         max_tokens=tokens,
         temperature=0,
+        seed=0,
         stream=True,
         stream_options={"include_usage": True},
-        # Generate past the model's end of turn, to have enough tokens to time.
+        # Both servers write equally many tokens, also past the model's end of turn.
         extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
     )
     for event in stream:
@@ -71,88 +154,46 @@ def ask(
             getattr(event.choices[0], "token_ids", None) or () if event.choices else ()
         )
         if new_ids:
-            times.append(time.perf_counter())
-            # Read the gauge once, because /metrics costs server time. Read it halfway, because on
-            # a busy machine the engine may finish before the client has read the last tokens.
-            if len(ids) < tokens // 2 <= len(ids) + len(new_ids):
-                blocks = used_blocks(server)
+            times.append(time.perf_counter() - start)
             ids.extend(new_ids)
-            counts.append(len(ids))
             on_tokens(len(ids))
         if event.usage:
             prompt_tokens = event.usage.prompt_tokens
-    reports = server.compressed()[lines:]
+        request = event.id
+    # The engine adds a suffix to the id.
+    lines = [line for line in server.compressed() if line.request.startswith(request)]
     return Reply(
         token_ids=tuple(ids),
         prompt_tokens=prompt_tokens,
-        first_token_s=times[0] - start,
-        token_s=_per_token(times, counts),
-        blocks=blocks,
-        compressed=reports[-1] if reports else None,
+        first_token_s=times[0],
+        end_s=times[-1],
+        compressed=lines[-1] if lines else None,
     )
 
 
-def _per_token(times: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the seconds per token in the second half of an output.
+@contextmanager
+def _sampled(host: Host) -> Iterator[list[tuple[float, float]]]:
+    """Sample the running requests and the KV blocks in use in a thread until the block ends."""
+    samples: list[tuple[float, float]] = []
+    ended = threading.Event()
 
-    Args:
-        times: the times at which tokens arrived.
-        counts: the number of tokens received by each of these times.
-    """
-    half = next(at for at, count in enumerate(counts) if count >= counts[-1] // 2)
-    return (times[-1] - times[half]) / max(counts[-1] - counts[half], 1)
+    def sample() -> None:
+        while not ended.wait(SAMPLE_EVERY_S):
+            metrics = host.metrics(30)
+            running = metrics.total("vllm:num_requests_running")
+            samples.append((running, _used_blocks(metrics)))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
 
 
-def used_blocks(server: Server) -> float:
+def _used_blocks(metrics: Metrics) -> float:
     """Return the number of KV blocks in use. vLLM's null block never counts as used."""
-    total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
-    return server.metric("vllm:kv_cache_usage_perc") * total
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A summary of one server's replies to the same prompt.
-
-    Args:
-        answer: text of the first reply, up to the model's end of turn.
-        token_ids: tokens of `answer`, without the end of turn.
-        first_token: first token of the first reply.
-        first_token_s: median over the replies.
-        token_s: median over the replies.
-        blocks: maximum over the replies.
-        requests: number of replies.
-    """
-
-    answer: str
-    token_ids: tuple[int, ...]
-    first_token: str
-    first_token_id: int
-    prompt_tokens: int
-    first_token_s: float
-    token_s: float
-    blocks: float
-    requests: int
-    compressed: Compressed | None
-
-
-def summary(replies: Sequence[Reply], tokenizer: Any) -> Run:
-    """Return a summary of `replies`, of which there must be at least one.
-
-    Args:
-        tokenizer: the model's Hugging Face tokenizer.
-    """
-    first = replies[0]
-    ids = list(first.token_ids)
-    end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
-    return Run(
-        answer=tokenizer.decode(ids[:end]).strip(),
-        token_ids=tuple(ids[:end]),
-        first_token=tokenizer.decode(ids[:1]),
-        first_token_id=ids[0],
-        prompt_tokens=first.prompt_tokens,
-        first_token_s=median(reply.first_token_s for reply in replies),
-        token_s=median(reply.token_s for reply in replies),
-        blocks=max(reply.blocks for reply in replies),
-        requests=len(replies),
-        compressed=first.compressed,
-    )
+    (config,) = metrics.of("vllm:cache_config_info")
+    total = int(config.labels["num_gpu_blocks"]) - 1
+    return round(metrics.total("vllm:kv_cache_usage_perc") * total, 1)

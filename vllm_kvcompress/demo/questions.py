@@ -1,9 +1,9 @@
-"""The demo's text, its question and its ordinary request.
+"""The demo's texts, its question and its ordinary request.
 
 A model of 135M parameters cannot answer questions about the language reference itself. So the text
-contains short notes, and the question asks for one of them. `surest` chooses the question by the
-answers of the uncompressed model alone. ``benchmarks/demo_question.py`` records the answers of the
-uncompressed and of the compressed model, with the text of ``make demo ARGS=--long``.
+contains short notes, and the question asks for several of them: the answer's end is written after
+the compression. `surest` chooses the question by the answers of the uncompressed model alone.
+``benchmarks/demo_question.py`` records the answers of the uncompressed and of the compressed model.
 """
 
 import re
@@ -13,6 +13,8 @@ from typing import Any
 
 from vllm_kvcompress.serving.text import english
 
+UNCOMPRESSED = 33
+"""Output tokens before the compression: one of the prefill, and the default look-ahead."""
 TIMES = 3
 """Number of times that the text states each note."""
 REQUEST = "Summarise the text above in your own words, point by point."
@@ -21,82 +23,92 @@ REQUEST = "Summarise the text above in your own words, point by point."
 Chosen by the uncompressed model's output alone. With most other instructions of the quality tasks,
 the demo model repeats the same words again and again.
 """
-REQUEST_TOKENS = 1500
-"""Length of the text before the ordinary request, in tokens."""
-MANNER = "Answer in a few words."
-"""Ends the question. Without it, the uncompressed model keeps writing after its answer."""
+INSTRUCTION = "Answer these questions, each in a full sentence:"
+ASKED_NOTES = 4
+"""Notes per question. Most answers to fewer end before the compression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence in the text, a question about it, and the fact that a right answer contains."""
+
+    text: str
+    question: str
+    fact: str
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A note in the text, a question about it, and the fact that a right answer contains."""
+    """The numbered questions about `notes` that end a prompt."""
 
-    note: str
-    text: str
-    fact: str
+    notes: tuple[Note, ...]
 
     @property
     def asked(self) -> str:
-        """Return the question with `MANNER`, as it appears in the prompt."""
-        return f"{self.text} {MANNER}"
+        """Return the questions as they appear in the prompt."""
+        lines = (f"{number}. {note.question}" for number, note in enumerate(self.notes, 1))
+        return "\n".join([INSTRUCTION, *lines])
 
-    def answered_by(self, answer: str) -> bool:
-        """Return whether `answer` contains the fact, ignoring case."""
-        return self.fact.lower() in answer.lower()
+    def named(self, answer: str) -> list[str]:
+        """Return the facts that `answer` contains, ignoring case."""
+        return [note.fact for note in self.notes if note.fact.lower() in answer.lower()]
 
 
-QUESTIONS = (
-    Question(
+NOTES = (
+    Note(
         "The spare key is under the flower pot.", "Where is the spare key?", "under the flower pot"
     ),
-    Question(
+    Note(
         "The captain of the Aurora is Helen Marsh.",
         "Who is the captain of the Aurora?",
         "Helen Marsh",
     ),
-    Question(
+    Note(
         "The password of the printer is marmalade.",
         "What is the password of the printer?",
         "marmalade",
     ),
-    Question("The office cat is called Pepper.", "What is the office cat called?", "Pepper"),
-    Question(
+    Note("The office cat is called Pepper.", "What is the office cat called?", "Pepper"),
+    Note(
         "The meeting on Friday is in the blue kitchen.",
         "Where is the meeting on Friday?",
         "blue kitchen",
     ),
-    Question(
+    Note(
         "The train to Lisbon leaves from platform seven.",
         "Where does the train to Lisbon leave from?",
         "platform seven",
     ),
-    Question(
+    Note(
         "The winner of the chess game is Ingrid Holm.",
         "Who is the winner of the chess game?",
         "Ingrid Holm",
     ),
-    Question(
+    Note(
         "The secret ingredient of the soup is cinnamon.",
         "What is the secret ingredient of the soup?",
         "cinnamon",
     ),
-    Question(
+    Note(
         "The old map is hidden behind the piano.",
         "Where is the old map hidden?",
         "behind the piano",
     ),
-    Question(
-        "The new teacher comes from Iceland.", "Where does the new teacher come from?", "Iceland"
-    ),
-    Question(
-        "The front door is painted purple.", "What colour is the front door painted?", "purple"
-    ),
-    Question(
+    Note("The new teacher comes from Iceland.", "Where does the new teacher come from?", "Iceland"),
+    Note("The front door is painted purple.", "What colour is the front door painted?", "purple"),
+    Note(
         "The keeper of the lighthouse is Tobias Finch.",
         "Who is the keeper of the lighthouse?",
         "Tobias Finch",
     ),
 )
+
+
+QUESTIONS = tuple(
+    Question(tuple(NOTES[(first + at) % len(NOTES)] for at in range(ASKED_NOTES)))
+    for first in range(len(NOTES))
+)
+"""One question for each note that can be the first."""
 
 
 def noted_text(tokenizer: Any, num_tokens: int) -> str:
@@ -111,7 +123,7 @@ def noted_text(tokenizer: Any, num_tokens: int) -> str:
     Raises:
         ValueError: the notes alone have `num_tokens` tokens or more.
     """
-    notes = [question.note for question in QUESTIONS] * TIMES
+    notes = [note.text for note in NOTES] * TIMES
     room = num_tokens - len(tokenizer.encode("\n\n".join(notes), add_special_tokens=False))
     if room <= 0:
         raise ValueError(
@@ -134,12 +146,25 @@ def prompt(tokenizer: Any, num_tokens: int, question: Question) -> str:
     return f"{noted_text(tokenizer, num_tokens)}\n\n{question.asked}"
 
 
+def sections(tokenizer: Any, num_tokens: int, count: int) -> list[str]:
+    """Return `count` parts of `english`: whole paragraphs of up to `num_tokens` tokens each."""
+    text, start, found = english(), 0, []
+    for _ in range(count):
+        ids = tokenizer.encode(text[start : start + num_tokens * 12], add_special_tokens=False)
+        part: str = tokenizer.decode(ids[:num_tokens])
+        part = part[: part.rfind("\n\n")]
+        found.append(part)
+        start += len(part) + 2
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The uncompressed model's answers to a question.
 
     Args:
         answer: the answer to the question after the text.
+        late: the part of it after the first `UNCOMPRESSED` tokens.
         without_text: the answer to the question alone.
         gap: the difference between the probabilities of the chosen token and of the runner-up, in
             [0, 1]; minimum over the answer's tokens.
@@ -147,14 +172,20 @@ class Asked:
 
     question: Question
     answer: str
+    late: str
     without_text: str
     gap: float
 
     @property
     def known_from_the_text(self) -> bool:
-        """Return whether the answer is right with the text, and wrong without it."""
-        right = self.question.answered_by
-        return right(self.answer) and not right(self.without_text)
+        """Return whether all facts are right with the text, the last one late, and it is wrong
+        without the text."""
+        named, last = self.question.named, self.question.notes[-1].fact
+        return (
+            len(named(self.answer)) == len(self.question.notes)
+            and last in named(self.late)
+            and last not in named(self.without_text)
+        )
 
 
 def surest(asked: Iterable[Asked]) -> Asked:
@@ -172,5 +203,5 @@ def surest(asked: Iterable[Asked]) -> Asked:
     return max(known, key=lambda item: item.gap)
 
 
-CHOSEN = QUESTIONS[7]
+CHOSEN = QUESTIONS[8]
 """The demo's question. A test checks that `surest` chooses it from the recorded answers."""
