@@ -10,6 +10,7 @@ In benchmarks/results, with the repository's root in PYTHONPATH, these commands 
         --out formats
     python -m benchmarks.evidence.report formats_tasks_smollm2.jsonl.xz \\
         formats_tasks_qwen2.jsonl.xz --out formats_tasks
+    python -m benchmarks.evidence.report settings_qwen2.jsonl.xz --pooled --out settings
 
 Git keeps the .md files, evidence.png and formats.png. It ignores the other files, which follow from
 the raw files.
@@ -25,6 +26,8 @@ from benchmarks.evidence.bytes_table import LEGEND as OF_BYTES
 from benchmarks.evidence.bytes_table import bytes_tables
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered_counts, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
+from benchmarks.evidence.pooled_table import AFTER_FIRST, differences, differences_table, pooled
+from benchmarks.evidence.pooled_table import LEGEND as OF_POOLED
 from benchmarks.evidence.position_tables import LEGEND, position_tables
 from benchmarks.evidence.rules_table import LEGEND as OF_RULES
 from benchmarks.evidence.rules_table import rules_table
@@ -47,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="where to write .json, .md and .png",
     )
+    parser.add_argument(
+        "--pooled",
+        action="store_true",
+        help="also write ordinary requests with the instruction first and last together, and the"
+        " differences between systems",
+    )
     args = parser.parse_args(argv)
     results = read(args.results)
     found = cells(results)
@@ -55,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     document = {"origin": origin, "cells": as_json(found)}
     args.out.with_suffix(".json").write_text(json.dumps(document, indent=0) + "\n")
-    args.out.with_suffix(".md").write_text(markdown(found, results, origin))
+    text = markdown(found, results, origin)
+    if args.pooled:
+        text += "\n" + pooled_markdown(pooled(results))
+    args.out.with_suffix(".md").write_text(text)
     save_picture(found, args.out.with_suffix(".png"))
 
 
@@ -99,6 +111,21 @@ def markdown(
                     c for c in of_prompts if c.task == task and c.method not in _only_variants()
                 ]
                 parts.append(_table(of_task))
+    return "\n".join(parts)
+
+
+def pooled_markdown(results: Sequence[dict[str, Any]]) -> str:
+    """Return tables of `pooled` lines: each system by bytes, and the differences between them."""
+    parts = []
+    for model in dict.fromkeys(line["model"] for line in results):
+        of_model = [line for line in results if line["model"] == model]
+        parts += [f"## {model}, question first and last together\n", OF_POOLED]
+        parts += bytes_tables(cells(of_model))
+        for title, found in (
+            ("from the 33rd output token on", differences(of_model)),
+            ("over all output tokens after the first", differences(of_model, AFTER_FIRST)),
+        ):
+            parts += [f"Differences {title}:\n", differences_table(found)]
     return "\n".join(parts)
 
 

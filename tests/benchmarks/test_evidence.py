@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
 from benchmarks.evidence.outputs import compare_outputs, divergence, full_cache_output
+from benchmarks.evidence.pooled_table import differences, pooled
 from benchmarks.evidence.reference_model import ReferenceModel, encode
 from benchmarks.evidence.rules_table import rules_table
 from checkpoints import make, tokens
@@ -443,3 +444,28 @@ def test_the_rules_table_counts_only_rules_that_the_full_cache_obeys():
     shares = [[cell.split(" ")[0] for cell in row[2:]] for row in rows[2:]]
     assert shares == [["33%", "100%"], ["50%", "100%"], ["0%", "100%"]]
     assert rules_table([]) == ""
+
+
+def test_differences_compare_the_same_tokens_of_both_systems():
+    def line(method, question, item, agreed, kl, task="summary"):
+        # 32 tokens follow the first; only the later ones count
+        agreed_at, kl_at = "1" * 31 + agreed, [9.0] * 31 + kl
+        text = {"task": task, "item": item, "group": item, "question": question, "seed": 2}
+        return text | {"method": method, "budget": 1.0, "agreed_at": agreed_at, "kl_at": kl_at}
+
+    results = [
+        line("a", "first", "summary/0", "1111", [0.0] * 4),
+        line("b", "first", "summary/0", "1100", [1.0] * 4),
+        line("a", "last", "summary/0", "11", [0.5] * 2),
+        line("b", "last", "summary/0", "11", [0.5] * 2),
+        line("a", "last", "points/0", "", []),  # ends before the tokens that count
+        line("b", "last", "points/0", "", []),
+        line("a", "last", "points/1", "0000", [9.0] * 4),  # the other system lacks it
+        line("a", "last", "niah/0", "0000", [9.0] * 4, task="niah-single"),
+        line("b", "last", "niah/0", "1111", [0.0] * 4, task="niah-single"),
+    ]
+    (pair, (top1, kl, tokens)) = next(iter(differences(pooled(results)).items()))
+    assert pair == (("a", 1.0), ("b", 1.0))
+    assert (top1.prompts, top1.independent, tokens) == (2, 1, 6)
+    assert top1.mean == pytest.approx(2 / 6)
+    assert kl.mean == pytest.approx(-4 / 6)

@@ -155,8 +155,11 @@ def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     for name in ("packed", "evicting"):
         assert lines[name, 0.5]["kl_at"][:32] == [0.0] * 32
     assert max(lines["fp8", 1.0]["kl_at"]) > 0
-    report.main([str(out), "--out", str(tmp_path / "formats")])
+    report.main([str(out), "--pooled", "--out", str(tmp_path / "formats")])
     text = (tmp_path / "formats.md").read_text()
+    pooled = text.split("question first and last together\n")[1]
+    assert "ordinary requests, 1 prompts, by bytes:" in pooled
+    assert "| `cake`, 0.5 | `fp8`, 1 | 1 | 12 |" in pooled
     table = text.split("ordinary requests, 1 prompts, by bytes:\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
     assert rows[0] == ["method", "budget", "bytes", "KL", "equal tokens"]
