@@ -348,21 +348,19 @@ def next_hit(llm, seed: int, length: int, output: int, **params) -> int:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("length", "output", "method", "extra", "expected"),
+    ("length", "output", "method", "expected"),
     [
-        (1000, 100, "cake", {}, 1000 // BLOCK * BLOCK),
-        (1000, 100, "cake-chunk", {"lookahead": 32}, 1032 // BLOCK * BLOCK),
-        (1000, 20, "cake-chunk", {"lookahead": 32}, 1019 // BLOCK * BLOCK),  # not compressed
-        (100, 100, "cake", {}, 199 // BLOCK * BLOCK),  # nor is this
-        (1000, 100, "h2o", {}, 0),  # reads the queries of all tokens
+        (1000, 100, "cake", 1000 // BLOCK * BLOCK),
+        (100, 100, "cake", 199 // BLOCK * BLOCK),  # not compressed
+        (1000, 100, "h2o", 0),  # reads the queries of all tokens
     ],
 )
 def test_cached_tokens_of_the_next_turn_equal_the_engines(
-    llm, tiny, length, output, method, extra, expected
+    llm, tiny, length, output, method, expected
 ):
-    config = {"compress": method, "budget": 0.2, "min_prompt": 128, "lookahead": 0, **extra}
+    config = {"compress": method, "budget": 0.2, "min_prompt": 128}
     hits = plan_on_cpu(tiny, length, output, config).next_hits
-    xargs = {"kv_compress": method, "kv_budget": 0.2, "kv_lookahead": extra.get("lookahead", 0)}
+    xargs = {"kv_compress": method, "kv_budget": 0.2}
     seed = 1000 + 10 * output + length + len(method)
     on = next_hit(llm, seed, length, output, extra_args=xargs)
     assert on == hits.on == expected
@@ -379,7 +377,7 @@ def test_cached_tokens_of_the_next_turn_equal_the_engines(
         (100, {"budget": 0.6, "decode_interval": 256}),
         (700, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
         (100, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
-        (100, {"compress": "h2o", "packed_dtype": "auto", "decode_budget": 96, "min_prompt": 4096}),
+        (100, {"compress": "h2o", "packed_dtype": "auto", "decode_budget": 96, "min_prompt": 2000}),
         (1500, {"packed_dtype": "auto", "max_whole": 700, "piece": 256}),
         (1500, {"packed_dtype": "auto", "max_whole": 700, "piece": 256, "probe": 0}),
     ],
@@ -392,14 +390,19 @@ def test_cached_tokens_after_repeated_packing_equal_the_engines(wide, length, ch
 
 
 @pytest.mark.engine
-def test_cached_tokens_of_a_model_with_windows_equal_the_engines(tmp_path):
-    model = make("gpt-oss", tmp_path)
-    config = settings("cake", 0.2)
-    hits = plan_on_cpu(model, 500, 100, config["kvcompress"]).next_hits
-    with engine(model, additional_config=config, max_model_len=2048) as llm:
-        assert next_hit(llm, 7, 500, 100) == hits.on == 480
-    with engine(model, max_model_len=2048) as llm:
-        assert next_hit(llm, 7, 500, 100) == hits.off == 576
+def test_cached_tokens_after_a_look_ahead_equal_the_engines(tiny):
+    """An output that ends within the look-ahead is cached to its end."""
+    config = settings("cake-chunk", 0.2, lookahead=32)
+    with engine(tiny, additional_config=config, max_model_len=2048) as llm:
+        for output, expected in ((100, 1032), (20, 1019)):
+            hits = plan_on_cpu(tiny, 1000, output, config["kvcompress"]).next_hits
+            assert next_hit(llm, output, 1000, output) == hits.on == expected // BLOCK * BLOCK
+
+
+def test_cached_tokens_of_a_model_with_windows_are_not_counted(tmp_path):
+    """vLLM alone finds only the prompt's."""
+    hits = plan_on_cpu(make("gpt-oss", tmp_path), 500, 100, settings()["kvcompress"]).next_hits
+    assert hits is None
 
 
 def test_the_next_turn_is_shown_where_prefix_caching_is_on(run_in_process, tiny):

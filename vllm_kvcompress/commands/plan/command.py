@@ -62,7 +62,7 @@ class PlanResult:
         stages: pipeline-parallel size.
         forecast: the forecast.
         next_hits: what a next turn finds in the prefix cache. None without that cache, and for
-            models with states.
+            models with sliding windows or states.
         default_note: note about the default of --max-num-seqs. None if it was given.
         estimated: estimate of the KV pool. None if its size was given or is unknown.
     """
@@ -212,8 +212,8 @@ def _plan(options: PlanOptions) -> PlanResult:
     if estimated is not None:
         pool_bytes = estimated.kv_cache_bytes
     load = Workload(prompt=options.length, output=options.output, protected=options.protected)
-    # States enter the prefix cache only where the chunks of a prefill end.
-    caches_output = options.prefix_caching is not False and not shape.groups.stateful
+    # vLLM caches windows and states only at boundaries of the prompt.
+    caches_output = options.prefix_caching is not False and not shape.groups.num_uncompressed
     default_note = None
     if options.requests is None:
         default_note = default_line(options.device, options.gpu_gib, defaults)

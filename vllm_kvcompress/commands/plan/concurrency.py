@@ -290,7 +290,7 @@ def next_hits(settings: CompressionConfig, sizes: Sizes, load: Workload) -> Next
     """
     hit, block = load.cached, sizes.block_size
     if settings.enabled:
-        hit = min(_first_packing(settings, sizes, load), hit)
+        hit = min(_cacheable_tokens(settings, sizes, load), hit)
         window = max(settings.resolved_window, 1)
         following = replace(load, prompt=load.prompt + load.output + window)
         if (prefill := _prefill_schedule(settings, sizes, following)) is not None:
@@ -300,8 +300,12 @@ def next_hits(settings: CompressionConfig, sizes: Sizes, load: Workload) -> Next
     return NextHits(off=load.cached // block * block, on=hit // block * block)
 
 
-def _first_packing(settings: CompressionConfig, sizes: Sizes, load: Workload) -> int:
-    """Return the tokens computed when a request is first packed; all if it never is."""
+def _cacheable_tokens(settings: CompressionConfig, sizes: Sizes, load: Workload) -> int:
+    """Return the tokens of a request that may enter the prefix cache.
+
+    They are those computed when it is first packed, or all if it never is. A prompt is packed into
+    fresh blocks, an output into the request's own last blocks, which leave the cache.
+    """
     if (pieces := _piece_schedule(settings, sizes, load)) is not None:
         return pieces.first_end
     if (plan := _page_plan(settings, sizes, load)[0]) is not None:
@@ -309,8 +313,10 @@ def _first_packing(settings: CompressionConfig, sizes: Sizes, load: Workload) ->
     if (output := _output_schedule(settings, sizes, load)) is None:
         return load.cached
     footprint = KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size)
-    steps = range(load.prompt + 1, load.cached + 1)
-    return next((at for at in steps if output.plan(footprint, at) is not None), load.cached)
+    for at in range(load.prompt + 1, load.cached + 1):
+        if (packing := output.plan(footprint, at)) is not None:
+            return max(at - packing.blocks * sizes.block_size, 0)
+    return load.cached
 
 
 def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Workload) -> LookaheadSchedule:
