@@ -45,13 +45,13 @@ QUESTION_TEXT = 1600
 """Tokens of the text before the question, for which it was chosen."""
 BLOCK = 128
 """Tokens of a KV block on both servers: vLLM's default on CPUs."""
-FIT = 3
+FIT = 2
 """Uncompressed requests that fit into the pool."""
 AROUND = 160
 """Most tokens around a prompt's text: chat template and instruction or questions."""
 QUESTION_TOKENS = 96
 """Output tokens of the question."""
-SHORT = {"tokens": 1600, "requests": 8, "max_tokens": 192}
+SHORT = {"tokens": 1200, "requests": 6, "max_tokens": 128}
 LONG = {"tokens": 3200, "requests": 12, "max_tokens": 384}
 
 
@@ -247,12 +247,12 @@ def main(argv: list[str] | None = None) -> int:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        *texts, other = sections(tokenizer, args.tokens, args.requests + 1)
+        texts = sections(tokenizer, args.tokens, args.requests)
         question = prompt(tokenizer, QUESTION_TEXT, CHOSEN)
         requests = [f"{text}\n\n{REQUEST}" for text in texts]
         wait_healthy(servers, progress)
-        # The first requests to a server, and the first compression, include one-time work.
-        measure(servers, "warming up", [other], UNCOMPRESSED + 7, progress)
+        # The first request to a server includes one-time work.
+        measure(servers, "warming up", [question[:200]], 8, progress)
         one_measured = measure(servers, "one request", [question], QUESTION_TOKENS, progress)
         load_measured = measure(
             servers, f"{args.requests} requests at once", requests, args.max_tokens, progress
