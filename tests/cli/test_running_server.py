@@ -156,6 +156,7 @@ def test_settings_of_requests_are_ignored_with_a_note(off, endpoint, stream):
         ({"kv_budget": "many"}, ["kv_budget"], INVALID),
         ({"kv_protect": "sytem", "other": 1}, ["kv_protect"], "'sytem' is unknown"),
         ({"kv_bugdet": 1}, None, "did you mean 'kv_budget'?"),
+        ({"kv_alias": "demo@small"}, ["kv_alias"], ""),
     ):
         for note in notes(post(off, endpoint, "Hello", xargs, stream)):
             assert note.get("ignored") == ignored
@@ -176,6 +177,12 @@ def test_misplaced_settings_and_other_endpoints_are_answered_too(off):
     batch = {**chat, "messages": [chat["messages"]] * 2, "vllm_xargs": {"kv_budget": 0.2}}
     answers = httpx.post(f"{off.url}/v1/chat/completions/batch", json=batch, timeout=60)
     assert notes(answers) == [{"ignored": ["kv_budget"]}]
+    for xargs in (None, "no object"):
+        batch["vllm_xargs"] = xargs
+        if xargs is None:
+            del batch["vllm_xargs"]
+        answers = httpx.post(f"{off.url}/v1/chat/completions/batch", json=batch, timeout=60)
+        assert set(notes(answers)) == {None}
     generate = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
     generate["sampling_params"]["extra_args"] = {"kv_budget": 0.2}
     answers = httpx.post(f"{off.url}/inference/v1/generate", json=generate, timeout=60)

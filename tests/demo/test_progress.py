@@ -213,7 +213,7 @@ def test_the_demo_sends_the_question_alone_and_then_all_requests(
     assert question.endswith(CHOSEN.asked)
     assert len(set(requests)) == 3
     assert all(text.endswith(REQUEST) for text in requests)
-    assert "477 of 477 output tokens after the compression" in capsys.readouterr().out
+    assert "285 of 285 output tokens after the compression" in capsys.readouterr().out
 
     figures = json.loads(saved.read_text())
     assert all(figures[key] for key in ("machine", "commit", "vllm", "command", "date", "flags"))

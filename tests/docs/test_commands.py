@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -80,9 +81,10 @@ def commands(page: str) -> tuple[tuple[str, ...], ...]:
             blocks.append(re.sub(r"\s+", " ", span))
     found: list[tuple[str, ...]] = []
     for block in blocks:
-        done = subprocess.run(
-            ["/bin/bash", "-c", SHELL + block], capture_output=True, text=True, check=False
-        )
+        prompts_removed = re.sub(r"^(\s*)\$ ", r"\1", block, flags=re.MULTILINE)
+        shell = ["/bin/bash", "-c", SHELL + prompts_removed]
+        with tempfile.TemporaryDirectory() as folder:  # for what a redirection writes
+            done = subprocess.run(shell, capture_output=True, text=True, cwd=folder, check=False)
         for line in done.stdout.split("\n\0"):
             words = [PLACEHOLDERS.get(word, word) for word in line.split("\0")[:-1]]
             if len(words) > 1:
@@ -100,6 +102,7 @@ def of(program: str, page: str | None = None) -> list[tuple[str, ...]]:
 def test_the_pages_have_commands_of_each_kind():
     counts = {program: len(of(program)) for program in ("vllm", "kvcompress", "make", "python")}
     assert min(counts.values()) >= 10, counts
+    assert ("plan", "Llama-3.1-8B-Instruct") in {words[:2] for words in of("kvcompress")}
 
 
 def test_all_make_targets_exist():

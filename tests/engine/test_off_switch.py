@@ -62,8 +62,8 @@ def warnings(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("1", True), ("true", True), (" YES ", True),
-        ("", False), ("0", False), ("False", False), ("no", False),
+        ("1", True), ("true", True), (" YES ", True), ("on", True),
+        ("", False), ("0", False), ("False", False), ("no", False), ("off", False),
     ],
 )  # fmt: skip
 def test_the_values_of_the_switch(monkeypatch, value, expected):
@@ -73,7 +73,7 @@ def test_the_values_of_the_switch(monkeypatch, value, expected):
 
 def test_another_value_is_refused_before_the_model_loads(monkeypatch, model, capsys):
     monkeypatch.setenv(OFF_SWITCH, "off" + "f" * 99)
-    rule = r"^KVCOMPRESS_OFF must be 1 \(compression is off\) or 0, got 'offff.*\.\.\.; set it"
+    rule = r"^KVCOMPRESS_OFF must be 1 or 0, got 'offff.*\.\.\..*; set it to 1 to turn"
     with pytest.raises(ConfigError, match=rule):
         configure(model)
     with pytest.raises(SystemExit, match="2"):
@@ -98,6 +98,7 @@ def test_without_the_switch_settings_stay_as_they_are(model):
         (["--kv-compress", "newer-method"], "choose from"),
         (["--kv-compress", "cake", "--kv-budget", "2.5"], "got '2.5'"),
         (["--kv-compress-config", '{"compress": "cake", "newer": 1}'], "'newer' is unknown"),
+        (["--kv-compress", "cake", "--kv-compress-config", "{bad"], "must be a JSON object"),
         (["--kv-compress", "cake", "--kv-alias", "new=newer-method:0.2"], "'newer-method'"),
         (["--kv-compress", "cake", "--kv-window", "8", "--kv-probe", "4"], "needs --kv-max-whole"),
         (["--kv-compress", "cake", "--kv-lookahead", "8", "--kv-lookahead-yields", "never"], ""),

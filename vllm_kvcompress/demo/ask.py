@@ -71,6 +71,11 @@ class Measured:
     prefill_s: float
     compression_s: float
 
+    @property
+    def request_s(self) -> float:
+        """Return the mean seconds until a request was done."""
+        return fmean(reply.end_s for reply in self.replies)
+
 
 def ask_all(
     server: Server,

@@ -125,8 +125,8 @@ def losses(one: Comparison, load: Comparison, lost: Sequence[str]) -> list[str]:
         )
     if early := sum(not each.before for each in load.agreements):
         found.append(
-            f"{early} of {number} outputs differ before the compression: requests that share a step"
-            " change rounding."
+            f"{early} of {number} outputs differ before the compression: other batches round"
+            " differently."
         )
     if load.on.preemptions > load.off.preemptions:
         found.append(
@@ -151,6 +151,12 @@ def losses(one: Comparison, load: Comparison, lost: Sequence[str]) -> list[str]:
             alone.end_s,
             compressed.end_s,
             f"its compression took {one.on.compression_s:.2f} s",
+        ),
+        (
+            "A request among others, on average,",
+            load.off.request_s,
+            load.on.request_s,
+            "requests that share a step end together",
         ),
         (
             "All requests",

@@ -41,6 +41,7 @@ def show_load(load: Comparison, *, pool: int, fit: int, instruction: str, consol
         ("requests that ran at once, mean", lambda m: f"{m.mean_running:.1f}"),
         ("requests that ran at once, maximum", lambda m: f"{m.max_running:.0f}"),
         ("time until all were done", lambda m: f"{m.wall_s:.1f} s"),
+        ("time until a request was done, mean", lambda m: f"{m.request_s:.1f} s"),
         ("output tokens per second", lambda m: f"{m.tokens_per_s:.1f}"),
         ("time to first token, median", lambda m: f"{m.first_token_s:.1f} s"),
         ("KV blocks held by a running request, mean", lambda m: f"{m.blocks_per_request:.1f}"),

@@ -16,7 +16,9 @@ from vllm_kvcompress.settings.parsing import Alias
 logger = logging.getLogger("vllm.kvcompress")
 
 OFF_SWITCH = "KVCOMPRESS_OFF"
-_STATES = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+_STATES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
+    ("", "0", "false", "no", "off"), False
+)
 
 
 def is_switched_off() -> bool:
@@ -30,8 +32,8 @@ def is_switched_off() -> bool:
         return _STATES[value.strip().lower()]
     except KeyError:
         raise ConfigError(
-            f"{OFF_SWITCH} must be 1 (compression is off) or 0, got {shorten(value)}; set it to 1"
-            " or 0, or unset it"
+            f"{OFF_SWITCH} must be 1 or 0, got {shorten(value)}; set it to 1 to turn compression"
+            " off, or unset it"
         ) from None
 
 

@@ -73,8 +73,8 @@ def _refuse_other_alias(request: Any, name: str | None) -> None:
     if not isinstance(sent, Mapping) or sent.get(ALIAS, name) == name:
         return
     error = OverrideError.invalid(
-        f"{ALIAS} must not be in a request to the server, got {shorten(sent[ALIAS])}; name the"
-        " alias in the request's `model`"
+        f"{ALIAS} must not be sent over HTTP, got {shorten(sent[ALIAS])}; name the alias in the"
+        " request's `model`"
     )
     count_refusal(error.reason)
     raise VLLMValidationError(str(error), parameter=error.parameter)

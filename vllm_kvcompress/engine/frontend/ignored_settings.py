@@ -5,6 +5,7 @@ of a request with compression settings names them, and says what is wrong with t
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
@@ -18,7 +19,13 @@ from vllm_kvcompress.engine.frontend.usage import (
 )
 from vllm_kvcompress.engine.messages.settings import has_settings, parsed_settings
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.settings.request_keys import KEYS, misplaced, refuse_misplaced
+from vllm_kvcompress.settings.request_keys import (
+    ALIAS,
+    KEYS,
+    XARGS,
+    misplaced,
+    refuse_misplaced,
+)
 from vllm_kvcompress.settings.request_options import check_form
 
 _INSTALLED = "_kvcompress_ignored_settings"
@@ -52,12 +59,17 @@ def _naming_ignored_settings(handler: Any) -> Any:
 async def _ignored_settings(request: Any, raw_request: Any) -> dict[str, Any] | None:
     """Return the names of a request's settings, and an error if one is wrong; None without any."""
     params = getattr(request, "sampling_params", None)
-    extra_args = request.vllm_xargs if params is None else params.extra_args
-    extra_args = extra_args or {}
+    extra_args = (
+        getattr(request, XARGS, None) if params is None else getattr(params, "extra_args", None)
+    )
+    if not isinstance(extra_args, Mapping):
+        extra_args = {}  # batches of chats have no such field, or one that vLLM does not check
     places = await ignored_keys(request, raw_request)
     outside = {key for body, fields, _ in places for key in misplaced(body, fields)}
     found: dict[str, Any] = {}
-    if keys := [key for key in KEYS if key in extra_args or key in outside]:
+    is_named = extra_args.get(ALIAS) not in (None, getattr(request, "model", None))
+    keys = [key for key in KEYS if key in extra_args or key in outside] + [ALIAS] * is_named
+    if keys:
         found["ignored"] = keys
     try:
         check_form(extra_args)

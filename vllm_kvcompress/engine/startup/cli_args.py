@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 
 from vllm_kvcompress.engine.messages.settings import (
     attach_settings,
@@ -23,9 +24,15 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
 from vllm_kvcompress.settings.declared import flag_of
 from vllm_kvcompress.settings.lookahead import RENAMED_KEYS
-from vllm_kvcompress.settings.off_switch import is_switched_off, without_compression
+from vllm_kvcompress.settings.off_switch import (
+    OFF_SWITCH,
+    is_switched_off,
+    without_compression,
+)
 from vllm_kvcompress.settings.overrides import refuse_taken_names
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
+
+logger = init_logger("vllm.kvcompress")
 
 _INSTALLED = "_kvcompress_cli_args"
 _FROM_COMMAND = "_kvcompress_from_command"
@@ -54,13 +61,22 @@ def _parsed_as(key: str) -> Callable[[str], Any]:
 
 def _json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object, as an argparse type."""
+    problem = ""
     try:
         value = parse_json(text)
     except ValueError as e:
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({e})") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return value
+        value, problem = None, f" ({e})"
+    if isinstance(value, dict):
+        return value
+    problem = f"must be a JSON object, got {text!r}{problem}"
+    if not is_switched_off():
+        raise argparse.ArgumentTypeError(problem)
+    logger.warning(
+        "%s is set, so wrong settings do not stop the server: --kv-compress-config %s",
+        OFF_SWITCH,
+        problem,
+    )
+    return {}
 
 
 def _without_repeated_settings(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -72,7 +88,8 @@ def _without_repeated_settings(parse: Callable[[str], Any]) -> Callable[[str], A
             try:
                 parse_json(text)
             except RepeatedKeyError as e:
-                raise argparse.ArgumentTypeError(str(e)) from None
+                if not is_switched_off():
+                    raise argparse.ArgumentTypeError(str(e)) from None
         return value
 
     return parsing

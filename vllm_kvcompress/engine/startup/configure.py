@@ -247,7 +247,8 @@ def _install_off(settings: CompressionConfig) -> None:
     default_usage_to_none()
     try:
         check("frontend.api", "frontend.usage", "frontend.metrics", version=vllm.__version__)
-    except VllmHookError:
+    except VllmHookError as e:
+        logger.warning("vllm:kv_compress_off and notes on ignored settings are missing: %s", e)
         return
     from vllm_kvcompress.engine.frontend import metrics
 

@@ -53,11 +53,11 @@ def _unfinished_seeds_kept(runner: Any) -> Iterator[None]:
     batch = getattr(runner, "input_batch", None)
     generators: dict[int, torch.Generator] = getattr(batch, "generators", {})
     unfinished = {
-        row: generator
-        for row, generator in generators.items()
-        if runner.discard_request_mask.np[row]
+        request_index: generator
+        for request_index, generator in generators.items()
+        if runner.discard_request_mask.np[request_index]
     }
-    generators.update({row: _DiscardedGenerator(device="cpu") for row in unfinished})
+    generators.update({index: _DiscardedGenerator(device="cpu") for index in unfinished})
     try:
         yield
     finally:
