@@ -38,11 +38,14 @@ def test_files_that_compress_quote_the_measurements():
     late = re.search(
         r"Of (\d+) numbers, `cake-chunk` at 0\.2 with its look-ahead found (\d+)", page
     )
+    outputs = sum(map(int, re.search(r"which (\d+) and (\d+)\s+outputs have", page).groups()))
     share = re.search(r"^\| \*\*k4v3\*\* \| 60 % \| 0\.(\d+) ", page, re.M)[1]
     quotes = {
         "0.2": [
-            f"{match[0]} to {match[1]} % of a 0.5B model's output tokens matched on 40 ordinary",
-            f"{late[2]} of {late[1]} numbers that outputs named late were right",
+            f"{match[0]} to {match[1]} % of a 0.5B model's output tokens matched in"
+            f" {outputs} ordinary",
+            # with each of two models
+            f"{2 * int(late[2])} of {2 * int(late[1])} numbers that outputs named late were right",
         ],
         "0.6": ["keeps 60 % of each long prompt's tokens", f"in {share} % of the prompt's 16-bit"],
     }

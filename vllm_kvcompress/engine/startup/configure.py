@@ -127,7 +127,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
     unrounded = ", rounded to whole KV blocks,"
     settings = in_whole_blocks(settings, block) if block else settings
     named = set(settings.allow_override) - {"off"}
-    on_request = "only for requests that choose a method or a model name"
+    on_request = "only for requests that name a method or an alias"
     logger.info(
         "KV-cache compression is on: %s%s, for prompts of at least %d tokens",
         settings.compress if settings.enabled else on_request,
