@@ -21,6 +21,7 @@ from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
+from processor import rounds_with_avx512
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
@@ -329,7 +330,9 @@ def test_a_model_that_k4v3_cannot_pack_is_an_error(prompt):
 OFF = '{"compress": "off"}'
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4_per_token_head"])
+@pytest.mark.parametrize(
+    "name", ["fp8", pytest.param("int4_per_token_head", marks=rounds_with_avx512)]
+)
 def test_a_low_bit_cache_decodes_as_a_prefill_in_its_format(model, prompt, name):
     low_bit = CACHE_FORMATS[name]
     full = full_cache_output(model, LONG_OUTPUT, prompt)

@@ -17,6 +17,7 @@ from benchmarks.evidence.reference_model import ReferenceModel
 from benchmarks.evidence.simulated_request import SCORED, SimulatedRequest
 from checkpoints import make, tokens
 from engines import BLOCK, engine
+from processor import rounds_with_avx512
 from vllm_kvcompress.settings.config import CompressionConfig
 
 PROMPTS = {"whole": tokens(45, seed=5), "packed": tokens(333, seed=8)}
@@ -105,6 +106,7 @@ def test_a_simulated_request_holds_the_slots_that_the_engine_keeps(
 
 
 @pytest.mark.engine
+@rounds_with_avx512
 def test_simulated_groups_give_the_engines_output(tmp_path, monkeypatch):
     """In float32, as the test engine's cache is, packed pages hold twice as many tokens."""
     for module in (compressed_cache, simulated_request):

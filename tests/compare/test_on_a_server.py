@@ -10,6 +10,7 @@ import pytest
 
 from checkpoints import text_checkpoint
 from forks import forking_environment
+from processor import needs_avx512
 from vllm_kvcompress.compare import server
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import distance
@@ -131,6 +132,7 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
 
 
+@needs_avx512
 def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
     lines = [{"prompt": english()[start : start + 3000], "max_tokens": 12} for start in (0, 9000)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))

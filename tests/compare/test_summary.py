@@ -61,11 +61,13 @@ def test_the_drop_is_paired_by_prompt():
     """A prompt that both sides get wrong is no loss, and one that only compression gets right is a
     gain."""
     unknown = [outcome(f"u{n}", score=0.0, full_score=0.0) for n in range(40)]
-    won = outcome("w", score=1.0, full_score=0.0)
-    (summary,) = summaries(*unknown, won, cells=[SNAP])
-    assert summary.drop.mean == pytest.approx(-1 / 41)
+    won, kept = outcome("w", score=1.0, full_score=0.0), outcome("k", score=1.0, full_score=1.0)
+    (summary,) = summaries(*unknown, won, kept, cells=[SNAP])
+    assert summary.drop.mean == pytest.approx(-1 / 42)
     assert summary.drop.upper <= 0
-    assert summary.bound == pytest.approx(1 - 0.05 ** (1 / 41))
+    assert summary.bound == pytest.approx(1 - 0.05 ** (1 / 42))
+    (summary,) = summaries(*unknown, cells=[SNAP])
+    assert (summary.drop.mean, summary.loss, summary.bound) == (0.0, None, None)
 
 
 def test_uncompressed_prompts_are_in_no_figure():

@@ -7,7 +7,8 @@ from misplaced_settings import minimal_requests
 from vllm_kvcompress.settings.request_keys import REQUEST_KEYS
 
 PLACES = ("extra arguments", "in extra arguments", "top level", "in an object", "request_id")
-KEYS = (*REQUEST_KEYS, "kv_budgett", "kvcompress_options", "kv_transfer_params")
+# Not kv_transfer_params: vLLM alone answers 500 if that is a list in the extra arguments.
+KEYS = (*REQUEST_KEYS, "kv_budgett", "kvcompress_options")
 OBJECTS = ("zz", "vllm_xarg", "extra_body", "kv_transfer_params", "sampling_params")
 MAX_ID = 3000
 """Characters of a request's id, which vLLM repeats in its response."""

@@ -263,19 +263,21 @@ def test_hostile_bodies_get_short_responses_and_log_lines(server):
         path for path, methods in paths.items() if "requestBody" in methods.get("post", {})
     }
     assert endpoints >= minimal_requests().keys()
-    statuses = Counter()
+    statuses, faults = Counter(), []
     for path in sorted(endpoints):
         for body in hostile_bodies(path, 12):
             before = server.log.stat().st_size
             response = post_json(server, path, body)
             logged = server.log.read_bytes()[before:]
-            shown = path, body[:300], response.status_code, len(response.content), len(logged)
-            assert response.status_code < 500, (*shown, response.text[:1000])
-            assert len(response.content) < 30_000, (*shown, response.text[:1000])
-            assert len(logged) < 30_000, (*shown, logged[:1000])
-            assert b"\x1b[2J" not in logged, (*shown, logged)
+            # A render endpoint returns the request that it received.
+            repeated = len(body) if path.endswith("/render") and response.is_success else 0
+            sizes = len(response.content) - repeated, len(logged)
+            if response.status_code >= 500 or max(sizes) > 30_000 or b"\x1b[2J" in logged:
+                shown = response.text[:400], logged[:400]
+                faults.append((path, body[:400], response.status_code, *sizes, *shown))
             statuses[path, response.status_code] += 1
         assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
+    assert not faults, faults
     for path in minimal_requests():
         assert statuses[path, 200], statuses
         assert statuses[path, 400], statuses
