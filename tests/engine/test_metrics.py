@@ -275,7 +275,8 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
             kept_of_roles = sum(role["tokens"] * role["kept"] for role in roles)
             assert kept_of_roles == pytest.approx(report["kept_tokens"])
         assert report.get("protected_tokens", 0) == (87 if extra_args else 0)
-    by_request = {line.request: line for line in compressed_requests("\n".join(lines))}
+    log = "".join(f"INFO 01-02 03:04:05 [reports.py:160] {line}\n" for line in lines)
+    by_request = {line.request: line for line in compressed_requests(log)}
     for request_id, report in usage.items():
         line = by_request[request_id]
         assert line.kept_tokens == pytest.approx(report["kept_tokens"], abs=0.05)
