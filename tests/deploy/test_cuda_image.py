@@ -101,6 +101,8 @@ def test_the_installed_compare_works_without_vllm_and_draws(installed, without_v
             "snapkv",
             "--budgets",
             "0.2",
+            "--by",
+            "agreement",
         ]
         done = subprocess.run([*command, "--url", url, *flags, "--json"], **run)
     assert (done.returncode, json.loads(done.stdout)["complete"]) == (1, True), done.stderr
