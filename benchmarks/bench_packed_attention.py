@@ -1,14 +1,19 @@
-"""Measure attention of a decode step over packed pages (k4v3) on a CPU, per layer.
+"""Measure attention over packed pages (k4v3) on a CPU, per layer.
 
     python benchmarks/bench_packed_attention.py
+    python benchmarks/bench_packed_attention.py --queries 512 --rows 1 --tokens 1024 4096 8192
 
 All implementations attend to as many tokens, in turns. Figures are the median of the turns and, in
 parentheses, the least one. On a machine that runs other programs, only the least one is meaningful.
 
 * vLLM: vLLM's own kernel on a cache of 16 bits
 * op: `packed_attention`, with all tokens packed except the last `--tail`
+* copies: `dequantise_pages`, then vLLM's kernel on the copies, for prefills (``--queries``)
 * torch: PyTorch code that dequantises the packed tokens and calls its attention, with ``--torch``
 * compiled: the same through torch.compile, with ``--torch``; needs a C++ compiler
+
+With ``--queries``, a request is a chunk of a prefill: ``--tokens`` packed tokens are before it, and
+its own tokens are in 16 bits.
 
 A matrix product of PyTorch precedes every call, as a model's layers do, so that threads which wait
 in another pool would show.
@@ -26,6 +31,19 @@ the op took this multiple of vLLM's time (median of 25 turns):
 So it loses while 16-bit pages fit in the processor's cache: by 40 microseconds at 1 x 1,024 tokens.
 Beyond that, reading a quarter of the bytes wins. In a run of the first shape with 4,096 tokens on a
 busy machine, PyTorch code took 5,522 microseconds and torch.compile 8,752; the op took 448.
+
+For 512 queries behind packed tokens on an AMD EPYC of family 25 (AVX2, without AVX-512), busy, with
+one thread, op and copies took these multiples of vLLM's time (least of 5 turns):
+
+| heads, KV, dim | 1,024 | 4,096 | 8,192 |
+| --- | ---: | ---: | ---: |
+| 9, 3, 64 | 0.69, 0.95 | 0.64, 0.90 | 0.59, 1.09 |
+| 14, 2, 64 | 0.66, 1.05 | 0.64, 0.96 | 0.63, 0.93 |
+| 12, 2, 128 | 0.77, 0.91 | 0.72, 0.87 | 0.63, 0.78 |
+| 32, 8, 128 | 0.80, 1.03 | 0.72, 0.95 | 0.89, 1.13 |
+
+So vLLM's kernel is slower than the op there, and copies gain nothing. `reads_copies` of
+vllm_kvcompress/engine/worker/cpu.py is therefore off without AMX.
 """
 
 import argparse
@@ -44,6 +62,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvcompress_kernels import k4v3
+from kvcompress_kernels.dequantise_pages import dequantise_pages
 from kvcompress_kernels.packed_attention import Offsets, packed_attention, workspace
 
 SHAPES = ((9, 3, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128))
@@ -55,31 +74,38 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="requests of a batch")
+    parser.add_argument("--queries", type=int, default=1, help="tokens of a prefill's chunk")
     parser.add_argument("--tail", type=int, default=64, help="tokens of a request in 16 bits")
     parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--torch", action="store_true", help="measure PyTorch code, too")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.torch and args.queries > 1:
+        parser.error("--torch measures decode steps only, so it does not go with --queries")
+    return args
 
 
 class Step:
-    """A decode step of one layer: random queries, and requests of equal lengths.
+    """A step of one layer: random queries, and requests of equal lengths.
 
     Args:
         shape: query heads, KV heads and head dim.
         rows: requests.
         tokens: tokens of each request.
         tail: tokens of each request that are not packed.
+        queries: queries of each request.
     """
 
-    def __init__(self, shape: tuple[int, int, int], rows: int, tokens: int, tail: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], rows: int, tokens: int, tail: int, queries: int
+    ) -> None:
         torch.manual_seed(0)
         self.heads, self.kv_heads, self.dim = shape
-        self.rows, self.tokens, self.tail = rows, tokens, tail
-        self.query = torch.randn(rows, self.heads, self.dim).to(DTYPE)
+        self.rows, self.tokens, self.tail, self.queries = rows, tokens, tail, queries
+        self.query = torch.randn(rows * queries, self.heads, self.dim).to(DTYPE)
         self.output = torch.empty_like(self.query)
-        self.starts = torch.arange(rows + 1, dtype=torch.int32)
+        self.starts = torch.arange(rows + 1, dtype=torch.int32) * queries
         self.scale = self.dim**-0.5
         self.isa = _get_attn_isa(DTYPE, BLOCK, self.dim, "auto")
 
@@ -96,7 +122,9 @@ class Step:
 
     def vllm(self) -> Callable[[], object]:
         """Return vLLM's attention."""
-        pages, tables = self._pages(self.tokens)
+        return self._vllm(*self._pages(self.tokens))
+
+    def _vllm(self, pages: torch.Tensor, tables: torch.Tensor) -> Callable[[], object]:
         parts = pages.view(len(pages), self.kv_heads, 2 * BLOCK, self.dim).chunk(2, dim=2)
         lengths = torch.full((self.rows,), self.tokens, dtype=torch.int32)
         plan = ops.cpu_attn_get_scheduler_metadata(
@@ -143,10 +171,25 @@ class Step:
             page.copy_(k4v3.to_bytes(k4v3.quantise(keys, values, k4v3.GROUP)))
         return pages, torch.randperm(len(pages)).int().view(self.rows, width)
 
-    def op(self) -> Callable[[], object]:
-        """Return `packed_attention`."""
+    def copies(self) -> Callable[[], object]:
+        """Return code that dequantises all packed pages, then calls vLLM's attention."""
         packed_pages, packed = self._packed()
         tail, tables = self._pages(self.tail)
+        per_page = k4v3.page_tokens(BLOCK, DTYPE.itemsize) // BLOCK
+        scratch = torch.zeros(len(packed_pages) * per_page, *tail.shape[1:], dtype=DTYPE)
+        pages = torch.cat([packed_pages, tail, scratch])
+        destinations = torch.arange(len(pages) - len(scratch), len(pages), dtype=torch.int32)
+        tables = torch.cat([destinations.view(self.rows, -1), tables + len(packed_pages)], 1)
+        attend, offsets, sources = self._vllm(pages, tables), self._offsets(), packed.flatten()
+
+        def run() -> None:
+            dequantise_pages(pages, offsets, sources, destinations)
+            attend()
+
+        return run
+
+    def _offsets(self) -> Offsets:
+        """Return where vLLM's kernel stores K and V in a page."""
         token, dim = torch.arange(BLOCK), torch.arange(self.dim)
         first_value = BLOCK * self.dim
         if self.isa == "amx":  # tiles, see vllm_kvcompress/engine/pages/layouts.py
@@ -158,13 +201,19 @@ class Step:
             )
         else:
             offsets = token, dim * BLOCK, first_value + token * self.dim, dim
+        return Offsets(*(x.int() for x in offsets))
+
+    def op(self) -> Callable[[], object]:
+        """Return `packed_attention`."""
+        packed_pages, packed = self._packed()
+        tail, tables = self._pages(self.tail)
         count = torch.full((self.rows,), self.tokens - self.tail, dtype=torch.int32)
         length = torch.full((self.rows,), self.tail, dtype=torch.int32)
         arguments = (
             self.query,
             self.output,
             torch.cat([packed_pages, tail]),
-            Offsets(*(x.int() for x in offsets)),
+            self._offsets(),
             packed,
             count,
             tables + len(packed_pages),
@@ -175,7 +224,7 @@ class Step:
         )
         memory = workspace(self.heads, self.kv_heads, self.dim, rows=self.rows, device="cpu")
         return lambda: packed_attention(
-            *arguments, scale=self.scale, max_query_tokens=1, workspace=memory
+            *arguments, scale=self.scale, max_query_tokens=self.queries, workspace=memory
         )
 
     def torch(self, *, compiled: bool = False) -> Callable[[], object]:
@@ -222,23 +271,36 @@ def main() -> None:
     for shape in SHAPES:
         for rows in args.rows:
             for tokens in args.tokens:
-                step = Step(shape, rows, tokens, args.tail)
+                if args.queries == 1:
+                    step = Step(shape, rows, tokens, args.tail, 1)
+                else:
+                    step = Step(shape, rows, tokens + args.queries, args.queries, args.queries)
                 calls = {"vLLM": step.vllm(), "op": step.op()}
+                if args.queries > 1:
+                    calls["copies"] = step.copies()
                 if args.torch:
                     calls |= {"torch": step.torch(), "compiled": step.torch(compiled=True)}
                 figures = times(calls, args.turns)
                 text = ", ".join(f"{name} {a:.0f} ({b:.0f}) us" for name, (a, b) in figures.items())
-                ratios = [a / b for a, b in zip(figures["op"], figures["vLLM"], strict=True)]
+                ratios = {
+                    name: [a / b for a, b in zip(figures[name], figures["vLLM"], strict=True)]
+                    for name in ("op", "copies")
+                    if name in figures
+                }
+                ratio_text = ", ".join(
+                    f"{name} / vLLM {a:.2f} ({b:.2f})" for name, (a, b) in ratios.items()
+                )
                 heads, kv_heads, dim = shape
                 print(
                     f"{heads} heads, {kv_heads} KV heads of {dim}, {rows} x {tokens} tokens:"
-                    f" {text}; op / vLLM {ratios[0]:.2f} ({ratios[1]:.2f})",
+                    f" {text}; {ratio_text}",
                     flush=True,
                 )
                 case = {"shape": shape, "rows": rows, "tokens": tokens}
                 results.append({**case, "microseconds": figures})
     if args.output:
         settings = {"threads": args.threads, "tail": args.tail, "turns": args.turns}
+        settings |= {"queries": args.queries}
         content = {"machine": machine(), "commit": commit(), **settings, "results": results}
         args.output.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -188,3 +189,29 @@ def tokens(count: int, seed: int) -> list[int]:
     """Return `count` seeded ids in ``[3, VOCAB)``, which excludes special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+
+def write_adapter(folder: Path, *, layers: int, hidden: int) -> str:
+    """Write a random LoRA adapter of query and value projections; return its path.
+
+    Args:
+        layers, hidden: layers and hidden size of a model with half as many KV heads as heads.
+    """
+    generator = torch.Generator().manual_seed(5)
+    weights = {}
+    for layer in range(layers):
+        for name, out in (("q_proj", hidden), ("v_proj", hidden // 2)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{key}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
+            weights[f"{key}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    options = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    return str(folder)

@@ -38,8 +38,8 @@ def watch_added_groups(llm, seen):
     pool, added = llm.compressor.pool, []
     add_groups = pool.add_groups
 
-    def adding(request_id, pages, num_tokens, page_tokens, first_block):
-        add_groups(request_id, pages, num_tokens, page_tokens, first_block)
+    def adding(request_id, pages, num_tokens, page_tokens, first_block, leading=None):
+        add_groups(request_id, pages, num_tokens, page_tokens, first_block, leading)
         groups = k4v3.read_pages(pool.byte_pages, pages.long(), pool.itemsize)
         computed = sum(len(part) for part in seen[0]["q"])
         content = pool.byte_pages[pages.long()]
@@ -56,7 +56,7 @@ def assert_never_written_again(pool, added):
         assert torch.equal(pool.byte_pages[each.pages], each.content)
 
 
-def assert_replay_matches(shape, seen, added, layer, first, positions):
+def assert_replay_matches(shape, seen, added, layer, first, positions, leading=BLOCK):
     """Assert that groups are quantised exactly, and that attention reads them and ordinary tokens.
 
     Args:
@@ -67,6 +67,7 @@ def assert_replay_matches(shape, seen, added, layer, first, positions):
         first: tokens computed when the first ordinary token was ``first[1]``, and the keys and
             values ``[Hkv, n, D]`` in groups by then.
         positions: positions of the queries to check, none before the tokens in `first`.
+        leading: first tokens of `seen` that stay ordinary tokens.
     """
     q, k, v, out = (
         torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
@@ -85,8 +86,9 @@ def assert_replay_matches(shape, seen, added, layer, first, positions):
         _, start, (keys, values) = next(step for step in reversed(steps) if step[0] <= position)
         for head in range(shape.heads):
             kv = head // (shape.heads // shape.kv_heads)
-            all_k = torch.cat([keys[kv], k[start : position + 1, kv]])
-            all_v = torch.cat([values[kv], v[start : position + 1, kv]])
+            own = slice(leading if start else 0), slice(start, position + 1)
+            all_k = torch.cat([keys[kv], *(k[part, kv] for part in own)])
+            all_v = torch.cat([values[kv], *(v[part, kv] for part in own)])
             weights = (all_k @ q[position, head] / math.sqrt(shape.head_dim)).softmax(0)
             error = (out[position, head] - weights @ all_v).abs().amax()
             assert error <= 1e-4 * all_v.abs().amax()

@@ -73,7 +73,7 @@ def compress(
     tokens of a layer and head, in the order of their positions, and returned as the format stores
     them. With a `page_size` of 1, groups cover all kept tokens, at a budget of all tokens too. With
     larger pages, a page holds as many tokens as in an engine, and the tokens after the last full
-    page stay as they are.
+    page stay as they are. So does the first page if no token is dropped.
 
     Args:
         queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
@@ -129,6 +129,8 @@ def compress(
         keeps_all = settings.tokens_per_layer(prompt) >= prompt
         kept = _uncompressed(keys, values)
         return _quantised(kept, 0) if packs and page_size == 1 and keeps_all else kept
+    if plan.cell is not None:
+        return _quantised(_uncompressed(keys, values), plan.tail, plan.leading_tokens)
     method = settings.method.method_for(scored_by_output=plan.scored_by_output)
     paged = _paged_layers(
         keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks
@@ -311,13 +313,23 @@ def _collect(
     return out
 
 
-def _quantised(kept: Compressed, tail: int) -> Compressed:
-    """Return `kept` with all tokens before the last `tail` as k4v3 stores them."""
+def _quantised(kept: Compressed, tail: int, leading: int = 0) -> Compressed:
+    """Return `kept` as k4v3 stores it, without the first `leading` and the last `tail` tokens."""
     pairs = [
-        _as_stored(keys, values, keys.shape[1] - tail)
+        _as_stored(keys[:, leading:], values[:, leading:], keys.shape[1] - leading - tail)
         for keys, values in zip(kept.keys, kept.values, strict=True)
     ]
-    return replace(kept, keys=[keys for keys, _ in pairs], values=[values for _, values in pairs])
+    return replace(
+        kept,
+        keys=[
+            torch.cat([keys[:, :leading], stored], 1)
+            for keys, (stored, _) in zip(kept.keys, pairs, strict=True)
+        ],
+        values=[
+            torch.cat([values[:, :leading], stored], 1)
+            for values, (_, stored) in zip(kept.values, pairs, strict=True)
+        ],
+    )
 
 
 def _as_stored(

@@ -210,7 +210,8 @@ class PromptCompressor:
             plan = self.plan(settings)
             if plan is None:
                 continue
-            stored = plan.pages * self.block_size / len(self.layers) + plan.tail
+            stored = plan.pages * self.block_size / len(self.layers)
+            stored += plan.leading_tokens + plan.tail
             if self._share_of_bytes([stored] * len(self.layers)) <= share_of_bytes:
                 return settings
         raise ValueError(f"{raw} takes more than {share_of_bytes} of the bytes at any budget")
@@ -236,6 +237,8 @@ class PromptCompressor:
             assert self.prompt.cache_format is None, "k4v3 packs the pages of a 16-bit cache"
             reason = k4v3.refusal(self.prompt.keys[0].shape[-1], self.block_size, ITEMSIZE)
             assert not reason, reason
+        if plan.cell is not None:
+            return self._packed_in_cells(plan)
         method = settings.method.method_for(scored_by_output=plan.scored_by_output)
         observations = self.observations(method, plan)
         pages = method.layer_pages(plan, observations)
@@ -262,6 +265,24 @@ class PromptCompressor:
             values=values,
             tokens=sum(counts),
             share_of_bytes=self._share_of_bytes(stored_tokens),
+            cache_format=self.prompt.cache_format,
+        )
+
+    def _packed_in_cells(self, plan: PagePlan) -> CompressedCache:
+        """Return the cache of a plan that packs all tokens behind the first block."""
+        keys = [k if n is None else k[:, -n:] for k, n in self._with_windows(self.prompt.keys)]
+        values = [v if n is None else v[:, -n:] for v, n in self._with_windows(self.prompt.values)]
+        first = plan.leading_tokens
+        for layer in self.layers:
+            stored = packed(keys[layer][:, first:], values[layer][:, first:], plan.tail)
+            keys[layer] = torch.cat([keys[layer][:, :first], stored[0]], 1)
+            values[layer] = torch.cat([values[layer][:, :first], stored[1]], 1)
+        stored_tokens = plan.blocks * self.block_size + first + plan.tail
+        return CompressedCache(
+            keys=keys,
+            values=values,
+            tokens=plan.tokens * len(self.layers),
+            share_of_bytes=self._share_of_bytes([stored_tokens] * len(self.layers)),
             cache_format=self.prompt.cache_format,
         )
 

@@ -95,8 +95,7 @@ class SimulatedRequest:
             kept_prompt, seed: as in the class.
         """
         assert all(window is None for window in model.sliding_windows)
-        footprint = KVFootprint(num_layers=model.num_layers, block_size=block_size)
-        keys, values = prompt.keys, prompt.values
+        keys, values, plan = prompt.keys, prompt.values, None
         if settings.enabled:
             compressor = PromptCompressor(
                 prompt, block_size, output_tokens=len(prompt.ids) - prompt_tokens
@@ -106,7 +105,15 @@ class SimulatedRequest:
                 cache = compressor.compress(settings)
                 assert cache is not None
                 keys, values = cache.keys, cache.values
-                footprint.pack(plan, len(prompt.ids) // block_size)
+        schedule = _output_schedule(settings, prompt_tokens, max_tokens, block_size)
+        packs_first = plan is None and isinstance(schedule, OutputGroupSchedule)
+        footprint = KVFootprint(
+            num_layers=model.num_layers,
+            block_size=block_size,
+            leading_blocks=int(packs_first) if plan is None else plan.leading_blocks,
+        )
+        if plan is not None:
+            footprint.pack(plan, plan.packed_end // block_size)
         return cls(
             model=model,
             footprint=footprint,
@@ -114,7 +121,7 @@ class SimulatedRequest:
             values=values,
             queries=prompt.queries,
             computed=len(prompt.ids),
-            schedule=_output_schedule(settings, prompt_tokens, max_tokens, block_size),
+            schedule=schedule,
             cache_format=prompt.cache_format,
             kept_prompt=kept_prompt,
             seed=seed,
@@ -155,7 +162,8 @@ class SimulatedRequest:
     def _held_after(self, count: int) -> int:
         """Return the ordinary tokens that the request's memory holds `count` tokens from now."""
         footprint = self.footprint
-        ordinary = self.computed + count - footprint.first_block * footprint.block_size
+        packed_blocks = footprint.first_block - footprint.leading_blocks
+        ordinary = self.computed + count - packed_blocks * footprint.block_size
         return footprint.pages * footprint.block_size + footprint.num_layers * ordinary
 
     def _compute(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -406,3 +406,23 @@ def test_unsupported_stages_are_refused(model, tmp_path, monkeypatch):
     uneven = r"unset VLLM_PP_LAYER_PARTITION, got 2 with \[3, 1\]"
     with pytest.raises(ConfigError, match=uneven):
         configure(model, pipeline_parallel_size=2, distributed_executor_backend="mp")
+
+
+def test_stages_read_the_packed_pages_of_an_earlier_turn(tmp_path):
+    """With --kv-reuse; a request with a salt of its own finds nothing and has the same output."""
+    from vllm import SamplingParams
+
+    config = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid")
+    model, first = make("llama-d80", tmp_path), tokens(900, seed=7)
+    with workers_with(tmp_path, BUFFERS), ranks(model, 2, 1, config) as llm:
+        free = llm.free_blocks
+        (turn,) = llm.outputs([first], 40)
+        prompt = first + list(turn.outputs[0].token_ids) + tokens(70, seed=8)
+        (warm,) = llm.outputs([prompt], 20)
+        inputs = {"prompt_token_ids": prompt, "cache_salt": "cold"}
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        (cold,) = llm.llm.generate([inputs], params, use_tqdm=False)
+        assert (warm.num_cached_tokens, cold.num_cached_tokens) == (928, 0)
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free

@@ -1,10 +1,8 @@
 """vLLM features such as logprobs, LoRA and structured output work with compression."""
 
-import json
-
 import pytest
 
-from checkpoints import make, text_checkpoint, tokens
+from checkpoints import make, text_checkpoint, tokens, write_adapter
 from engines import V2, engine, settings
 
 PROMPT = tokens(400, seed=11)
@@ -53,32 +51,10 @@ def test_first_token_logprobs_match_the_uncompressed_model(logprobs):
 
 @pytest.mark.skipif(V2, reason="LoRA kernels do not run under Triton's interpreter")
 def test_trap_21_lora_and_plain_requests_match_vllm(model, tmp_path):
-    import torch
-    from safetensors.torch import save_file
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    generator = torch.Generator().manual_seed(5)
-    weights = {}
-    for layer in range(4):
-        for name, out in (("q_proj", 128), ("v_proj", 64)):
-            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{key}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.3
-            weights[f"{key}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.3
-    save_file(weights, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "r": 8,
-                "lora_alpha": 16,
-                "target_modules": ["q_proj", "v_proj"],
-                "bias": "none",
-                "task_type": "CAUSAL_LM",
-            }
-        )
-    )
-    adapter = LoRARequest("adapter", 1, str(tmp_path))
+    adapter = LoRARequest("adapter", 1, write_adapter(tmp_path, layers=4, hidden=128))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def run(llm, loras, prompt=PROMPT):

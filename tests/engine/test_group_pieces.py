@@ -12,7 +12,7 @@ from engines import BLOCK, engine, model_runner_v1_only, settings
 from group_replay import assert_never_written_again, assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
-from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
@@ -36,13 +36,8 @@ def group_engine(checkpoints_folder, *, config=None, **options):
 
 
 def schedule_of(length):
-    return GroupPieceSchedule(
-        settings=CompressionConfig.parse(group_settings()["kvcompress"]),
-        num_layers=SHAPE.layers,
-        block_size=BLOCK,
-        tokens=length,
-        page_tokens=PAGE_TOKENS,
-    )
+    parsed = CompressionConfig.parse(group_settings()["kvcompress"])
+    return piece_schedule(parsed, SHAPE.layers, BLOCK, length, page_tokens=PAGE_TOKENS)
 
 
 @model_runner_v1_only
@@ -58,14 +53,15 @@ def test_every_chunk_and_step_reads_groups_and_ordinary_tokens(checkpoints_folde
             llm.step()
         assert_never_written_again(pool, added)
         (slot,) = pool._slots.values()
-        assert pool._group_tokens[slot].tolist() == [1088 + PAGE_TOKENS] * SHAPE.layers
+        assert pool._group_tokens[slot].tolist() == [5 * PAGE_TOKENS] * SHAPE.layers
+        # column 0 has the first block, which stays in 16 bits
         pages = pool._packed[slot, :, :6].tolist()
         assert len({page for layer in pages for page in layer}) == 6 * SHAPE.layers
         llm.drain()
-    # 256 tokens of the output, from token 1,088 on, fill another page
-    assert [each.computed for each in added] == [288, 576, 768, 1056, 1100, 1344]
-    assert [each.end for each in added] == [256, 512, 768, 1024, 1088, 1344]
-    edges = [edge + offset for edge in (288, 576, 1056, 1100, 1344) for offset in (-1, 0)]
+    # 256 tokens of prompt and output, from token 1,056 on, fill another page
+    assert [each.computed for each in added] == [320, 608, 800, 1088, 1312]
+    assert [each.end for each in added] == [288, 544, 800, 1056, 1312]
+    edges = [edge + offset for edge in (320, 608, 1088, 1100, 1312) for offset in (-1, 0)]
     positions = sorted({*range(0, len(prompt) + count - 2, 61), *edges})
     nothing = [torch.zeros(SHAPE.kv_heads, 0, SHAPE.head_dim, dtype=torch.float64)] * 2
     for layer in range(SHAPE.layers):
@@ -83,25 +79,24 @@ def stats_of_all_steps(monkeypatch):
 def test_a_pool_smaller_than_the_prompt_serves_and_reports_it(checkpoints_folder, length):
     """Blocks held, counts and the report; after 770 tokens nothing is left to pack at the end."""
     prompt, schedule = tokens(length, seed=1), schedule_of(length)
-    full_blocks, held = length // BLOCK, []
-    packed_blocks = -(-full_blocks * BLOCK // PAGE_TOKENS)
+    packed_blocks, held = (length - BLOCK) // PAGE_TOKENS, []
     with group_engine(checkpoints_folder, blocks=1 + schedule_of(LONGEST).max_blocks) as llm:
         free, stats = llm.free_blocks, llm.scheduler.step_builder.stats
-        assert free < full_blocks
+        assert free < length // BLOCK
         llm.submit("r", prompt, 6)
         while llm.scheduler.requests or not held:
             llm.step()
             held.append(free - llm.free_blocks)
-        # the output's first tokens are in the tail's block, or in one of their own
-        assert held[-2] == packed_blocks + 1
+        unpacked = length + 4 - BLOCK - packed_blocks * PAGE_TOKENS
+        assert held[-2] == 1 + packed_blocks - (-unpacked // BLOCK)
         assert max(held) <= schedule.max_blocks
         assert llm.compressor.compressed == 1
         assert stats.planned == {"cake": 1}
-        # a page each at 288, 576, 768, 1056 and 1344, and at the end
-        assert stats.packed_pieces == 1 + sum(end < length for end in (288, 576, 768, 1056, 1344))
+        # a page each at 320, 608, 800, 1088 and 1376, and none at the end
+        assert stats.packed_pieces == 1 + sum(end < length for end in (320, 608, 800, 1088, 1376))
         # the first page goes to a fresh block, each further one into one of the prompt's own
         assert (stats.packed_blocks, stats.in_place) == (1, 0)
-        assert stats.freed_blocks == full_blocks - packed_blocks + 1
+        assert stats.freed_blocks == packed_blocks * (PAGE_TOKENS // BLOCK - 1) + 1
         (done,) = stats.packed
         assert (done.tokens, done.kept_tokens) == (length, length)
         assert set(done.layer_tokens) == {length}
@@ -128,7 +123,7 @@ def solo_outputs(checkpoints_folder):
     [
         pytest.param({"max_num_batched_tokens": 37}, marks=model_runner_v1_only, id="chunks"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"blocks": 19}, marks=model_runner_v1_only, id="small pool"),
+        pytest.param({"blocks": 17}, marks=model_runner_v1_only, id="small pool"),
     ],
 )
 def test_outputs_depend_on_the_own_prompt_only(
@@ -182,8 +177,8 @@ def test_prefix_cache_hits_end_at_the_first_packing(checkpoints_folder, solo_out
             (output,) = llm.outputs([PROMPTS[0]], OUTPUT_TOKENS, extra_args=extra_args)
             hits.append(output.num_cached_tokens)
             output_ids.append(list(output.outputs[0].token_ids))
-        # 256 tokens are packed first, after token 288
-        assert hits == [0, 256, 256, 256]
+        # the first block and a page, which is packed after token 320
+        assert hits == [0, 288, 288, 288]
         assert [output_ids[index] for index in (0, 1, 3)] == [solo_outputs[0]] * 3
 
 
@@ -198,8 +193,8 @@ def test_an_output_ends_when_the_pool_is_full(checkpoints_folder, interval):
         assert free == blocks - 1
         (output,) = llm.outputs([tokens(length, seed=4)], LONGEST - length)
         assert output.outputs[0].finish_reason == "length"
-        packed = 4  # 992 tokens; the prompt has 31 full blocks
-        fitting = (free - packed + 31) * BLOCK - length + 1
+        packed, first_unpacked = 3, 25  # 768 tokens behind the first block
+        fitting = (free - packed - 1 + first_unpacked) * BLOCK - length + 1
         num_tokens = len(output.outputs[0].token_ids)
         if interval is None:
             assert num_tokens == fitting

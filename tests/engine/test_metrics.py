@@ -189,13 +189,13 @@ def test_usage_and_metrics_of_both_formats(checkpoints_folder):
         assert (report["packed_dtype"], report["budget"]) == (packed_dtype, budget)
         assert report["kept_tokens"] == sum(report["layer_tokens"]) / 3
     assert usage["k4v3", 0.4]["kept_bytes"] == (2 + 1) * block_bytes
-    assert usage["k4v3", 1.0]["kept_bytes"] == (4 + 1) * block_bytes
+    assert usage["k4v3", 1.0]["kept_bytes"] == (1 + 3 + 7) * block_bytes
     assert usage["k4v3", 1.0]["layer_tokens"] == [1000] * 3
     assert usage["auto", 0.4]["kept_bytes"] == (12 + 1) * block_bytes
     assert {report["uncompressed_bytes"] for report in usage.values()} == {32 * block_bytes}
     total = sum(report["kept_tokens"] for report in usage.values())
     assert values["kept_tokens_total",] == pytest.approx(total)
-    assert values["packed_blocks_total",] == 2 + 4 + 12
+    assert values["packed_blocks_total",] == 2 + 3 + 12
 
 
 LOOKAHEAD = 32
@@ -268,7 +268,7 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
         assert report["uncompressed_bytes"] == -(-computed // BLOCK) * block_bytes
         if pack_request.nothing_dropped and pack_request.plan.kept_after >= lookahead:
             in_pages = ((kept >= 0) & (kept < prompt)).sum((1, 2)) / kept.shape[1]
-            tail = max(prompt - computed // BLOCK * BLOCK, 0)
+            tail = max(pack_request.plan.tail - lookahead, 0)
             assert (in_pages + tail).tolist() == layer_tokens
             roles = report["by_role"].values()
             assert sum(role["tokens"] for role in roles) == prompt

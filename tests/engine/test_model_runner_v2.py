@@ -23,6 +23,7 @@ FILES = [
         "methods",
         "reference",
         "packed_groups",
+        "reuse",
         "lost_plans",
         "decode_budgets",
         "added_attention",

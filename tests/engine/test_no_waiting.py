@@ -35,10 +35,10 @@ def scales_on(device: str) -> Scales:
     return Scales([0.1 + 0.01 * layer for layer in range(LAYERS)], [1.0] * LAYERS, device)
 
 
-def pool_on(device: str, *, packs_groups: bool = False) -> PagePool:
+def pool_on(device: str, *, packs_groups: bool = False, scratch_blocks: int = 0) -> PagePool:
     store = torch.zeros(LAYERS, 200, KV_HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16, device=device)
     sizes = dict(max_requests=3, max_rows=4, max_blocks=80, block_size=BLOCK)
-    return PagePool([*store], **sizes, packs_groups=packs_groups)
+    return PagePool([*store], **sizes, packs_groups=packs_groups, scratch_blocks=scratch_blocks)
 
 
 def warm_up_of(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
@@ -308,3 +308,30 @@ def test_several_requests_are_assigned_with_one_upload_and_one_launch(groups, mo
         again = page_pool.PackedBlocks("b", [8], 4)
         pool.assign([again], counts[:1], counts[:1] if groups else None)
     assert uploads[1:] == [[2, 4, 0, 8]]
+
+
+def test_rows_read_scratch_pages_without_a_wait_or_upload(monkeypatch):
+    """A row with few queries, a partly filled page or too many pages reads its groups."""
+    pool, per_page = pool_on("meta", packs_groups=True, scratch_blocks=4), 64
+    slots = []
+    for request_id, pages, tokens in (("a", 1, per_page), ("b", 3, 3 * per_page), ("c", 1, 40)):
+        table = torch.zeros(LAYERS, pages, dtype=torch.int32, device="meta")
+        pool.add_groups(request_id, table, tokens, per_page, tokens // BLOCK)
+        slots += pool.slots([request_id])
+    assert len(pool.scratch.pages) == 4 * LAYERS
+    with no_uploads_or_reads():
+        read_slots, copies = pool.use_scratch([*slots, 0], [32, 700, 50, 900], 900)
+        assert read_slots == [4, 5, slots[2], 0]
+        assert pool.have_groups(read_slots)
+        assert [packed.shape for packed in copies.packed] == [(4,)] * LAYERS
+        assert len(copies.destinations) == 16
+        assert pool.use_scratch(slots, [31, 1, 99], 900) == (slots, None)
+        too_long = pool.max_layer_tokens + 1
+        assert pool.use_scratch(slots, [32, 700, 50], too_long) == (slots, None)
+        pool.scratch.pages = pool.scratch.pages[:12]
+        read_slots, copies = pool.use_scratch(slots, [32, 700, 50], 900)
+        assert (read_slots, len(copies.destinations)) == ([4, *slots[1:]], 4)
+    assert pool.may_use_scratch({"a": 32})
+    assert not pool.may_use_scratch({"a": 31, "other": 900})
+    pool.forget("a")
+    assert not pool.may_use_scratch({"a": 32})

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, settings
-from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputSchedule
 from vllm_kvcompress.schedules.pieces import PieceSchedule
@@ -38,7 +38,7 @@ def model(checkpoints_folder):
     return make("llama-one-layer", checkpoints_folder)
 
 
-SCHEDULES = (PromptSchedule, PieceSchedule, LookaheadSchedule, OutputSchedule, GroupPieceSchedule)
+SCHEDULES = (PromptSchedule, PieceSchedule, LookaheadSchedule, OutputSchedule, GroupSchedule)
 
 
 class Plans:

@@ -120,7 +120,7 @@ def packed_groups(llm):
     assert not pool._num_packed[slot].any()
     page_tokens = k4v3.page_tokens(pool.block_size, pool.itemsize)
     for layer, count in enumerate(counts):
-        pages = pool._packed[slot, layer, : -(-count // page_tokens)].long()
+        pages = pool._packed[slot, layer, 1 : 1 - (-count // page_tokens)].long()
         layer_groups = k4v3.read_pages(pool.byte_pages, pages, pool.itemsize)
         parts = k4v3.dequantise(layer_groups, torch.float64)
         groups.append(layer_groups)
@@ -258,7 +258,7 @@ def test_pages_contain_the_tokens_that_the_method_selects(
 
 GROUP_CASES = [
     ("qwen3", "cake", 0.4, "float32", 32),
-    ("qwen3", "snapkv", 1.0, "float32", 128),
+    ("qwen3", "snapkv", 0.6, "float32", 128),
     ("llama-mqa", "pyramidkv", 0.5, "bfloat16", 32),
     ("llama-d80", "cake", 0.8, "bfloat16", 32),
     ("gpt-oss-d64", "cake", 0.4, "float32", 32),

@@ -13,6 +13,8 @@ from vllm_kvcompress.engine.startup.refusals import refuse_unsupported
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.settings.config import CompressionConfig
 
+REUSE = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid", lookahead=8)
+
 
 @pytest.fixture(scope="module")
 def model(checkpoints_folder):
@@ -137,6 +139,40 @@ def test_the_settings_are_part_of_vllms_config_hash(model):
             {"additional_config": settings(max_whole=512, piece=130), "block_size": 32},
             "must be a multiple of the KV block's 32 tokens, got 130",
             "set it to 128",
+        ),
+        *(
+            ({"additional_config": settings("cake", budget, reuse=mode, **dtype)}, rule, fix)
+            for mode, budget, dtype, rule, fix in (
+                ("grid", 0.5, {"packed_dtype": "k4v3"}, "all tokens in k4v3", "--kv-budget 1.0"),
+                ("late", 1.0, {}, "got budget 1.0 and auto", "--kv-packed-dtype k4v3"),
+            )
+        ),
+        *(
+            ({"additional_config": REUSE, **options}, rule, fix)
+            for options, rule, fix in (
+                ({"enable_prefix_caching": False}, "prefix caching", "--no-enable-prefix-caching"),
+                (
+                    {
+                        "kv_transfer_config": {
+                            "kv_connector": "NixlConnector",
+                            "kv_role": "kv_consumer",
+                        }
+                    },
+                    "a KV connector may write",
+                    "--kv-transfer-config",
+                ),
+                (
+                    {
+                        "speculative_config": {
+                            "method": "ngram",
+                            "num_speculative_tokens": 2,
+                            "prompt_lookup_max": 3,
+                        }
+                    },
+                    "reuse beside drafts",
+                    "--speculative-config",
+                ),
+            )
         ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,

@@ -18,6 +18,8 @@ from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import triton as column_sums_triton
 from kvcompress_kernels.count_highest import count_highest
 from kvcompress_kernels.count_highest import triton as count_highest_triton
+from kvcompress_kernels.dequantise_pages import dequantise_pages
+from kvcompress_kernels.dequantise_pages import triton as dequantise_pages_triton
 from kvcompress_kernels.key_cosines import key_cosines, key_cosines_of_rows
 from kvcompress_kernels.key_cosines import triton as key_cosines_triton
 from kvcompress_kernels.lag_scores import lag_scores, lag_scores_of_rows
@@ -53,6 +55,7 @@ TRITON_MODULES = (
     assign_pages_triton,
     column_sums_triton,
     count_highest_triton,
+    dequantise_pages_triton,
     key_cosines_triton,
     lag_scores_triton,
     move_kept_triton,
@@ -188,6 +191,9 @@ CALLS = {
         packed(5, sinks=on_device(8, dtype=torch.float32)),
         packed(1, workspace=workspace(8, 2, 64, rows=5, device="meta")),
     ],
+    "dequantise_pages": lambda: dequantise_pages(
+        on_device(40, 2, 16, 128, dtype=torch.bfloat16), None, on_device(5), on_device(20)
+    ),
     "page_tables": lambda: page_tables(*STEP, on_device(4), 4, 16, *INTO),
     "window_scores_of_layers": lambda: [
         window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=more, maximum=more)

@@ -16,6 +16,7 @@ from vllm_kvcompress.planning.memory import (
     ring_bytes,
     ring_slots,
     scored_tokens,
+    scratch_blocks,
     table_bytes,
     table_columns,
 )
@@ -207,3 +208,15 @@ def test_ring_slots_of_a_look_ahead():
     assert slots(lookahead=32, lookahead_slots=1000) == 256
     assert slots(replace(llama, max_requests=16), lookahead=32) == 16
     assert slots(decode_budget=512) == slots(decode_budget=512, lookahead=32) == 256
+
+
+def test_scratch_pages_hold_one_layer_of_the_longest_sequence():
+    raw_settings = {"compress": "cake", "packed_dtype": "k4v3", "budget": 1.0}
+    plain = CompressionConfig.parse(raw_settings)
+    reuse = CompressionConfig.parse({**raw_settings, "reuse": "grid"})
+    assert scratch_blocks(SIZES, plain) == 0
+    blocks = scratch_blocks(SIZES, reuse)
+    assert (blocks - 1) * SIZES.layers * SIZES.block_size < SIZES.longest
+    assert blocks * SIZES.layers * SIZES.block_size >= SIZES.longest
+    extra = extra_bytes(SIZES, reuse) - extra_bytes(SIZES, plain)
+    assert extra >= blocks * SIZES.block_bytes

@@ -36,6 +36,15 @@ PackedDtype = Annotated[
         " values, which hold 4 times as many tokens in the same memory as 16 bits.",
     ),
 ]
+Reuse = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-reuse",
+        metavar="WHEN",
+        help="Keep packed pages in the prefix cache, so that later turns of a chat find them:"
+        " off, grid or late. It needs k4v3 at a budget of 1.0.",
+    ),
+]
 Window = Annotated[
     int | None,
     typer.Option(

@@ -78,7 +78,7 @@ class Limits:
             spans=self.spans,
             page_tokens=self.page_tokens,
         )
-        return lookahead.plan_at(self._nothing_packed(), lookahead.due)
+        return lookahead.plan_at(self._nothing_packed(plan), lookahead.due)
 
     def lookahead(self, plan: PagePlan) -> int:
         """Return the output tokens that a prompt waits for before `plan` is applied."""
@@ -89,8 +89,12 @@ class Limits:
             self.settings, self.layers, self.block_size, prompt, self.spans, self.page_tokens
         )
 
-    def _nothing_packed(self) -> KVFootprint:
-        return KVFootprint(num_layers=self.layers, block_size=self.block_size)
+    def _nothing_packed(self, plan: PagePlan) -> KVFootprint:
+        return KVFootprint(
+            num_layers=self.layers,
+            block_size=self.block_size,
+            leading_blocks=plan.leading_blocks,
+        )
 
     def shortest(self, at_least: int = 0) -> int:
         """Return the shortest checked prompt length whose compression frees blocks.
@@ -105,11 +109,11 @@ class Limits:
             ConfigError: no length up to `max_model_len` frees a block.
         """
         block, first_compressed = self.block_size, 0
-        min_tokens = max(self.settings.min_prompt, 8 * block, at_least)
+        min_tokens = max(self.settings.resolved_min_prompt, 8 * block, at_least)
         max_tokens = self.max_model_len - self.output_tokens
         for tokens in range(-(-min_tokens // block) * block + block // 2, max_tokens + 1, block):
             plan = self.plan(tokens)
-            if plan is None or plan.blocks >= plan.full_blocks:
+            if plan is None or plan.freed_blocks <= 0:
                 continue
             first_compressed = first_compressed or tokens
             if plan.pages >= self.layers:
@@ -126,23 +130,23 @@ class Limits:
         """Return the blocks that a request holds once `computed` of its tokens are computed."""
         if computed < plan.tokens:
             prompt_tokens = plan.tokens - self.lookahead(plan)
-            footprint = self._before_packing(prompt_tokens, computed)
+            footprint = self._before_packing(plan, prompt_tokens, computed)
         else:
             footprint, _ = self._after_packing(plan, computed)
         unpacked_blocks = -(-computed // self.block_size) - footprint.first_block
-        return -(-footprint.pages // self.layers) + unpacked_blocks
+        return footprint.leading_blocks - (-footprint.pages // self.layers) + unpacked_blocks
 
-    def _before_packing(self, prompt: int, computed: int) -> KVFootprint:
+    def _before_packing(self, prompt_plan: PagePlan, prompt: int, computed: int) -> KVFootprint:
         """Return the footprint of `computed` tokens before the end of the prompt is packed.
 
         A look-ahead delays packing the end of the prompt, but not the pieces before it.
         """
-        footprint, piece = self._nothing_packed(), self.settings.pieces.length
+        footprint = self._nothing_packed(prompt_plan)
         schedule = self._piece_schedule(prompt)
         if schedule is None:
             return footprint
-        pieces = schedule.before_lookahead()
-        for tokens in range(piece, min(computed, prompt) + 1, piece):
+        pieces, tokens = schedule.before_lookahead(), 0
+        while (tokens := pieces.next_end(tokens)) <= computed and tokens < prompt:
             plan = pieces.plan(footprint, tokens)
             if plan is not None:
                 footprint.pack(plan, plan.packed_end // self.block_size)
@@ -154,7 +158,7 @@ class Limits:
 
     def _after_packing(self, plan: PagePlan, computed: int) -> tuple[KVFootprint, int]:
         """Return the footprint of `computed` tokens, and how often their output was packed."""
-        footprint, times = self._nothing_packed(), 0
+        footprint, times = self._nothing_packed(plan), 0
         footprint.pack(plan, plan.full_blocks)
         if self.settings.decode.budget is None:
             return footprint, 0

@@ -33,6 +33,9 @@ class PagePlan:
         raised: whether the budget was raised so that the protected tokens fit.
         packed_page_tokens: tokens in a packed page, if its format packs more than `block_size`
             tokens into it; otherwise None. A layer's last packed page may then be partly filled.
+        leading_tokens: first tokens, which stay in ordinary blocks before the packed pages.
+        cell: for a plan that packs every token in whole cells of packed pages, the tokens of a
+            cell. The tokens after the last whole cell belong to the tail. None for any other plan.
     """
 
     num_layers: int
@@ -49,6 +52,18 @@ class PagePlan:
     computed: int | None = None
     raised: bool = False
     packed_page_tokens: int | None = None
+    leading_tokens: int = 0
+    cell: int | None = None
+
+    def in_cells(self, cell: int) -> "PagePlan":
+        """Return the plan that packs the tokens behind the first block in whole cells.
+
+        Args:
+            cell: tokens of a cell, a multiple of the tokens of a packed page.
+        """
+        leading = self.block_size
+        plan = replace(self, cell=cell, leading_tokens=leading, window=0, raised=False)
+        return replace(plan, pages=plan.num_layers * plan.full_pages)
 
     @property
     def page_tokens(self) -> int:
@@ -68,6 +83,7 @@ class PagePlan:
         budget, total = self.budget, self.total
         if self.page_tokens > 1:
             held = self.pages * self.page_tokens // self.num_layers + self.tail
+            held += self.leading_tokens
             budget, total = min(held, self.tokens), None
         return BudgetSpec(
             num_layers=self.num_layers,
@@ -102,8 +118,17 @@ class PagePlan:
 
     @property
     def full_blocks(self) -> int:
-        """Return the number of full blocks of the prompt, F."""
-        return (self.tokens - self.probe) // self.block_size
+        """Return the number of blocks before the tail, F: full blocks, or those of whole cells."""
+        computed = self.tokens - self.probe
+        if self.cell is None:
+            return computed // self.block_size
+        in_cells = max(computed - self.leading_tokens, 0) // self.cell * self.cell
+        return (self.leading_tokens + in_cells) // self.block_size
+
+    @property
+    def leading_blocks(self) -> int:
+        """Return the number of ordinary blocks before the packed pages."""
+        return self.leading_tokens // self.block_size
 
     @property
     def tail(self) -> int:
@@ -119,12 +144,12 @@ class PagePlan:
     @property
     def full_pages(self) -> int:
         """Return the packed pages that hold all tokens before the tail of one layer."""
-        return -(-self.full_blocks * self.block_size // self.page_tokens)
+        return -(-self.max_tokens_in_pages // self.page_tokens)
 
     @property
     def max_tokens_in_pages(self) -> int:
         """Return an upper bound on the tokens that a layer keeps in its pages."""
-        return self.tokens - self.tail
+        return self.full_blocks * self.block_size - self.leading_tokens
 
     @property
     def keeps_all(self) -> bool:
@@ -135,7 +160,8 @@ class PagePlan:
 
     def layer_tokens(self, pages: int) -> int:
         """Return the tokens that a layer keeps with `pages` packed pages, tail included."""
-        return min(pages * self.page_tokens, self.full_blocks * self.block_size) + self.tail
+        in_pages = min(pages * self.page_tokens, self.max_tokens_in_pages)
+        return self.leading_tokens + in_pages + self.tail
 
     @property
     def floor_pages(self) -> int:
@@ -152,6 +178,16 @@ class PagePlan:
     def blocks(self) -> int:
         """Return the number of vLLM blocks that hold the pages, K."""
         return -(-self.pages // self.num_layers)
+
+    @property
+    def freed_blocks(self) -> int:
+        """Return the blocks that packing frees."""
+        return self.full_blocks - self.leading_blocks - self.blocks
+
+    @property
+    def held_blocks(self) -> int:
+        """Return the blocks that the request holds after packing, its tail's included."""
+        return self.leading_blocks + self.blocks - -self.tail // self.block_size
 
 
 def _floor_pages(window: int, tail: int, page_tokens: int, protected: int = 0) -> int:
@@ -190,6 +226,7 @@ def page_plan(
     full_share: bool = False,
     share_budget: int | None = None,
     page_tokens: int | None = None,
+    cell: int | None = None,
 ) -> PagePlan | None:
     """Return the plan for a prompt, or None if no block would become free.
 
@@ -205,11 +242,15 @@ def page_plan(
         full_share, share_budget: as in `raise_for_protected`.
         page_tokens: tokens in a packed page, if they are more than `block_size`. A budget of all
             tokens then frees blocks too, and drops none.
+        cell: as in `PagePlan.in_cells`, for a plan that turns out to keep all tokens. With 0, such
+            a plan packs from the first block on.
     """
     layers, tokens = budget.num_layers, budget.tokens
     full_blocks, tail = divmod(tokens, block_size)
     keeps_all = tokens <= budget.budget
-    if full_blocks == 0 or tokens <= budget.window or (keeps_all and page_tokens is None):
+    if full_blocks == 0 or (keeps_all and page_tokens is None):
+        return None
+    if tokens <= budget.window and not (keeps_all and cell):
         return None
     if mostly_protected(spans, tokens) and not keeps_all:
         return None
@@ -226,6 +267,9 @@ def page_plan(
     )
     plan = replace(plan, pages=min(plan.pages, layers * plan.full_pages))
     plan = raise_for_protected(plan, full_share=full_share, share_budget=share_budget)
+    if plan.keeps_all and cell:
+        plan = plan.in_cells(cell)
+        return plan if plan.pages else None
     return plan if plan.pages < layers * full_blocks else None
 
 

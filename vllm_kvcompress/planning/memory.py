@@ -27,6 +27,8 @@ _LOOKAHEAD_BYTES = 2**30
 """Bytes for the last queries of requests in a look-ahead, unless `lookahead_slots` is set."""
 _MIN_SCORED_TOKENS = 10 * 2**15
 """Tokens, summed over layers, that one launch may always score: 32 layers of 10,240 tokens."""
+SCRATCH_ROWS = 8
+"""Rows of a batch that may read scratch pages at once."""
 _STAGING_DIVISOR = 8
 """Packing requests again takes a staging buffer of the longest prompt's pages divided by this."""
 
@@ -178,8 +180,10 @@ def _uneven_pages(sizes: Sizes, settings: CompressionConfig, variant: Compressio
 
 def table_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
     """Return the bytes of the ``[L, columns]`` int32 tables, per request slot and per batch row."""
-    rows = sizes.max_requests + 1 + sizes.rows
-    return rows * sizes.layers * table_columns(sizes, settings, blocks) * _INT
+    slots, columns = _slots(sizes, settings), table_columns(sizes, settings, blocks)
+    # The page of an ordinary block before packed pages takes a column of its own.
+    leading = slots * int(settings.packs_k4v3)
+    return ((slots + sizes.rows) * columns + leading) * sizes.layers * _INT
 
 
 def group_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
@@ -191,7 +195,28 @@ def group_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     if not settings.packs_k4v3:
         return 0
     scratch = triton_numbers(sizes.head_dim) * _FLOAT
-    return scratch + (sizes.max_requests + 1 + sizes.rows) * sizes.layers * _INT
+    return scratch + (_slots(sizes, settings) + sizes.rows) * sizes.layers * _INT
+
+
+def _slots(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Return the page pool's slots: one per request, slot 0, and those of scratch pages."""
+    return sizes.max_requests + 1 + (SCRATCH_ROWS if scratch_blocks(sizes, settings) else 0)
+
+
+def scratch_blocks(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Return the blocks for dequantised copies of packed pages, which vLLM's scheduler never uses.
+
+    All layers share them, so they hold one layer's tokens of the longest sequence. 0 if no prefill
+    runs behind packed pages in k4v3.
+    """
+    in_pieces = settings.pieces.max_whole is not None
+    if not any(
+        variant.reuses_pages or (in_pieces and variant.keeps_all_tokens)
+        for variant in settings.variants
+    ):
+        return 0
+    # A block has a page in each layer.
+    return -(-sizes.longest // (sizes.block_size * sizes.layers))
 
 
 def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
@@ -209,7 +234,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
       merging, all heads' pages and one layer's merged tokens
     * window queries ``[L, w, Hq, D]`` of several prompts, and a copy of those that one launch reads
     * if outputs are bounded, the ring of their last queries
-    * if kept tokens are packed in k4v3, the memory of attention over them (`group_bytes`)
+    * if kept tokens are packed in k4v3, the memory of attention over them (`group_bytes`), and the
+      scratch pages of prefills behind them
 
     If requests may choose their method, it is the maximum over the methods at the largest budget
     that they may ask for.
@@ -246,6 +272,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
         # the slots of protected spans in packed pages
         prompt_bytes += sizes.max_requests * layers * sizes.kv_heads * MAX_SPANS * _INT
     prompt_bytes += group_bytes(sizes, settings)
+    prompt_bytes += scratch_blocks(sizes, settings) * sizes.block_bytes
     return table_bytes(sizes, settings, blocks) + prompt_bytes + ring_bytes(sizes, settings)
 
 

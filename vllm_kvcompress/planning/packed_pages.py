@@ -29,4 +29,4 @@ def mean_layer_tokens(plan: PagePlan) -> float:
     that keep all tokens may fill their last page only partly. The mean is then smaller.
     """
     in_pages = plan.pages * plan.page_tokens / plan.num_layers
-    return min(in_pages, plan.full_blocks * plan.block_size) + plan.tail
+    return plan.leading_tokens + min(in_pages, plan.max_tokens_in_pages) + plan.tail

@@ -11,16 +11,17 @@ PlanAt = Callable[[int], PagePlan | None]
 
 @dataclass(slots=True, kw_only=True)
 class KVFootprint:
-    """What one request holds: packed pages that its layers divide, followed by ordinary blocks.
+    """What one request holds: packed pages that its layers divide, and ordinary blocks.
 
     Args:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pages: packed pages over all layers; 0 before the first packing.
-        first_block: index of the first ordinary block.
+        first_block: index of the first ordinary block behind the packed tokens.
         max_layer_pages: packed pages that no layer exceeds.
         frozen: layers keep their page counts from now on.
         intact_from: index of the request's token from which on nothing was dropped.
+        leading_blocks: ordinary blocks before the packed tokens, which are never packed.
     """
 
     num_layers: int
@@ -30,6 +31,10 @@ class KVFootprint:
     max_layer_pages: int = 0
     frozen: bool = False
     intact_from: int = 0
+    leading_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.first_block = max(self.first_block, self.leading_blocks)
 
     def pages_at(self, blocks: int) -> int:
         """Return the pages over all layers once the request has `blocks` blocks in vLLM's count."""
@@ -38,6 +43,15 @@ class KVFootprint:
     def max_layer_tokens(self, tokens: int) -> int:
         """Return the tokens that no layer exceeds once `tokens` of the request are computed."""
         return tokens + (self.max_layer_pages - self.first_block) * self.block_size
+
+    def adopt(self, pages: int, tokens: int) -> None:
+        """Record that a new request begins with `pages` packed pages of each layer.
+
+        Args:
+            tokens: tokens of the request before the first one that is not packed.
+        """
+        self.pages, self.max_layer_pages = self.num_layers * pages, pages
+        self.first_block = tokens // self.block_size
 
     def pack(self, plan: PagePlan, blocks: int, *, freeze: bool = False) -> None:
         """Record that the first `blocks` blocks in vLLM's count were packed as in `plan`."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from vllm_kvcompress.methods.page_plan import PagePlan, round_up_to_blocks
 from vllm_kvcompress.methods.spans import Spans, count_before
-from vllm_kvcompress.schedules.group_pieces import added_pages_plan
+from vllm_kvcompress.schedules.groups import added_pages_plan
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -166,18 +166,20 @@ class OutputGroupSchedule:
 
     @property
     def interval(self) -> int:
-        """Return `decode_interval`, rounded up to whole packed pages."""
-        return -(-self.settings.decode.interval // self.page_tokens) * self.page_tokens
+        """Return the tokens between two packings, a multiple of a packed page's."""
+        return self.settings.output_interval(self.page_tokens)
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None.
 
-        The step must fill a block, hold an interval of unpacked tokens, and not be the last one.
-        The plan packs as many of these tokens as fill whole pages.
+        The step must fill a block and hold an interval of unpacked tokens. The plan packs as many
+        of them as fill whole pages. After the last step, only later requests can read the pages.
         """
         size = footprint.block_size
         unpacked = tokens - footprint.first_block * size
-        if tokens % size or unpacked < self.interval or tokens + 1 >= self.max_tokens:
+        if tokens % size or unpacked < self.interval:
+            return None
+        if tokens + 1 >= self.max_tokens and not self.settings.reuses_pages:
             return None
         return added_pages_plan(footprint, tokens, self.page_tokens)
 
@@ -222,7 +224,7 @@ class OutputGroupSchedule:
         """
         size, footprint = footprint.block_size, replace(footprint)
         for filled in range(footprint.first_block, blocks + 1):
-            yield packed + filled - footprint.first_block
+            yield packed + footprint.leading_blocks + filled - footprint.first_block
             if (plan := self.plan(footprint, filled * size)) is not None:
                 packed += (plan.pages - footprint.pages) // plan.num_layers
                 footprint.pack(plan, plan.packed_end // size)

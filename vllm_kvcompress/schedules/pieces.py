@@ -7,7 +7,7 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, raise_for_protected
 from vllm_kvcompress.methods.spans import Spans, count_before
-from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -230,7 +230,7 @@ class PieceSchedule:
         return replace(budget, budget=min_tokens, total=None)
 
 
-PiecewiseSchedule = PieceSchedule | GroupPieceSchedule
+PiecewiseSchedule = PieceSchedule | GroupSchedule
 """The schedule of a prompt in pieces, in either format of kept tokens."""
 
 
@@ -244,30 +244,28 @@ def piece_schedule(
 ) -> PiecewiseSchedule | None:
     """Return the schedule of a prefill in pieces, or None if it is not compressed before its end.
 
-    None means that it is at most `max_whole` tokens long, or ends before it exceeds its limit.
+    None means that it is at most `max_whole` tokens long, or ends before it exceeds its limit. With
+    `--kv-reuse grid`, a prompt of at least one cell is packed cell by cell.
 
     Args:
         settings, num_layers, block_size, tokens, spans: as in `PieceSchedule`.
         page_tokens: tokens in a packed page; None if it holds those of an ordinary page.
     """
-    if settings.pieces.max_whole is None or tokens <= settings.pieces.max_whole:
+    interval = settings.pieces.length
+    if (cell := settings.grid_cell(page_tokens)) is not None:
+        interval = cell
+    elif settings.pieces.max_whole is None or tokens <= settings.pieces.max_whole:
         return None
-    pieces: PiecewiseSchedule
-    if page_tokens is None:
-        pieces = PieceSchedule(
-            settings=settings,
-            num_layers=num_layers,
-            block_size=block_size,
-            tokens=tokens,
-            spans=spans,
-        )
-    else:
-        pieces = GroupPieceSchedule(
-            settings=settings,
-            num_layers=num_layers,
-            block_size=block_size,
-            tokens=tokens,
-            page_tokens=page_tokens,
-            spans=spans,
-        )
+    if page_tokens is not None:
+        plan = settings.page_plan(num_layers, tokens, block_size, spans, page_tokens)
+        if plan is None or plan.cell is None:
+            return None
+        return GroupSchedule(settings=settings, page_plan=plan, interval=interval)
+    pieces = PieceSchedule(
+        settings=settings,
+        num_layers=num_layers,
+        block_size=block_size,
+        tokens=tokens,
+        spans=spans,
+    )
     return None if pieces.first_end == tokens else pieces

@@ -42,7 +42,7 @@ from vllm_kvcompress.settings.declared import (
 )
 from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
 from vllm_kvcompress.settings.lookahead import LookaheadSettings, current_names, scores_by_window
-from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3, PackedDtype, PackedSettings
+from vllm_kvcompress.settings.packed_dtype import AUTO, GRID, K4V3, OFF, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
     Aliases,
@@ -62,6 +62,8 @@ from vllm_kvcompress.settings.protection import ProtectSettings
 from vllm_kvcompress.settings.resolved_method import ResolvedMethod
 
 MAX_WINDOW = 1024
+_REUSE_INTERVAL = 512
+"""Tokens between two packings of a request whose pages are reused, rounded up to whole pages."""
 _CACHED = ("given_keys", "parts", "method")
 """Properties of `CompressionConfig` that are derived once and never copied."""
 
@@ -213,7 +215,11 @@ class CompressionConfig(SettingsGroup):
         )
         self.pieces.check(window, self.min_prompt)
         self.packed.check(
-            self.resolved_packed_dtype, self.budget, self.decode.budget, self.pieces.max_whole
+            self.resolved_packed_dtype,
+            self.budget,
+            self.decode.budget,
+            self.pieces.max_whole,
+            has_interval="interval" in self.decode.model_fields_set,
         )
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep every token" if self.budget == 1 else ""
@@ -315,12 +321,52 @@ class CompressionConfig(SettingsGroup):
 
     @property
     def packs_outputs(self) -> bool:
-        """Return whether output tokens are packed in k4v3 too, every `decode_interval` tokens."""
-        return (
+        """Return whether output tokens are packed in k4v3 too."""
+        return self.reuses_pages or (
             self.resolved_packed_dtype == "k4v3"
             and self.decode.budget is None
             and "interval" in self.decode.model_fields_set
         )
+
+    @property
+    def reuses_pages(self) -> bool:
+        """Return whether packed pages enter the prefix cache, for later requests."""
+        return self.packed.reuse != OFF and self.keeps_all_tokens
+
+    @property
+    def resolved_min_prompt(self) -> int:
+        """Return the tokens below which prompts stay uncompressed.
+
+        If pages are reused, the default is 0, because chats begin with short prompts.
+        """
+        is_default = "min_prompt" not in self.model_fields_set
+        return 0 if self.reuses_pages and is_default else self.min_prompt
+
+    @property
+    def resolved_min_output(self) -> int:
+        """Return the `max_tokens` below which prompts stay uncompressed.
+
+        If pages are reused, the default is 1: later requests read the pages.
+        """
+        is_default = "min_output" not in self.model_fields_set
+        return 1 if self.reuses_pages and is_default else self.min_output
+
+    def output_interval(self, page_tokens: int) -> int:
+        """Return the tokens between two packings of an output, rounded up to whole packed pages."""
+        tokens = self.decode.interval
+        if self.reuses_pages:
+            tokens = _REUSE_INTERVAL
+        return -(-tokens // page_tokens) * page_tokens
+
+    def grid_cell(self, page_tokens: int | None) -> int | None:
+        """Return the tokens between two packings on the grid of `--kv-reuse grid`; else None.
+
+        Args:
+            page_tokens: tokens in a packed page; None if it holds those of an ordinary page.
+        """
+        if page_tokens is None or not self.reuses_pages or self.packed.reuse != GRID:
+            return None
+        return -(-_REUSE_INTERVAL // page_tokens) * page_tokens
 
     @property
     def keeps_all_tokens(self) -> bool:
@@ -562,7 +608,7 @@ class CompressionConfig(SettingsGroup):
         Args:
             page_tokens: as in `page_plan`.
         """
-        if tokens < max(self.min_prompt, 1):
+        if tokens < max(self.resolved_min_prompt, 1):
             return None
         budget = self.budget_spec(num_layers, tokens)
         return page_plan(
@@ -571,6 +617,7 @@ class CompressionConfig(SettingsGroup):
             spans,
             full_share=self.protection.full_share,
             page_tokens=page_tokens,
+            cell=self.grid_cell(page_tokens) or page_tokens,
         )
 
     def budget_spec(self, num_layers: int, tokens: int) -> BudgetSpec:

@@ -10,10 +10,19 @@ PackedDtype = Literal["auto", "k4v3"]
 AUTO: PackedDtype = "auto"
 K4V3: PackedDtype = "k4v3"
 PACKED_DTYPES = (AUTO, K4V3)
+Reuse = Literal["off", "late", "grid"]
+OFF: Reuse = "off"
+LATE: Reuse = "late"
+GRID: Reuse = "grid"
 
 
 def _parse(value: Any) -> PackedDtype | None:
     return None if value is None else parse_packed_dtype(value)
+
+
+def _parse_reuse(value: Any) -> Reuse:
+    names: dict[str, Reuse] = {name: name for name in (OFF, LATE, GRID)}
+    return choose("reuse", names, str(value))
 
 
 class PackedSettings(SettingsGroup):
@@ -27,12 +36,22 @@ class PackedSettings(SettingsGroup):
 
     [k4v3](methods.md#110-packed-format-k4v3) with `--kv-max-whole` needs a budget of `1.0`."""
 
-    @staticmethod
+    reuse: Annotated[Reuse, Parsed(_parse_reuse)] = declare(OFF, "WHEN")
+    """Keep packed pages in the prefix cache, so that later turns of a chat find them: off, grid or
+    late. It needs k4v3 at a budget of 1.0.
+
+    `grid` packs prompts and outputs every 512 tokens. A turn that finds pages then attends to the
+    same numbers as one that computes them. `late` packs a prompt when its prefill ends.
+    [Keep chats warm](operate.md#keep-chats-warm) explains both."""
+
     def check(
+        self,
         packed_dtype: PackedDtype,
         budget: float | int,
         decode_budget: int | None,
         max_whole: int | None,
+        *,
+        has_interval: bool,
     ) -> None:
         """Check that the format of kept tokens works with settings that compress repeatedly.
 
@@ -40,7 +59,14 @@ class PackedSettings(SettingsGroup):
             packed_dtype: the resolved format.
             budget: as in `CompressionConfig`.
             decode_budget, max_whole: as in `DecodeSettings` and `PieceSettings`.
+            has_interval: whether ``--kv-decode-interval`` was set.
         """
+        other = "--kv-max-whole" if max_whole is not None else "--kv-decode-interval"
+        if self.reuse != OFF and (max_whole is not None or has_interval):
+            raise ConfigError(
+                f"--kv-reuse {self.reuse} sets when to pack prompts and outputs, got {other} too;"
+                f" remove {other}, or --kv-reuse"
+            )
         if packed_dtype != K4V3:
             return
         if decode_budget is not None:

@@ -130,12 +130,13 @@ class RequestOptions:
         settings = self.settings
         if settings is None:
             return True
-        if settings.pieces.max_whole is None and max_tokens is not None and max_tokens <= 1:
+        packs_in_prefill = settings.pieces.max_whole is not None or settings.reuses_pages
+        if not packs_in_prefill and max_tokens is not None and max_tokens <= 1:
             return True
         if settings.pieces.max_whole is not None or settings.decode.budget is not None:
             return False
-        return tokens < settings.min_prompt or (
-            max_tokens is not None and max_tokens < settings.min_output
+        return tokens < settings.resolved_min_prompt or (
+            max_tokens is not None and max_tokens < settings.resolved_min_output
         )
 
     def __deepcopy__(self, memo: Any) -> "RequestOptions":

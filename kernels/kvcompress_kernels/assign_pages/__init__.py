@@ -35,8 +35,9 @@ def assign_pages(
         blocks: ``[B]`` int64: block ids of all requests.
         layer_offset: ``[D]`` int32: flat page of block 0 for each page of a block.
         block_stride: distance between the same page of blocks b and b + 1, in flat pages.
-        counts: ``[R, L]`` int32: pages of each layer, at most W.
-        packed: ``[slots, L, W]`` int32: receives the pages of each layer, padded with 0.
+        counts: ``[R, L]`` int32: pages of each layer, at most W, or W - 1 if they hold groups.
+        packed: ``[slots, L, W]`` int32: receives the pages of each layer, padded with 0. Pages of
+            groups start in column 1, because column 0 is for an ordinary page before them.
         num_packed: ``[slots, L]`` int32: receives `counts`, or 0 if the pages hold groups.
         first_block: ``[slots]`` int32: receives the second column of `requests`.
         group_tokens: ``[R, L]`` int32: tokens of each layer, if the pages hold groups.

@@ -18,12 +18,15 @@ def run(
 ) -> None:
     slots, first, begin = requests.unbind(1)
     flat = (blocks[:, None] * block_stride + layer_offset).flatten()
-    column = torch.arange(packed.shape[2], device=packed.device)
+    pages = packed if group_tokens is None else packed[:, :, 1:]
+    column = torch.arange(pages.shape[2], device=packed.device)
     start = begin[:, None] * len(layer_offset) + counts.cumsum(1) - counts
     indices = start[:, :, None] + column
     # Columns after a layer's pages read the 0 that follows the last page.
     indices = indices.where(column < counts[:, :, None], len(flat))
-    packed[slots] = pad(flat, (0, 1))[indices].to(torch.int32)
+    if group_tokens is not None:
+        packed[slots, :, 0] = 0
+    pages[slots] = pad(flat, (0, 1))[indices].to(torch.int32)
     num_packed[slots] = counts if group_tokens is None else torch.zeros_like(counts)
     first_block[slots] = first.to(torch.int32)
     if out_group_tokens is not None:

@@ -25,7 +25,7 @@ def run(
                 tokens = 0 if group_tokens is None else int(group_tokens[request, layer])
                 out_group_tokens[slot, layer] = tokens
             packed[slot, layer] = 0
-            for column in range(count):
+            for column in range(group_tokens is not None, count + (group_tokens is not None)):
                 index, part = divmod(pages, pages_per_block)
                 block = int(blocks[begin + index])
                 packed[slot, layer, column] = block * block_stride + int(layer_offset[part])

@@ -48,12 +48,16 @@ def _assign_pages_kernel(  # type: ignore[no-untyped-def]
     count = tl.sum(tl.where(lane == layer, owned, 0), 0)
 
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    held = column < count
+    if group_tokens is not None:
+        column -= 1
+    held = (column >= 0) & (column < count)
     index = before + column
     block = tl.load(blocks + begin + index // per_block, mask=held, other=0)
     offset = tl.load(layer_offset + index % per_block, mask=held, other=0)
     page = tl.where(held, block * block_stride + offset, 0).to(tl.int32)
     out = slot * layers + layer
+    if group_tokens is not None:
+        column += 1
     tl.store(packed + out * width + column, page, mask=column < width)
     if tile == 0:
         if group_tokens is None:

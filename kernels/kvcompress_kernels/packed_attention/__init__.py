@@ -6,7 +6,7 @@ import torch
 
 from kvcompress_kernels import contract, k4v3
 from kvcompress_kernels.contract import check_floats, require
-from kvcompress_kernels.packed_attention.offsets import Offsets
+from kvcompress_kernels.packed_attention.offsets import Offsets, check_offsets
 from kvcompress_kernels.packed_attention.scratch import workspace
 
 __all__ = ["Offsets", "packed_attention", "workspace"]
@@ -154,10 +154,4 @@ def _check(
         got = sinks.dtype, tuple(sinks.shape)
         require(ok, _NAME, f"sinks must be float32 [{heads}]", got)
     if offsets is not None:
-        rule = "with offsets, the part of each head in a page must be contiguous"
-        require(pages.stride(2) == width, _NAME, rule, pages.stride())
-        for field, size in zip(Offsets._fields, (block, dim, block, dim), strict=True):
-            x = getattr(offsets, field)
-            ok = x.dtype == torch.int32 and x.shape == (size,) and x.is_contiguous()
-            rule = f"offsets.{field} must be contiguous int32 [{size}]"
-            require(ok, _NAME, rule, (x.dtype, tuple(x.shape)))
+        check_offsets(_NAME, offsets, pages)

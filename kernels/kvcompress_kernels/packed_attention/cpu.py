@@ -35,7 +35,7 @@ _ELEMENT = {
 
 
 @functools.cache
-def _parallel_region() -> Callable[..., Any] | None:
+def parallel_region() -> Callable[..., Any] | None:
     """Return `GOMP_parallel` of the OpenMP runtime that PyTorch uses; None if there is none."""
     # A preloaded runtime, such as Intel's, comes before the one that PyTorch is linked with.
     for library in (None, torch._C.__file__):
@@ -56,7 +56,7 @@ def _float8_table(dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.cache
-def _rows(block: int, step: int, dim: int) -> Offsets:
+def row_offsets(block: int, step: int, dim: int) -> Offsets:
     """Return the offsets of pages in which a token's row is its K, then its V."""
     token, d = torch.arange(block, dtype=torch.int32) * step, torch.arange(dim, dtype=torch.int32)
     return Offsets(token, d, token, d + dim)
@@ -105,7 +105,7 @@ def run(
         scratch = workspace(heads, kv_heads, dim, rows=rows, device="cpu")
     capacity = len(scratch) // (kv_heads * (2 + SPLITS * split_lines(group) * (dim + 2)))
     require(capacity >= rows, _NAME, f"workspace must hold the batch's {rows} rows", capacity)
-    where = _rows(block, pages.stride(2), dim) if offsets is None else offsets
+    where = row_offsets(block, pages.stride(2), dim) if offsets is None else offsets
     if sinks is not None:
         sinks = sinks * math.log2(math.e)
     counter = torch.zeros(1, dtype=torch.int64)
@@ -137,7 +137,7 @@ def run(
     call[FACTORS:].view(np.float32)[:3] = scale * math.log2(math.e), key_scale, value_scale
     kinds = (_ELEMENT[x.dtype] for x in (query, output, pages))
     work = worker(*kinds, (0,) * (dim // 8))
-    threads, region = torch.get_num_threads(), _parallel_region()
+    threads, region = torch.get_num_threads(), parallel_region()
     if threads == 1 or region is None:
         work(call.ctypes.data)
     else:

@@ -6,7 +6,12 @@ from typing import Any
 from rich.console import Console
 
 from vllm_kvcompress.commands.plan.concurrency import forecast, next_hits, sizes_on_rank
-from vllm_kvcompress.commands.plan.forecast import Forecast, NextHits, Workload
+from vllm_kvcompress.commands.plan.forecast import (
+    Forecast,
+    NextHits,
+    WarmConversations,
+    Workload,
+)
 from vllm_kvcompress.commands.plan.gpu_memory import GIB, Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.plan.model_shape import (
     ITEMSIZE,
@@ -24,6 +29,7 @@ from vllm_kvcompress.commands.plan.report import (
     recommended_notes,
     show_forecast,
 )
+from vllm_kvcompress.commands.plan.warm import warm_conversations
 from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
@@ -63,6 +69,8 @@ class PlanResult:
         forecast: the forecast.
         next_hits: what a next turn finds in the prefix cache. None without that cache, and for
             models with sliding windows or states.
+        warm: conversations that stay warm with ``--kv-reuse``. None without it, or where
+            `next_hits` is None.
         default_note: note about the default of --max-num-seqs. None if it was given.
         estimated: estimate of the KV pool. None if its size was given or is unknown.
     """
@@ -75,6 +83,7 @@ class PlanResult:
     stages: int
     forecast: Forecast
     next_hits: NextHits | None
+    warm: WarmConversations | None
     default_note: str | None
     estimated: Estimate | None
 
@@ -90,6 +99,7 @@ class PlanResult:
             "pipeline_parallel_size": self.stages,
             "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
             "next_hits": None if self.next_hits is None else asdict(self.next_hits),
+            "warm": None if self.warm is None else asdict(self.warm),
             **self.forecast.to_json(),
         }
 
@@ -112,7 +122,9 @@ class PlanResult:
             title += f" --kv-lookahead {self.settings.lookahead.tokens}"
         if self.settings.decode.budget is not None:
             title += f" --kv-decode-budget {self.settings.decode.budget}"
-        if self.settings.packs_outputs:
+        if self.settings.reuses_pages:
+            title += f" --kv-reuse {self.settings.packed.reuse}"
+        elif self.settings.packs_outputs:
             title += f" --kv-decode-interval {self.settings.decode.interval}"
         if self.settings.pieces.max_whole is not None:
             pieces = self.settings.pieces
@@ -129,6 +141,7 @@ class PlanResult:
             estimated=self.estimated is not None,
             packs_outputs=self.settings.decode.budget is not None or self.settings.packs_outputs,
             stages=self.stages,
+            warm=self.warm,
         )
         if self.next_hits is not None and self.next_hits.on != self.next_hits.off:
             console.print(next_turn_line(load, self.next_hits), highlight=False)
@@ -214,6 +227,10 @@ def _plan(options: PlanOptions) -> PlanResult:
     load = Workload(prompt=options.length, output=options.output, protected=options.protected)
     # vLLM caches windows and states only at boundaries of the prompt.
     caches_output = options.prefix_caching is not False and not shape.groups.num_uncompressed
+    planned = forecast(sizes, settings, load, pool_bytes=pool_bytes, tables_from_pool=on_gpu)
+    warm = None
+    if caches_output and settings.reuses_pages:
+        warm = warm_conversations(settings, sizes, planned)
     default_note = None
     if options.requests is None:
         default_note = default_line(options.device, options.gpu_gib, defaults)
@@ -224,8 +241,9 @@ def _plan(options: PlanOptions) -> PlanResult:
         settings=settings,
         ranks=options.ranks,
         stages=options.stages,
-        forecast=forecast(sizes, settings, load, pool_bytes=pool_bytes, tables_from_pool=on_gpu),
+        forecast=planned,
         next_hits=next_hits(settings, sizes, load) if caches_output else None,
+        warm=warm,
         default_note=default_note,
         estimated=estimated,
     )

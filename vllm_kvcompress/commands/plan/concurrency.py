@@ -16,6 +16,7 @@ from vllm_kvcompress.commands.plan.forecast import (
     WorstCase,
 )
 from vllm_kvcompress.commands.plan.model_shape import ModelShape
+from vllm_kvcompress.commands.plan.warm import packed_tokens
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
@@ -204,12 +205,12 @@ def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
     """
     if sizes.groups is None or not sizes.groups.stateful or not settings.enabled:
         return None
-    block, min_tokens = sizes.block_size, max(settings.min_prompt, 1)
+    block, min_tokens = sizes.block_size, max(settings.resolved_min_prompt, 1)
     min_full = min_tokens // block
     for full in range(min_full + _MAX_SEARCHED_BLOCKS, min_full - 1, -1):
         tokens = max(full * block, min_tokens)
         plan = settings.page_plan(sizes.layers, tokens, block, (), _page_tokens(settings, sizes))
-        if plan is None or plan.blocks >= plan.full_blocks:
+        if plan is None or plan.freed_blocks <= 0:
             return (full + 1) * block if full < min_full + _MAX_SEARCHED_BLOCKS else None
     return min_tokens
 
@@ -219,6 +220,10 @@ def _piece_schedule(
 ) -> PiecewiseSchedule | None:
     """Return the schedule of the prompt in pieces; None if it is not compressed before its end."""
     if not settings.enabled:
+        return None
+    if settings.reuses_pages and (
+        load.prompt < settings.resolved_min_prompt or load.output < settings.resolved_min_output
+    ):
         return None
     page_tokens = _page_tokens(settings, sizes)
     return piece_schedule(
@@ -286,7 +291,8 @@ def next_hits(settings: CompressionConfig, sizes: Sizes, load: Workload) -> Next
     """Return the tokens of a request that the next turn of its chat finds in the prefix cache.
 
     Blocks enter the cache until the request is packed for the first time. The next turn must
-    compute the queries that its method reads; its new message is assumed to contain them.
+    compute the queries that its method reads; its new message is assumed to contain them. With
+    ``--kv-reuse``, packed pages are in the cache too, and no query is needed.
     """
     hit, block = load.cached, sizes.block_size
     if settings.enabled:
@@ -297,6 +303,11 @@ def next_hits(settings: CompressionConfig, sizes: Sizes, load: Workload) -> Next
             hit = prefill.longest_prefix_hit(hit)
         elif settings.decode.budget is not None and Reads.COLUMN_SUMS in settings.method.reads:
             hit = 0
+        if settings.reuses_pages:
+            packs_prompt = _page_plan(settings, sizes, load)[0] is not None
+            page_tokens = packed_page_tokens(settings, block, sizes.key_itemsize) or block
+            if packed_tokens(settings, load, block, page_tokens, packs_prompt=packs_prompt):
+                hit = load.cached
     return NextHits(off=load.cached // block * block, on=hit // block * block)
 
 
@@ -309,14 +320,20 @@ def _cacheable_tokens(settings: CompressionConfig, sizes: Sizes, load: Workload)
     if (pieces := _piece_schedule(settings, sizes, load)) is not None:
         return pieces.first_end
     if (plan := _page_plan(settings, sizes, load)[0]) is not None:
-        return plan.tokens
+        return plan.packed_end
     if (output := _output_schedule(settings, sizes, load)) is None:
         return load.cached
-    footprint = KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size)
+    footprint = _unpacked_footprint(sizes, int(not output.scored))
     for at in range(load.prompt + 1, load.cached + 1):
         if (packing := output.plan(footprint, at)) is not None:
             return max(at - packing.blocks * sizes.block_size, 0)
     return load.cached
+
+
+def _unpacked_footprint(sizes: Sizes, leading_blocks: int) -> KVFootprint:
+    return KVFootprint(
+        num_layers=sizes.layers, block_size=sizes.block_size, leading_blocks=leading_blocks
+    )
 
 
 def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Workload) -> LookaheadSchedule:
@@ -376,11 +393,11 @@ def _uncompressed_reason(
         plan: page plan of the prompt without its look-ahead.
         lookahead: output tokens that compressing it waits for.
     """
-    if load.prompt < settings.min_prompt:
-        return f"it is shorter than --kv-min-prompt {settings.min_prompt}"
-    if load.output < settings.min_output:
-        return f"its output is shorter than --kv-min-output {settings.min_output}"
-    if load.output < lookahead + 2:
+    if load.prompt < settings.resolved_min_prompt:
+        return f"it is shorter than --kv-min-prompt {settings.resolved_min_prompt}"
+    if load.output < settings.resolved_min_output:
+        return f"its output is shorter than --kv-min-output {settings.resolved_min_output}"
+    if load.output < lookahead + 2 and not settings.reuses_pages:
         return f"its output ends within the look-ahead of {lookahead} tokens"
     if plan is None and mostly_protected(load.spans, load.prompt):
         return "more than half of it is protected"
@@ -394,7 +411,7 @@ def _blocks(
 ) -> RequestBlocks:
     """Return the blocks of a request with `settings`, None for off, and the page plan `plan`."""
     block = sizes.block_size
-    freed = 0 if plan is None else plan.full_blocks - plan.blocks
+    freed = 0 if plan is None else plan.freed_blocks
     prefill, end = -(-load.prompt // block), -(-load.cached // block) - freed
     packed_at = load.prompt if plan is None else plan.tokens
     looking = decoding = -(-packed_at // block) - freed
@@ -409,7 +426,8 @@ def _blocks(
     if settings is not None and settings.enabled:
         schedule = _output_schedule(settings, sizes, load)
     if schedule is not None:
-        footprint = KVFootprint(num_layers=sizes.layers, block_size=block)
+        leading_blocks = int(not schedule.scored) if plan is None else plan.leading_blocks
+        footprint = _unpacked_footprint(sizes, leading_blocks)
         if plan is not None:
             footprint.pack(plan, plan.full_blocks)
         packed = 0 if plan is None else plan.blocks

@@ -68,6 +68,27 @@ class NextHits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WarmConversations:
+    """Idle conversations whose tokens stay in the prefix cache, with ``--kv-reuse``.
+
+    A conversation is the prompt and the output. None of them share a prefix, and no request runs.
+
+    Args:
+        blocks_off, blocks_on: blocks of one conversation in vLLM's own cache, and with reuse.
+        off, fp8, on: conversations in the pool with vLLM's own cache, with its fp8 cache, and with
+            reuse. None without a pool size.
+        scratch_bytes: memory per GPU in which one layer's packed prefix is dequantised.
+    """
+
+    blocks_off: int
+    blocks_on: int
+    off: int | None
+    fp8: int | None
+    on: int | None
+    scratch_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
     """Requests that fit in one KV pool.
 

@@ -19,6 +19,7 @@ class PlanOptions:
     compress: kv_flags.Compress = None
     budget: kv_flags.Budget = None
     packed_dtype: kv_flags.PackedDtype = None
+    reuse: kv_flags.Reuse = None
     window: kv_flags.Window = None
     lookahead: kv_flags.Lookahead = None
     protected: Annotated[
@@ -139,6 +140,7 @@ class PlanOptions:
             compress=self.compress,
             budget=self.budget,
             packed_dtype=self.packed_dtype,
+            reuse=self.reuse,
             window=self.window,
             lookahead=self.lookahead,
             min_prompt=self.min_prompt,

@@ -10,6 +10,7 @@ from vllm_kvcompress.commands.plan.forecast import (
     InPieces,
     NextHits,
     RequestBlocks,
+    WarmConversations,
     Workload,
     WorstCase,
 )
@@ -35,6 +36,7 @@ def show_forecast(
     estimated: bool = False,
     packs_outputs: bool = False,
     stages: int = 1,
+    warm: WarmConversations | None = None,
 ) -> None:
     """Print the blocks and memory of a request, without and with compression, and how many fit.
 
@@ -44,6 +46,7 @@ def show_forecast(
         packs_outputs: whether outputs are packed too, so that a request may hold the most blocks
             before its end.
         stages: pipeline-parallel size. The figures are of one stage.
+        warm: conversations that stay warm between turns. None unless pages are reused.
     """
     block, load = forecast.block_bytes, forecast.load
     console.print(title, style="bold", highlight=False)
@@ -76,16 +79,28 @@ def show_forecast(
         ("mean blocks over the output", [round(request.mean) for request in requests]),
     ):
         table.add_row(name, *(f"{count:,}" for count in blocks), _ratio(blocks[0], blocks[-1]))
+    if warm is not None:
+        # Requests in the cache's dtype never read packed pages.
+        blocks = [*[warm.blocks_off] * len(on), warm.blocks_on]
+        ratio = _ratio(blocks[0], blocks[-1])
+        table.add_row("blocks cached between turns", *(f"{n:,}" for n in blocks), ratio)
     table.add_row(memory_row, *(size_text(request.end * block) for request in requests), "")
     pools = [forecast.pool_off, *(each.pool_on for each in on)]
     known_pools = [pool for pool in pools if pool is not None]
     if len(known_pools) == len(pools):
         table.add_section()
         _add_pools(table, known_pools, requests, " (estimated)" if estimated else "")
+        if warm is not None and warm.off is not None and warm.on is not None:
+            counts = [*[warm.off] * len(on), warm.on]
+            ratio = _ratio(counts[-1], counts[0])
+            table.add_row("idle conversations kept warm", *(f"{n:,}" for n in counts), ratio)
     console.print(table)
     if forecast.lookahead:
         console.print(_lookahead_note(forecast), highlight=False)
-    for line in _notes(forecast, stages, device):
+    notes = _notes(forecast, stages, device)
+    if warm is not None:
+        notes += _warm_notes(load, warm)
+    for line in notes:
         console.print(line, highlight=False)
 
 
@@ -252,6 +267,19 @@ def next_turn_line(load: Workload, hits: NextHits) -> str:
         f"Next turn of a chat: {hits.on:,} of this request's {load.prompt + load.output:,} tokens"
         f" are in the prefix cache, instead of {hits.off:,} without compression."
     )
+
+
+def _warm_notes(load: Workload, warm: WarmConversations) -> list[str]:
+    """Return notes about conversations in the prefix cache, and the memory that reuse reserves."""
+    fp8 = ""
+    if warm.fp8 is not None:
+        fp8 = f" With vLLM's --kv-cache-dtype fp8 alone, {warm.fp8:,} stay warm."
+    return [
+        f"A conversation is a prompt and its output, {load.prompt + load.output:,} tokens. Between"
+        f" turns it stays warm until running requests take its blocks.{fp8}",
+        f"Reuse reserves {size_text(warm.scratch_bytes)} of scratch memory at startup: one layer's"
+        " keys and values for --max-model-len tokens.",
+    ]
 
 
 def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:

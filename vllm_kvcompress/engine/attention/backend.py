@@ -7,6 +7,7 @@ layer's table and lengths to the batch's metadata; the implementation runs vLLM'
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,11 +15,13 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+from kvcompress_kernels.dequantise_pages import dequantise_pages
 from kvcompress_kernels.packed_attention import Offsets, packed_attention
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
 from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool, RowGroups
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
+from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
 from vllm_kvcompress.planning.model_traits import Traits, unsupported
@@ -85,6 +88,28 @@ def group_rows_of(batch_metadata: Any) -> GroupRows | None:
     return rows
 
 
+def attach_scratch_copies(batch_metadata: Any, copies: ScratchCopies | None) -> None:
+    """Attach the packed pages that each layer dequantises before its attention."""
+    batch_metadata.kvcompress_scratch = copies
+
+
+def scratch_copies_of(batch_metadata: Any) -> ScratchCopies | None:
+    """Return the packed pages that each layer dequantises, or None if no row needs copies."""
+    copies: ScratchCopies | None = getattr(batch_metadata, "kvcompress_scratch", None)
+    return copies
+
+
+class ReadRows(NamedTuple):
+    """What the rows of a batch read."""
+
+    slots: list[int]
+    """The page pool's slot that each row reads."""
+    copies: ScratchCopies | None
+    """The packed pages that each layer dequantises first; None if no row needs copies."""
+    max_query_tokens: int
+    """Upper bound on the queries of a row without copies."""
+
+
 class CompressedBuilder:
     """Mixin for a metadata builder that passes each batch to the compressor."""
 
@@ -105,12 +130,29 @@ class CompressedBuilder:
         )
         return compressor.pool.slots(request_ids)
 
+    @staticmethod
+    def _read_rows(pool: PagePool, common: CommonAttentionMetadata, slots: list[int]) -> ReadRows:
+        """Give scratch pages to rows with many queries behind packed pages (`use_scratch`)."""
+        longest = common.max_query_len
+        if pool.scratch is None or longest < MIN_QUERIES or not pool.have_groups(slots):
+            return ReadRows(slots, None, longest)
+        queries = [stop - start for start, stop in pairwise(common.query_start_loc_cpu.tolist())]
+        read_slots, copies = pool.use_scratch(slots, queries, common.max_seq_len)
+        own = (n for n, slot, read in zip(queries, slots, read_slots, strict=False) if slot == read)
+        return ReadRows(read_slots, copies, max(own, default=1))
+
     def _layers(
-        self, pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
+        self,
+        pool: PagePool,
+        common: CommonAttentionMetadata,
+        slots: list[int],
+        read_slots: list[int],
+        rows: int,
     ) -> LayerTables:
         """Refresh and return each layer's tables and lengths; lay out the query ring."""
         self._begin_ring(pool, slots)
-        layer_tables = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
+        block_table, seq_lens = common.block_table_tensor, common.seq_lens
+        layer_tables = pool.tables(slots, block_table, seq_lens, rows, read_slots)
         self._lay_out(pool, common)
         return layer_tables
 
@@ -209,8 +251,11 @@ class CompressedImpl(ABC):
     ) -> torch.Tensor:
         compressor, group_rows = self._compressor, group_rows_of(attn_metadata)
         layers, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
-        queries = query
+        copies, queries = scratch_copies_of(attn_metadata), query
         if compressor is not None:
+            if copies is not None:
+                packed, destinations = copies.packed[self._layer], copies.destinations
+                dequantise_pages(compressor.pool.elements, self._offsets, packed, destinations)
             if layers is not None:
                 kv_cache, attn_metadata = compressor.pool.pages, layers[self._layer]
             if query.itemsize == 1:

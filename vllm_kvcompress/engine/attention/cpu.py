@@ -27,6 +27,7 @@ from vllm_kvcompress.engine.attention.backend import (
     GroupRows,
     attach_group_rows,
     attach_layers,
+    attach_scratch_copies,
 )
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages.pool import PagePool
@@ -58,13 +59,13 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
     def _build_per_layer(
         self, pool: PagePool, common: CommonAttentionMetadata, slots: list[int]
     ) -> CPUAttentionMetadata:
-        rows = len(slots)
-        tables, lengths = self._layers(pool, common, slots, rows)
+        rows, read = len(slots), self._read_rows(pool, common, slots)
+        tables, lengths = self._layers(pool, common, slots, read.slots, rows)
         starts = common.query_start_loc[: rows + 1]
         group_rows = None
-        if pool.have_groups(slots):
-            group_rows = GroupRows(tables, lengths, starts, common.max_query_len)
-            lengths = pool.short_lengths(slots, starts, rows)
+        if pool.have_groups(read.slots):
+            group_rows = GroupRows(tables, lengths, starts, read.max_query_tokens)
+            lengths = pool.short_lengths(read.slots, starts, rows)
         # Layers with equal lengths share a work plan; with uniform budgets nearly all are equal.
         unique, plan_index = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)
         plans = [self._work_plan(rows, row, starts, common) for row in unique]
@@ -85,6 +86,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
             )
         batch = copy.copy(layers[0])
         attach_layers(batch, layers, pool.ring)
+        attach_scratch_copies(batch, read.copies)
         if group_rows is not None:
             attach_group_rows(batch, group_rows)
         return batch

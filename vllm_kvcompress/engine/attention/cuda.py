@@ -36,6 +36,7 @@ from vllm_kvcompress.engine.attention.backend import (
     GroupRows,
     attach_group_rows,
     attach_layers,
+    attach_scratch_copies,
     layers_of,
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
@@ -91,14 +92,16 @@ class _PersistentBuilder(CompressedBuilder):
         # Outside a step the batch is a dummy, from graph capture or an idle data-parallel rank.
         slots = self._slots(compressor, common) if compressor.running else [0] * common.num_reqs
         pool = compressor.pool
-        tables, lengths = self._layers(pool, common, slots, common.num_reqs)
+        read = self._read_rows(pool, common, slots)
+        tables, lengths = self._layers(pool, common, slots, read.slots, common.num_reqs)
+        attach_scratch_copies(metadata, read.copies)
         vllm_lengths = lengths
         if pool.packs_groups:
             query_start = common.query_start_loc
-            vllm_lengths = pool.short_lengths(slots, query_start, common.num_reqs)
+            vllm_lengths = pool.short_lengths(read.slots, query_start, common.num_reqs)
             # A graph that is captured now may be replayed for rows with packed groups.
-            if not compressor.running or pool.have_groups(slots):
-                rows = GroupRows(tables, lengths, query_start, common.max_query_len)
+            if not compressor.running or pool.have_groups(read.slots):
+                rows = GroupRows(tables, lengths, query_start, read.max_query_tokens)
                 attach_group_rows(metadata, rows)
         attach_layers(metadata, _PerLayer(metadata, tables, vllm_lengths), pool.ring)
         return metadata

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvcompress_kernels.dequantise_pages import dequantise_pages
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
 from vllm_kvcompress.engine.compression.packer import Packer, PackJob
@@ -24,10 +25,11 @@ from vllm_kvcompress.engine.compression.step_state import (
 )
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
-from vllm_kvcompress.engine.messages.step import PackRequest, plan_of
+from vllm_kvcompress.engine.messages.step import AdoptedPages, PackRequest, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES
 from vllm_kvcompress.errors import quoted_id, shorten
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -92,6 +94,8 @@ class PromptCompressor:
         plan = plan_of(output)
         if plan is not None and plan.zero_blocks:
             self.pool.zero(plan.zero_blocks)
+        for adopted in () if plan is None else plan.adopt:
+            self._adopt(adopted)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
         pack = () if plan is None else plan.pack
         probes = {
@@ -99,7 +103,34 @@ class PromptCompressor:
             for pack_request in pack
             if pack_request.plan.probe
         }
-        self._step = StepState(plan, {request_id: len(ids) for request_id, ids in drafts}, probes)
+        self._step = StepState(
+            plan,
+            {request_id: len(ids) for request_id, ids in drafts},
+            probes,
+            may_use_scratch=self._may_use_scratch(output),
+        )
+
+    def _may_use_scratch(self, output: SchedulerOutput) -> bool:
+        """Return whether rows of the step's batch may read scratch pages."""
+        queries = output.num_scheduled_tokens
+        # The first condition skips the loop over requests in decode steps.
+        longest = output.total_num_scheduled_tokens - len(queries) + 1
+        return longest >= MIN_QUERIES and self.pool.may_use_scratch(queries)
+
+    def _adopt(self, adopted: AdoptedPages) -> None:
+        """Make a new request read packed pages of the prefix cache. No byte moves."""
+        layers, size = self.packer.num_layers, self.pool.block_size
+        leading_blocks = len(adopted.leading_blocks)
+        blocks = self.pool.destination((*adopted.leading_blocks, *adopted.blocks))
+        pages = blocks.view(-1, layers).T.int()
+        self.pool.add_groups(
+            adopted.request_id,
+            pages[:, leading_blocks:],
+            adopted.tokens,
+            adopted.page_tokens,
+            leading_blocks + adopted.tokens // size,
+            leading=pages[:, :leading_blocks],
+        )
 
     def abort_step(self) -> None:
         """Drop the state of a step that failed."""
@@ -163,7 +194,7 @@ class PromptCompressor:
     ) -> GroupJob:
         """Return the job that adds groups for output tokens, or for a piece of a prompt."""
         size, settings = self.pool.block_size, pack_request.settings
-        blocks = self._blocks(block_table, row, pack_request.tokens // size * size)
+        blocks = self._blocks(block_table, row, pack_request.packed_end // size * size)
         if not pack_request.prefill:
             return GroupJob(pack_request, blocks)
         stopwatch = Stopwatch(self.pool.pages.device)
@@ -286,8 +317,10 @@ class PromptCompressor:
 
     @property
     def must_run_layers_in_python(self) -> bool:
-        """Return whether the next batch has prefills whose layers must be observed."""
+        """Return whether layers must be observed in the next batch, or must fill scratch pages."""
         step = self._step
+        if step is not None and step.may_use_scratch:
+            return True
         if step is None or step.plan is None or step.laid_out:
             return False
         return bool(step.plan.observe) or any(
@@ -473,5 +506,9 @@ class PromptCompressor:
             max_tokens: length of the longest dummy prompt.
         """
         max_tokens = min(max_tokens, self.pool.max_layer_tokens)
+        if (scratch := self.pool.scratch) is not None:
+            null_page = self.pool.layer_offset[:1]
+            destinations = scratch.pages[: scratch.ratio]
+            dequantise_pages(self.pool.elements, self.layout.offsets, null_page, destinations)
         for settings in self._settings.variants:
             WarmUp(self.packer, self.adder, settings, self._queries).run(max_tokens)

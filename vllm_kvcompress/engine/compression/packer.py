@@ -193,7 +193,15 @@ class Packer:
                 group_tokens=per_layer * tokens,
             )
         )
-        pool.add_groups(pack_request.request_id, targets, tokens, plan.page_tokens, len(blocks))
+        leading = blocks[: pack_request.leading_blocks]
+        pool.add_groups(
+            pack_request.request_id,
+            targets,
+            tokens,
+            plan.page_tokens,
+            len(blocks),
+            leading=pool.flat_ids_in_all_layers(leading) if len(leading) else None,
+        )
 
     def _groups(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
         """Yield the jobs in groups that share kernel launches.
@@ -247,8 +255,6 @@ class Packer:
         """Pack one group; return the pages ``[L]`` of each request's layers."""
         pool, method, pack_requests = self.pool, jobs[0].method, [job.pack_request for job in jobs]
         plan, layers, source = pack_requests[0].plan, self.num_layers, self._source_of(jobs)
-        if plan.keeps_all:
-            return [self._pack_all(pack_requests[0], source)]
         # Requests with a slot in the pool may be packed again, so the method keeps state for them.
         packed_again = all(pack_request.request_id in pool for pack_request in pack_requests)
         observed = self._observe(jobs, source)
@@ -331,30 +337,8 @@ class Packer:
         on_device: torch.Tensor = async_tensor_h2d(per_row, device=device, dtype=torch.int32)
         return on_device
 
-    def _pack_all(self, pack_request: PackRequest, source: SourcePages) -> torch.Tensor:
-        """Pack all tokens of a prompt; return the pages ``[L]`` of its layers."""
-        plan = pack_request.plan
-        assert pack_request.destination is not None, pack_request
-        kept, counts = self._all_slots(plan)
-        group_tokens = kept_in_pages(plan, counts)
-        (targets,) = self._assign([pack_request], counts[None], group_tokens[None])
-        self.mover.move(
-            Move(
-                source=source,
-                kept=kept,
-                counts=counts,
-                targets=targets[:, : plan.full_pages],
-                total=plan.pages,
-                in_place=pack_request.in_place,
-                merging=None,
-                group_tokens=group_tokens,
-            )
-        )
-        self._notify(pack_request, kept, counts)
-        return counts
-
     def note_all_kept(self, pack_request: PackRequest) -> torch.Tensor:
-        """Notify the observers of a prompt whose pieces were all added as groups.
+        """Notify the observers of a prompt whose tokens were all added as groups.
 
         Returns:
             ``[L]`` int32, the pages of its layers.
@@ -614,17 +598,13 @@ def _packs_alone(job: PackJob) -> bool:
 
     It applies only to prompts that have dropped no token. They are packed alone if
 
-    * they keep all tokens,
     * their method needs the whole prompt,
     * their method reads column sums, which are stored per prompt, or
     * tokens are merged, which takes the memory reserved for one prompt.
     """
     pack_request, method = job.pack_request, job.method
     return pack_request.nothing_dropped and bool(
-        pack_request.plan.keeps_all
-        or method.needs_whole_prompt
-        or Reads.COLUMN_SUMS in method.reads
-        or method.merge
+        method.needs_whole_prompt or Reads.COLUMN_SUMS in method.reads or method.merge
     )
 
 

@@ -160,7 +160,6 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
 
 
 def _log(done: PackedPrompt, pack_request: PackRequest) -> None:
-    tail_blocks = int(pack_request.plan.tail > 0)
     logger.info(
         "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f lookahead=%d blocks_before=%d"
         " blocks_after=%d layer_tokens=%s",
@@ -168,7 +167,7 @@ def _log(done: PackedPrompt, pack_request: PackRequest) -> None:
         done.tokens,
         done.kept_tokens,
         done.output_tokens or 0,
-        pack_request.tokens // pack_request.plan.block_size + tail_blocks,
-        pack_request.plan.blocks + tail_blocks,
+        -(-pack_request.tokens // pack_request.plan.block_size),
+        pack_request.plan.held_blocks,
         str(list(done.layer_tokens)).replace(" ", ""),
     )

@@ -34,7 +34,7 @@ class RolePairCounts:
             pack_request: the prompt's entry in the scheduler's plan.
             layer_pairs: `pairs` of all compressed layers of the model, on the host.
         """
-        tail_start, shares = _tail_start(pack_request), []
+        tail_start, shares = pack_request.plan.packed_end, []
         for index, (role, spans) in enumerate(self.roles.items()):
             in_pages = sum(pairs[index] for pairs in layer_pairs) / (len(layer_pairs) * self.heads)
             # Packed pages exclude the tail, which every layer and head keeps.
@@ -75,7 +75,9 @@ class RoleCounts:
             pack_request.prefill and pack_request.nothing_dropped and pack_request.completes_prompt
         ):
             return
-        paged_spans = [clip_spans(spans, 0, _tail_start(pack_request)) for spans in roles.values()]
+        paged_spans = [
+            clip_spans(spans, 0, pack_request.plan.packed_end) for spans in roles.values()
+        ]
         span_roles = [role for role, spans in enumerate(paged_spans) for _ in spans]
         edges = torch.tensor([edge for spans in paged_spans for span in spans for edge in span])
         head_edges = to_device(edges, torch.int32, kept.device).expand(*kept.shape[:2], -1)
@@ -97,8 +99,3 @@ class RoleCounts:
             None if the request did not ask for counts, or if pieces of its prompt dropped tokens.
         """
         return self._counted.pop(request_id, None)
-
-
-def _tail_start(pack_request: PackRequest) -> int:
-    """Return the index of the first token in the tail, the last page if it is not full."""
-    return pack_request.tokens // pack_request.plan.block_size * pack_request.plan.block_size

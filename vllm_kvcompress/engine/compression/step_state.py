@@ -108,6 +108,7 @@ class StepState:
         drafts: by request, draft tokens after the last prompt token, which vLLM adds to fill up a
             decode step.
         probes: by request, its probe.
+        may_use_scratch: whether rows of the batch may read scratch pages, which every layer fills.
         laid_out: whether `begin_batch` has seen this step's batch.
         layers_observed: layers that have called `after_attention`.
         spans: the observed prefills.
@@ -124,6 +125,7 @@ class StepState:
     plan: StepPlan | None
     drafts: dict[str, int]
     probes: dict[str, Probe]
+    may_use_scratch: bool = False
     laid_out: bool = False
     layers_observed: int = 0
     spans: list[BatchSpan] = field(default_factory=list)

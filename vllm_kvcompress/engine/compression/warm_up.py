@@ -79,14 +79,21 @@ class WarmUp:
         settings, block = self._settings, self._pool.block_size
         budget = settings.budget if isinstance(settings.budget, int) else 0
         short = max(
-            2 * self._method.lookahead_window, 4 * block, settings.min_prompt, budget + 2 * block
+            2 * self._method.lookahead_window,
+            4 * block,
+            settings.resolved_min_prompt,
+            budget + 2 * block,
         )
         lengths = sorted({min(short + extra, max_tokens) for extra in (3, 4096, 32768, max_tokens)})
         for tokens in lengths:
             spec = settings.budget_spec(self._packer.num_layers, tokens)
-            plan = page_plan(spec, block, page_tokens=self._page_tokens)
-            if plan is not None:
+            plan = page_plan(spec, block, page_tokens=self._page_tokens, cell=self._page_tokens)
+            if plan is None:
+                continue
+            if plan.cell is None:
                 self._pack_prompt(plan, shortest=tokens == lengths[0])
+            else:
+                self._add_groups(plan)
         if plan is None or not settings.resolved_lookahead:
             return
         # Early compression may have fewer queries; kernels are specialised for powers of two.
@@ -165,6 +172,23 @@ class WarmUp:
                 log_sums=log_sums,
             )
             self._packer.run([job])
+            self._pool.forget("")
+
+    def _add_groups(self, plan: PagePlan) -> None:
+        """Pack all tokens of a prompt of null blocks twice; the second packing is in place."""
+        blocks = self._pool.pages.new_zeros(plan.full_blocks, dtype=torch.int64)
+        for in_place in (False, True):
+            pack_request = PackRequest(
+                request_id="",
+                settings=self._settings,
+                plan=plan,
+                tokens=plan.tokens,
+                destination=(0,) * plan.blocks,
+                in_place=in_place,
+                added_tokens=plan.max_tokens_in_pages,
+                leading_blocks=plan.leading_blocks,
+            )
+            self._packer.add_groups(pack_request, blocks)
             self._pool.forget("")
 
     def pack_again(

@@ -112,8 +112,7 @@ def _counted(
     # The modulus maps -1 to an extra column at the end, which is cut off.
     is_kept.scatter_(2, kept.long().cpu() % (pack_request.tokens + 1), True)
     is_kept = is_kept[..., :-1]
-    block_size = pack_request.plan.block_size
-    is_kept[..., pack_request.tokens // block_size * block_size :] = True
+    is_kept[..., pack_request.plan.packed_end :] = True
     is_kept = is_kept[..., :prompt_tokens]
     bucket = torch.arange(prompt_tokens) * buckets // prompt_tokens
     counts = torch.zeros(layers, buckets).index_add_(1, bucket, is_kept.sum(1).float())

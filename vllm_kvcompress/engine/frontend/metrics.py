@@ -130,6 +130,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "Look-aheads that ended early because the KV pool was short.",
         lambda counts: counts["cut_lookaheads"],
     ),
+    "packed_hit_tokens": CounterSpec(
+        "",
+        "Tokens that requests found in packed pages of the prefix cache (--kv-reuse).",
+        lambda counts: counts["packed_hit_tokens"],
+    ),
     "layer_tokens": CounterSpec(
         "layer", "Prompt tokens that compressed prompts keep, by layer.", _by_layer
     ),
@@ -173,8 +178,8 @@ def info_labels(settings: CompressionConfig, block_size: int, itemsize: int) -> 
         "window": _common(each.resolved_window for each in served),
         "lookahead": _common(map(_lookahead_of, served), settings.lookahead.tokens),
         "protect": ",".join(settings.protection.words),
-        "min_prompt": str(settings.min_prompt),
-        "min_output": str(settings.min_output),
+        "min_prompt": str(settings.resolved_min_prompt),
+        "min_output": str(settings.resolved_min_output),
         "pressure": str(settings.pressure),
         "decode_budget": str(settings.decode.budget or ""),
         "decode_interval": _common(_decode_intervals(served, page_tokens)),

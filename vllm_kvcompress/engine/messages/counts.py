@@ -50,6 +50,8 @@ class Counts(TypedDict):
     """Prompts whose budget was raised to hold their protected tokens."""
     cut_lookaheads: dict[str, int]
     """Prompts packed before their look-ahead was over, by target (`half` or `budget`)."""
+    packed_hit_tokens: int
+    """Tokens of new requests that were read from packed pages in the prefix cache."""
 
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:

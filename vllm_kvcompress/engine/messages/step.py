@@ -42,6 +42,7 @@ class PackRequest:
         added_tokens: if the tokens since the last packing are added to the packed groups, the
             number of these tokens, possibly 0 at a prompt's end. `destination` then has the blocks
             that are added. None for any other packing.
+        leading_blocks: for added groups, the ordinary blocks before the packed tokens.
         early_target: for a prompt packed before its look-ahead is over, HALF (it is packed again
             later) or BUDGET. Empty otherwise.
     """
@@ -57,12 +58,21 @@ class PackRequest:
     completes_prompt: bool = True
     in_place: bool = False
     added_tokens: int | None = None
+    leading_blocks: int = 0
     early_target: str = ""
 
     @property
     def adds_groups(self) -> bool:
         """Return whether the packing adds groups and leaves the packed ones as they are."""
         return self.added_tokens is not None
+
+    @property
+    def packed_end(self) -> int:
+        """Return the number of the request's tokens that are packed, once this is done.
+
+        A prompt's last tokens stay in place if they do not fill a block.
+        """
+        return self.plan.packed_end if self.adds_groups else self.tokens
 
     @property
     def uses_ring_queries(self) -> bool:
@@ -72,7 +82,7 @@ class PackRequest:
     @property
     def uses_chunk_queries(self) -> bool:
         """Return whether the attention of the prompt's chunks scores the tokens."""
-        return not (self.adds_groups or self.uses_ring_queries or self.plan.keeps_all)
+        return not (self.adds_groups or self.uses_ring_queries)
 
     @property
     def protected_tokens(self) -> int:
@@ -102,6 +112,27 @@ class AttentionAddition:
     max_tokens: int
 
 
+class AdoptedPages(NamedTuple):
+    """Packed pages of the prefix cache with which a request begins.
+
+    Args:
+        request_id: vLLM's request id.
+        leading_blocks: vLLM block ids of the ordinary blocks before the packed tokens.
+        blocks: vLLM block ids. Block n holds page n of every layer.
+        page_tokens: tokens in a page.
+    """
+
+    request_id: str
+    leading_blocks: tuple[int, ...]
+    blocks: tuple[int, ...]
+    page_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens in the pages of a layer."""
+        return len(self.blocks) * self.page_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The workers' instructions for one step. There is no plan if there is nothing to do.
@@ -117,6 +148,7 @@ class StepPlan:
         add_attention: requests whose latest attention is added to their sums after this step,
             before any packing.
         pack: requests to pack after this step.
+        adopt: requests that begin with packed pages of the prefix cache, from this step on.
         zero_blocks: vLLM block ids that held packed groups and were freed. The workers fill them
             with zeros before this step.
     """
@@ -127,6 +159,7 @@ class StepPlan:
     keep_prompt_queries: tuple[str, ...] = ()
     add_attention: tuple[AttentionAddition, ...] = ()
     pack: tuple[PackRequest, ...] = ()
+    adopt: tuple[AdoptedPages, ...] = ()
     zero_blocks: tuple[int, ...] = ()
 
     @property

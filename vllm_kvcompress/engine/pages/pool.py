@@ -12,7 +12,7 @@ allocation turns the cache into one array of pages, for every ``VLLM_KV_CACHE_LA
 In the last two layouts, the ids in between do not refer to pages and are never used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -23,7 +23,9 @@ from kvcompress_kernels.assign_pages import assign_pages
 from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.engine.pages.method_state import AttentionSums, Protected, Thresholds
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
+from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies, ScratchPages
 from vllm_kvcompress.errors import VllmHookError
+from vllm_kvcompress.planning.memory import SCRATCH_ROWS
 
 
 def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -87,7 +89,7 @@ class RowGroups(NamedTuple):
     tokens: torch.Tensor
     """``[slots]`` int32: tokens in groups, 0 for slots without groups."""
     slots: torch.Tensor
-    """``[R]`` int32: slot of each row."""
+    """``[R]`` int32: the slot that each row reads."""
     live: torch.Tensor
     """``[]`` int32: rows of this step."""
 
@@ -121,6 +123,8 @@ class PagePool:
         block_size: tokens in a page.
         stored: the float8 dtype of a quantised cache; None if the cache has the layers' dtype.
         packs_groups: whether any request may be packed in k4v3.
+        scratch_blocks: how many of the last blocks are scratch pages, which vLLM's scheduler does
+            not know (`ScratchPages`).
     """
 
     def __init__(
@@ -133,18 +137,22 @@ class PagePool:
         block_size: int,
         stored: torch.dtype | None = None,
         packs_groups: bool = False,
+        scratch_blocks: int = 0,
     ) -> None:
         self.pages, self.layer_offset, self.block_stride = flat_pages(layers)
         # vLLM allocates a float8 cache as uint8; `elements` views it in the stored dtype.
         self.elements = self.pages if stored is None else self.pages.view(stored)
         self.block_size = block_size
         count, device = len(layers), self.pages.device
-        self._packed = torch.zeros(
-            max_requests + 1, count, max_blocks, dtype=torch.int32, device=device
-        )
-        self._num_packed = torch.zeros(max_requests + 1, count, dtype=torch.int32, device=device)
-        self._first_block = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
-        # Tokens in groups. A slot that has some has no other packed pages: `_num_packed` is 0.
+        columns = max_blocks + int(packs_groups)
+        num_slots = max_requests + 1 + (SCRATCH_ROWS if scratch_blocks else 0)
+        self._packed = torch.zeros(num_slots, count, columns, dtype=torch.int32, device=device)
+        # Pages of groups start in column 1. Column 0 has the page of a leading ordinary block. If
+        # `_num_packed` is 1, attention reads it like a packed page in the cache's dtype.
+        self._group_pages = self._packed[:, :, 1:]
+        self._num_packed = torch.zeros(num_slots, count, dtype=torch.int32, device=device)
+        self._first_block = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # Tokens in groups. A slot that has some has no packed pages in the cache's dtype.
         self._group_tokens = torch.zeros_like(self._num_packed) if packs_groups else None
         # Lengths for vLLM's attention, which need not read rows with groups.
         self._short_lengths = torch.zeros(
@@ -157,6 +165,9 @@ class PagePool:
         self._live = torch.zeros((), dtype=torch.int32, device=device)
         # Host copy of `_row_slots`.
         self._uploaded_slots: list[int] = []
+        # The slot that each row reads. It is the row's own, unless the row reads scratch pages.
+        self._read_slots = torch.zeros_like(self._row_slots) if scratch_blocks else self._row_slots
+        self._uploaded_read_slots: list[int] = []
         self._views: dict[int, LayerTables] = {}
         # Scratch memory of attention over packed groups, which all layers share.
         self.workspace: torch.Tensor | None = None
@@ -168,11 +179,22 @@ class PagePool:
         # Slots of protected tokens in requests that may be packed again.
         self.protected: dict[str, Protected] = {}
         self._num_blocks = int(layers[0].shape[0])
+        self.scratch: ScratchPages | None = None
+        if scratch_blocks:
+            blocks = torch.arange(self._num_blocks - scratch_blocks, self._num_blocks)
+            self.scratch = ScratchPages(
+                self.flat_ids_in_all_layers(blocks.to(device)).T.flatten().int(),
+                range(max_requests + 1, num_slots),
+                block_size=block_size,
+                itemsize=self.pages.itemsize,
+            )
         self._slots: dict[str, int] = {}
         # Slots of requests that read packed pages.
         self._slots_with_pages: set[int] = set()
         # Those whose packed pages hold groups.
         self._slots_with_groups: set[int] = set()
+        # Tokens in groups of each layer, for slots whose layers have equally many.
+        self._equal_group_tokens: dict[int, int] = {}
         self._free = list(range(max_requests, 0, -1))
 
     @property
@@ -183,7 +205,7 @@ class PagePool:
     @property
     def max_layer_pages(self) -> int:
         """Maximum pages that a layer can hold of one request."""
-        return self._packed.shape[2]
+        return self._tables.shape[2]
 
     @property
     def has_requests(self) -> bool:
@@ -337,7 +359,10 @@ class PagePool:
         self._slots_with_pages.update(slots)
         if group_tokens is not None:
             self._slots_with_groups.update(slots)
-        return [self._packed[slot] for slot in slots]
+        for slot in slots:
+            self._equal_group_tokens.pop(slot, None)
+        packed = self._packed if group_tokens is None else self._group_pages
+        return [packed[slot] for slot in slots]
 
     def add_groups(
         self,
@@ -346,6 +371,7 @@ class PagePool:
         tokens: int,
         page_tokens: int,
         first_block: int,
+        leading: torch.Tensor | None = None,
     ) -> None:
         """Add pages of groups to each layer of a request.
 
@@ -357,12 +383,17 @@ class PagePool:
                 such a page already.
             tokens: tokens in a layer's pages.
             page_tokens: tokens in a page.
-            first_block: index of the request's first block that is not packed.
+            first_block: index of the request's first block behind the packed tokens.
+            leading: ``[L, 1]``, flat pages of an ordinary block before the packed tokens; None
+                without one.
         """
         assert self._group_tokens is not None, request_id
         self.admit(request_id)
         slot = self._slots[request_id]
-        packed, held = self._packed[slot], self._group_tokens[slot]
+        packed, held = self._group_pages[slot], self._group_tokens[slot]
+        if leading is not None:
+            self._packed[slot, :, :1] = leading
+            self._num_packed[slot].fill_(1)
         full_pages = (held // page_tokens).long()[:, None]
         column = torch.arange(pages.shape[1], device=pages.device)
         partial_page = packed.gather(1, full_pages)
@@ -372,6 +403,10 @@ class PagePool:
         packed.scatter_(1, full_pages + column, pages)
         held.add_(tokens)
         self._first_block[slot].fill_(first_block)
+        if slot not in self._slots_with_groups and leading is not None:
+            self._equal_group_tokens[slot] = tokens
+        elif slot in self._equal_group_tokens:
+            self._equal_group_tokens[slot] += tokens
         self._slots_with_pages.add(slot)
         self._slots_with_groups.add(slot)
 
@@ -382,6 +417,7 @@ class PagePool:
         if slot is not None:
             self._slots_with_pages.discard(slot)
             self._slots_with_groups.discard(slot)
+            self._equal_group_tokens.pop(slot, None)
             if self.ring is not None:
                 self.ring.release(slot)
             self._free.append(slot)
@@ -394,6 +430,55 @@ class PagePool:
         """Return whether any of the slots has packed pages that hold groups."""
         return not self._slots_with_groups.isdisjoint(slots)
 
+    def may_use_scratch(self, queries: Mapping[str, int]) -> bool:
+        """Return whether a batch may have rows that read scratch pages.
+
+        Args:
+            queries: by request, its queries in the batch.
+        """
+        if self.scratch is None or not self._equal_group_tokens:
+            return False
+        tokens, slot_of = self._equal_group_tokens, self._slots.get
+        return any(
+            count >= MIN_QUERIES and tokens.get(slot_of(request_id, 0), 0) > 0
+            for request_id, count in queries.items()
+        )
+
+    def use_scratch(
+        self, slots: list[int], queries: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], ScratchCopies | None]:
+        """Give scratch pages to rows with packed groups and many queries, without a sync.
+
+        Such a row reads copies of its packed pages before its ordinary pages: it gets a slot whose
+        packed pages are scratch pages and hold no groups. Call this before `tables`.
+
+        Args:
+            slots: slots of the batch's requests, in row order.
+            queries: queries of each row.
+            max_tokens: upper bound on a row's tokens.
+
+        Returns:
+            The slot that each row reads, and what the layers dequantise; None if that is nothing.
+        """
+        if self.scratch is None or -(-max_tokens // self.block_size) > self.max_layer_pages:
+            return slots, None
+        rows = list(self.scratch.rows(slots, queries, self._equal_group_tokens))
+        if not rows:
+            return slots, None
+        read_slots = slots.copy()
+        for row, slot, read_slot, packed_pages, pages in rows:
+            read_slots[row] = read_slot
+            count = packed_pages * self.scratch.ratio
+            # Where its ordinary blocks begin stays the same. `packed_attention` skips the row,
+            # because its read slot has no tokens in groups.
+            self._packed[read_slot, :, :1] = self._packed[slot, :, :1]
+            self._packed[read_slot, :, 1 : 1 + count] = self.scratch.pages[pages]
+            self._num_packed[read_slot].fill_(1 + count)
+            self._first_block[read_slot].copy_(self._first_block[slot])
+        packed = torch.cat([self._group_pages[row.slot, :, : row.packed_pages] for row in rows], 1)
+        destinations = self.scratch.pages[: rows[-1].pages.stop]
+        return read_slots, ScratchCopies(packed.unbind(), destinations)
+
     def short_lengths(
         self, slots: Sequence[int], query_start: torch.Tensor, rows: int
     ) -> Sequence[torch.Tensor]:
@@ -403,7 +488,7 @@ class PagePool:
         them as they have queries. Call this after `tables`.
 
         Args:
-            slots: slots of the batch's requests, in row order.
+            slots: the slots that the batch's rows read.
             query_start: ``[>= rows + 1]`` int32, offset of each row's first query.
             rows: rows of the batch, including padding.
 
@@ -413,7 +498,7 @@ class PagePool:
         assert self._group_tokens is not None
         lengths, short = self._lengths[:, :rows], self._short_lengths[:, :rows]
         if self.have_groups(slots):
-            tokens = self._group_tokens.index_select(0, self._row_slots[:rows])[:, 0]
+            tokens = self._group_tokens.index_select(0, self._read_slots[:rows])[:, 0]
             queries = query_start[1 : rows + 1] - query_start[:rows]
             short.copy_(lengths.where(tokens == 0, lengths.minimum(queries)))
         else:
@@ -429,9 +514,9 @@ class PagePool:
         if self._group_tokens is None:
             return None
         return RowGroups(
-            pages=self._packed[:, layer],
+            pages=self._group_pages[:, layer],
             tokens=self._group_tokens[:, layer],
-            slots=self._row_slots,
+            slots=self._read_slots,
             live=self._live,
         )
 
@@ -458,7 +543,12 @@ class PagePool:
         return [slot_of(request_id, 0) for request_id in request_ids]
 
     def tables(
-        self, slots: list[int], block_table: torch.Tensor, seq_lens: torch.Tensor, rows: int
+        self,
+        slots: list[int],
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        rows: int,
+        read_slots: list[int] | None = None,
     ) -> LayerTables:
         """Refresh every layer's tables and lengths for this step (`page_tables`), without a sync.
 
@@ -467,8 +557,13 @@ class PagePool:
             block_table: ``[>= len(slots), W]`` int32, vLLM's block ids.
             seq_lens: ``[>= len(slots)]`` int32, in tokens.
             rows: rows of the batch, including padding, which gets length 0.
+            read_slots: the slot that each row reads, from `use_scratch`; None for `slots`.
         """
         self.set_batch_rows(slots, seq_lens, rows)
+        read_slots = slots if read_slots is None else read_slots
+        if self.scratch is not None and read_slots != self._uploaded_read_slots:
+            self._uploaded_read_slots = read_slots
+            async_tensor_h2d(read_slots, out=self._read_slots[: len(read_slots)])
         page_tables(
             block_table,
             seq_lens,
@@ -478,7 +573,7 @@ class PagePool:
             self.layer_offset,
             self.block_stride,
             self.block_size,
-            self._row_slots,
+            self._read_slots,
             self._live,
             self._tables,
             self._lengths,

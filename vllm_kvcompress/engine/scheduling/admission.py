@@ -168,9 +168,9 @@ class Admissions:
         self, settings: CompressionConfig, tokens: int, spans: Spans = ()
     ) -> PiecewiseSchedule | None:
         """Return the schedule that packs a prefill of `tokens` in pieces, or None if none does."""
-        if settings.pieces.max_whole is None:
-            return None
         page_tokens = self.packed_page_tokens(settings)
+        if settings.pieces.max_whole is None and settings.grid_cell(page_tokens) is None:
+            return None
         return piece_schedule(
             settings, self._num_layers, self._block_size, tokens, spans, page_tokens
         )
@@ -187,6 +187,8 @@ class Admissions:
         packs_output = settings.decode.budget is not None or (
             packs_groups and settings.packs_outputs
         )
+        if skip_reason and settings.reuses_pages:
+            packs_output = self._is_packed_with_output(settings, request.num_prompt_tokens)
         depends_on_pool = skip_reason == LOW_PRESSURE or (not skip_reason and settings.pressure > 0)
         return Decision(
             None if skip_reason else settings,
@@ -197,12 +199,17 @@ class Admissions:
 
     def _skip_reason(self, request: Request, settings: CompressionConfig, spans: Spans) -> str:
         """Return why a prompt stays uncompressed; empty if it is compressed."""
-        if self.piece_schedule(settings, request.num_prompt_tokens, spans) is not None:
+        if (
+            settings.pieces.max_whole is not None
+            and self.piece_schedule(settings, request.num_prompt_tokens, spans) is not None
+        ):
             # It exceeds `max_whole`, so it must be compressed whatever the checks below say.
             return ""
-        if request.num_prompt_tokens < settings.min_prompt:
+        if request.num_prompt_tokens < max(
+            settings.resolved_min_prompt, self._min_packed_tokens(settings)
+        ):
             return SHORT_PROMPT
-        if request.max_tokens < settings.min_output:
+        if request.max_tokens < settings.resolved_min_output:
             return SHORT_OUTPUT
         if self.plan(settings, request.num_tokens, spans) is None:
             is_protected = mostly_protected(spans, int(request.num_prompt_tokens))
@@ -212,6 +219,21 @@ class Admissions:
         if settings.pressure and self.usage_with_prompt(request.num_tokens) < settings.pressure:
             return LOW_PRESSURE
         return ""
+
+    def _min_packed_tokens(self, settings: CompressionConfig) -> int:
+        """Return the shortest prompt of which a page or a cell of the grid is packed."""
+        page_tokens = self.packed_page_tokens(settings)
+        if page_tokens is None or not settings.keeps_all_tokens:
+            return 0
+        return self._block_size + (settings.grid_cell(page_tokens) or page_tokens)
+
+    def _is_packed_with_output(self, settings: CompressionConfig, prompt_tokens: int) -> bool:
+        """Return whether an uncompressed prompt is packed once its output fills a page or cell.
+
+        On a grid, each cell must be packed before the next one is computed.
+        """
+        min_packed = self._min_packed_tokens(settings)
+        return prompt_tokens < min_packed and settings.resolved_min_prompt <= min_packed
 
 
 def _inputs(request: Request) -> tuple[object, ...]:

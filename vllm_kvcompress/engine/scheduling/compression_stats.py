@@ -36,6 +36,7 @@ class CompressionStats:
     protected_tokens: int = 0
     raised_budgets: int = 0
     cut_lookaheads: Counter[str] = field(default_factory=Counter)
+    packed_hit_tokens: int = 0
     # By request id, the packings still to be reported for requests that were counted before.
     _repeats: Counter[str] = field(default_factory=Counter)
 
@@ -103,6 +104,7 @@ class CompressionStats:
             self.packed_pieces,
             self.cut_lookaheads,
             self.slotless_lookaheads,
+            self.packed_hit_tokens,
         )
         if not any(counted):
             return None
@@ -128,6 +130,7 @@ class CompressionStats:
             "protected_tokens": self.protected_tokens,
             "raised_budgets": self.raised_budgets,
             "cut_lookaheads": dict(self.cut_lookaheads),
+            "packed_hit_tokens": self.packed_hit_tokens,
         }
         fresh = CompressionStats(_repeats=self._repeats)
         for counted_field in fields(self):

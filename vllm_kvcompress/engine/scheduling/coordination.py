@@ -49,12 +49,15 @@ class Coordination:
         self._vllm_get_computed_blocks = cache.get_computed_blocks
         self._vllm_allocate_slots = cache.allocate_slots
         self._vllm_find_longest_cache_hit = coordinator.find_longest_cache_hit
+        self._vllm_allocate_new_computed_blocks = coordinator.allocate_new_computed_blocks
         self._vllm_get_num_blocks_to_allocate = coordinator.get_num_blocks_to_allocate
         self._vllm_allocate_new_blocks = coordinator.allocate_new_blocks
         self._vllm_cache_blocks = coordinator.cache_blocks
         wrapped: Any = cache
         wrapped.get_computed_blocks = self._get_computed_blocks
         coordinator.find_longest_cache_hit = self._find_longest_cache_hit
+        if step_builder.packed_prefixes is not None:
+            coordinator.allocate_new_computed_blocks = self._allocate_new_computed_blocks
         self._cache, self._coordinator = wrapped, coordinator
         self._set_allocation_wrapped(wrapped=True)
         self._set_caching_wrapped(wrapped=True)
@@ -96,8 +99,9 @@ class Coordination:
         self._coordinator.cache_blocks = self._cache_blocks if wrapped else self._vllm_cache_blocks
 
     def _get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._admissions.refresh_decision(self._states.of(request))
-        self._looked_up = request
+        state = self._states.of(request)
+        self._admissions.refresh_decision(state)
+        self._looked_up, state.packed_hit = request, []
         try:
             found = self._vllm_get_computed_blocks(request, *args, **kwargs)
         finally:
@@ -119,15 +123,32 @@ class Coordination:
     def _find_longest_cache_hit(
         self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return vLLM's longest hit, limited by the request's schedule.
+        """Return vLLM's longest hit, limited by the request's schedule, or a longer packed one.
 
         vLLM passes only hashes. `_get_computed_blocks` has recorded the request that they are of.
+        For packed tokens, the result has null blocks, and the request's state the packed ones.
         """
-        if self._looked_up is not None:
-            max_cache_hit_length = self._longest_prefix_hit(self._looked_up, max_cache_hit_length)
-        return self._vllm_find_longest_cache_hit(
-            block_hashes, max_cache_hit_length, *args, **kwargs
-        )
+        request, max_tokens = self._looked_up, max_cache_hit_length
+        if request is not None:
+            max_tokens = self._longest_prefix_hit(request, max_cache_hit_length)
+        found = self._vllm_find_longest_cache_hit(block_hashes, max_tokens, *args, **kwargs)
+        packed_prefixes = self._step_builder.packed_prefixes
+        if request is None or packed_prefixes is None:
+            return found
+        state = self._states.of(request)
+        if not state.reuses_pages:
+            return found
+        hit = packed_prefixes.find(block_hashes, max_cache_hit_length)
+        if hit is None:
+            return found
+        block_size = int(self._manager.block_size)
+        num_packed = packed_prefixes.tokens(len(hit.packed)) // block_size - len(hit.leading)
+        blocks = hit.leading + [self._manager.block_pool.null_block] * num_packed + hit.tail
+        tokens = len(blocks) * block_size
+        if tokens <= found[1]:
+            return found
+        state.packed_hit = hit.packed
+        return (blocks,), tokens, *found[2:]
 
     def _get_num_blocks_to_allocate(
         self,
@@ -149,6 +170,7 @@ class Coordination:
         if request_id in self._states.ids_without_packing and not self._lookaheads:
             return needed
         step_builder = self._step_builder
+        needed += sum(int(block.ref_cnt) == 0 for block in self._packed_hit(request_id))
         hit_blocks = new_computed_blocks[self._groups.compressed_index]
         tokens = num_tokens - self._probe_tokens(request_id)
         destinations = NO_DESTINATIONS
@@ -164,6 +186,15 @@ class Coordination:
             return needed
         with_fresh = needed + destinations.may_be_fresh
         return with_fresh if step_builder.free_blocks_now() >= with_fresh else needed
+
+    def _packed_hit(self, request_id: str) -> Sequence[KVCacheBlock]:
+        state = self._states.get(request_id)
+        return () if state is None else state.packed_hit
+
+    def _allocate_new_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Take the packed blocks of a hit from the pool's queue before anything is allocated."""
+        self._manager.block_pool.touch(self._packed_hit(request_id))
+        self._vllm_allocate_new_computed_blocks(request_id, *args, **kwargs)
 
     def _probe_tokens(self, request_id: str) -> int:
         state = self._states.get(request_id)

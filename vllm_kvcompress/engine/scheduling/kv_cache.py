@@ -30,7 +30,7 @@ from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec
 from vllm_kvcompress.errors import VllmHookError
 
 
-def _without_scheduler(request_id: str) -> NoReturn:
+def _without_scheduler(*_: object) -> NoReturn:
     raise VllmHookError(
         "CompressedManager knows no scheduler; select the scheduler through"
         " --kv-compress, not by hand"
@@ -45,12 +45,12 @@ class CompressedManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: CompressedSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self._release: Callable[[str], list[KVCacheBlock]] = _without_scheduler
+        self._release: Callable[[str, list[KVCacheBlock]], list[KVCacheBlock]] = _without_scheduler
         self._max_piece_blocks: Callable[[str], int | None] = _without_scheduler
 
     def bind(
         self,
-        release: Callable[[str], list[KVCacheBlock]],
+        release: Callable[[str, list[KVCacheBlock]], list[KVCacheBlock]],
         max_piece_blocks: Callable[[str], int | None],
     ) -> None:
         """Connect the manager to its scheduler, which exists later.
@@ -92,7 +92,7 @@ class CompressedManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and return all its blocks, including the destinations."""
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
-        return blocks + self._release(request_id)
+        return self._release(request_id, blocks)
 
 
 # Managers of the uncompressed layer groups that we support.

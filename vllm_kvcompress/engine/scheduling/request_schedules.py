@@ -12,6 +12,7 @@ from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.request_state import RequestState
 from vllm_kvcompress.errors import quoted_id
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
@@ -40,8 +41,12 @@ class RequestSchedules:
         # The schedule of requests that never pack anything. It never changes.
         self._empty_schedule = RequestSchedule(footprint=self._footprint(), prefill=None)
 
-    def _footprint(self) -> KVFootprint:
-        return KVFootprint(num_layers=self._num_layers, block_size=self._block_size)
+    def _footprint(self, leading_blocks: int = 0) -> KVFootprint:
+        return KVFootprint(
+            num_layers=self._num_layers,
+            block_size=self._block_size,
+            leading_blocks=leading_blocks,
+        )
 
     def of(self, state: RequestState) -> RequestSchedule:
         """Return a request's fixed schedule, or the one that it would get if it were admitted now.
@@ -77,7 +82,16 @@ class RequestSchedules:
         if prefill is not None and lookahead is not None:
             # Pieces are packed during the prefill, and the look-ahead packs the prompt's end.
             prefill = prefill.before_lookahead()
-        return RequestSchedule(footprint=self._footprint(), prefill=prefill, lookahead=lookahead)
+        if prefill is None:
+            output_settings = state.decision.output_settings
+            packs_groups = (
+                output_settings is not None
+                and self._admissions.packed_page_tokens(output_settings) is not None
+            )
+        else:
+            packs_groups = prefill.adds_groups
+        footprint = self._footprint(leading_blocks=int(packs_groups))
+        return RequestSchedule(footprint=footprint, prefill=prefill, lookahead=lookahead)
 
     def fix_schedule(self, state: RequestState, cached_tokens: int) -> bool:
         """Take a look-ahead slot, and fix the schedule if the prompt has pieces or a look-ahead.
@@ -102,7 +116,7 @@ class RequestSchedules:
         elif prefill is not None:
             slotless = self._lookahead_schedule(state, prefill) is not None
         is_piecewise = prefill is not None and prefill.in_pieces
-        if slotless or schedule.lookahead is not None or is_piecewise:
+        if slotless or schedule.lookahead is not None or is_piecewise or state.packed_hit:
             state.schedule_inputs = None
         return slotless
 
@@ -170,12 +184,18 @@ class RequestSchedules:
             pieces = self._admissions.piece_schedule(piece_settings, tokens, spans)
             if pieces is not None:
                 return pieces
+        if settings is None or budget_settings is None:
+            return None
         remaining_tokens = request.max_tokens - request.num_output_tokens
-        if settings is None or budget_settings is None or remaining_tokens <= 1:
+        if remaining_tokens <= 1 and not settings.reuses_pages:
             # With one output token left, no step would read the compressed prompt.
             return None
         plan = self._admissions.plan(budget_settings, tokens, spans)
-        return None if plan is None else PromptSchedule(settings=settings, page_plan=plan)
+        if plan is None:
+            return None
+        if plan.cell is not None:
+            return GroupSchedule(settings=settings, page_plan=plan)
+        return PromptSchedule(settings=settings, page_plan=plan)
 
     def _output_schedule(
         self, state: RequestState, footprint: KVFootprint, plan: PagePlan | None
@@ -204,19 +224,17 @@ class RequestSchedules:
             summed_tokens=prefilled if settings.method.sums_output_attention else None,
             spans=state.options.spans,
         )
-        if not output.may_pack(self._packed_footprint(footprint, plan, prefilled)):
+        if not output.may_pack(self._packed_footprint(footprint, plan)):
             # Nothing will read the sums. They would also lie in blocks that other requests share.
             output.summed_tokens = None
         return output
 
     @staticmethod
-    def _packed_footprint(
-        footprint: KVFootprint, plan: PagePlan | None, tokens: int
-    ) -> KVFootprint:
-        """Return the footprint once a prefill of `tokens` tokens has been packed by `plan`."""
+    def _packed_footprint(footprint: KVFootprint, plan: PagePlan | None) -> KVFootprint:
+        """Return the footprint once a prefill has been packed by `plan`."""
         packed = replace(footprint)
         if plan is not None:
-            packed.pack(plan, tokens // footprint.block_size)
+            packed.pack(plan, plan.packed_end // footprint.block_size)
         return packed
 
     def observation_settings(self, state: RequestState) -> CompressionConfig | None:
@@ -264,9 +282,10 @@ class RequestSchedules:
             plan = schedule.prefill.plan(schedule.footprint, tokens)
         packed_blocks = 0 if plan is None else plan.blocks
         output = self._output_schedule(state, schedule.footprint, plan)
-        packed = self._packed_footprint(schedule.footprint, plan, tokens)
+        packed = self._packed_footprint(schedule.footprint, plan)
         if output is None:
-            cached = (max_blocks - packed_blocks + packed.first_block) * self._block_size
+            unpacked = max_blocks - packed_blocks - packed.leading_blocks
+            cached = (unpacked + packed.first_block) * self._block_size
         else:
             needed = output.max_blocks(packed, packed=packed_blocks, tokens=output.max_tokens)
             if needed <= max_blocks:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_kvcompress.engine.messages.step import AttentionAddition, PackRequest
+from vllm_kvcompress.engine.messages.step import AdoptedPages, AttentionAddition, PackRequest
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.request import RequestSchedule
@@ -64,6 +64,7 @@ class StepEntry:
         keep_output_queries, keep_prompt_queries: as in `StepPlan`.
         addition: attention to add to the request's sums.
         pack: packing after the step.
+        adopted: packed pages of the prefix cache that the request reads from this step on.
     """
 
     observe: CompressionConfig | None = None
@@ -71,6 +72,7 @@ class StepEntry:
     keep_prompt_queries: bool = False
     addition: AttentionAddition | None = None
     pack: PackRequest | None = None
+    adopted: AdoptedPages | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +94,11 @@ class RequestState:
         packed_blocks: blocks that hold its packed pages. They are not in `blocks`.
         reused_blocks: of `blocks`, the destinations of the packing that is planned for this step.
         holds_groups: `packed_blocks` hold groups in k4v3.
+        packed_hit: packed blocks of the prefix cache that the waiting request's prompt begins with.
+            It owns them from its first step on.
+        stored_pages: of its packed pages, those in the prefix cache.
+        left_grid: a packing that was due found no blocks. Its further pages are not what another
+            request would compute.
         cacheable_tokens: maximum tokens that may enter the prefix cache. None for no limit.
         has_lookahead_slot: it holds one of the workers' query slots for its look-ahead.
         was_pulled: its prompt was pulled from another server, and its prefill has not ended.
@@ -114,6 +121,9 @@ class RequestState:
     packed_blocks: list[KVCacheBlock] = field(default_factory=list)
     reused_blocks: list[KVCacheBlock] = field(default_factory=list)
     holds_groups: bool = False
+    packed_hit: list[KVCacheBlock] = field(default_factory=list)
+    stored_pages: int = 0
+    left_grid: bool = False
     cacheable_tokens: int | None = None
     has_lookahead_slot: bool = False
     was_pulled: bool = False
@@ -127,6 +137,18 @@ class RequestState:
     def request_id(self) -> str:
         """Return vLLM's id of the request."""
         return str(self.request.request_id)
+
+    @property
+    def num_packed_pages(self) -> int:
+        """Return the packed pages of each layer, without those of a packing that is planned."""
+        footprint = self.current_schedule.footprint
+        return footprint.pages // footprint.num_layers
+
+    @property
+    def reuses_pages(self) -> bool:
+        """Return whether the request's packed pages enter the prefix cache."""
+        settings = self.decision.settings or self.decision.output_settings
+        return settings is not None and settings.reuses_pages
 
     @property
     def has_fixed_schedule(self) -> bool:

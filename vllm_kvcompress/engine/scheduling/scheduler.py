@@ -30,9 +30,10 @@ from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.early_compression import pack_lookaheads
-from vllm_kvcompress.engine.scheduling.kv_cache import GroupBlocks
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
+from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
@@ -65,14 +66,16 @@ class _CompressingMixin:
         self.states = RequestStates(scheduler.requests, self.admissions.new_state)
         self.lookaheads = LookAheads(spec.ring_slots, spec.settings.lookahead.on_pressure)
         self.schedules = RequestSchedules(self.admissions, self.lookaheads, num_layers, block_size)
+        deferred_free = DeferredFree(manager.block_pool, self)
         self.step_builder = StepBuilder(
             manager,
             self.states,
             self.admissions,
             self.schedules,
             self.lookaheads,
-            DeferredFree(manager.block_pool, self),
+            deferred_free,
             CompressionStats(),
+            self._packed_prefixes(manager, deferred_free),
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
@@ -85,6 +88,23 @@ class _CompressingMixin:
         # While requests are being aborted: ids of those that ended at a stop string.
         self._stopped: frozenset[str] = frozenset()
         self._log_concurrency()
+
+    def _packed_prefixes(
+        self, manager: CompressedManager, deferred_free: DeferredFree
+    ) -> PackedPrefixes | None:
+        """Return the packed pages of the prefix cache; None if no settings reuse them."""
+        for variant in self.admissions.settings.variants:
+            page_tokens = self.admissions.packed_page_tokens(variant)
+            if variant.reuses_pages and page_tokens is not None:
+                return PackedPrefixes(
+                    manager.block_pool,
+                    int(manager.kv_cache_group_id),
+                    int(manager.block_size),
+                    page_tokens,
+                    variant.grid_cell(page_tokens),
+                    deferred_free.zero_blocks,
+                )
+        return None
 
     @property
     def _block_bytes(self) -> int:
@@ -105,14 +125,13 @@ class _CompressingMixin:
         if plan is None:
             return
         pool_blocks = config.cache_config.num_gpu_blocks - 1
-        tail_blocks = int(plan.tail > 0)
         pieces = admissions.piece_schedule(settings, tokens - 1)
         logger.info(
             "a prompt of %d tokens takes %d of %d KV blocks while it is computed, %d afterwards",
             plan.tokens,
-            plan.full_blocks + tail_blocks if pieces is None else pieces.max_blocks,
+            -(-plan.tokens // plan.block_size) if pieces is None else pieces.max_blocks,
             pool_blocks,
-            plan.blocks + tail_blocks,
+            plan.held_blocks,
         )
         limit = None if pieces is None else pieces.boundary_limit
         if limit is not None and limit.recommended_max_whole > (settings.pieces.max_whole or 0):

@@ -7,17 +7,25 @@ pages depends only on lengths (`methods.page_plan`), so the scheduler waits for 
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
-from vllm_kvcompress.engine.messages.step import HALF, AttentionAddition, PackRequest, StepPlan
+from vllm_kvcompress.engine.messages.step import (
+    HALF,
+    AdoptedPages,
+    AttentionAddition,
+    PackRequest,
+    StepPlan,
+)
 from vllm_kvcompress.engine.scheduling.admission import FULL_POOL, Admissions
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
+from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import (
     RequestState,
@@ -53,6 +61,7 @@ class StepBuilder:
         lookaheads: prompts that wait for output tokens.
         deferred_free: frees blocks that the step still reads.
         stats: counts for the metrics.
+        packed_prefixes: packed pages in the prefix cache; None if pages are not reused.
     """
 
     def __init__(
@@ -64,7 +73,9 @@ class StepBuilder:
         lookaheads: LookAheads,
         deferred_free: DeferredFree,
         stats: CompressionStats,
+        packed_prefixes: PackedPrefixes | None = None,
     ) -> None:
+        self.packed_prefixes = packed_prefixes
         self._manager, self.states, self.admissions = manager, states, admissions
         self.schedules, self.lookaheads, self.stats = schedules, lookaheads, stats
         self._deferred_free = deferred_free
@@ -86,6 +97,8 @@ class StepBuilder:
         if request_id in self.states.ids_without_packing:
             return NO_DESTINATIONS
         state = self.states.by_id(request_id)
+        if state.reuses_pages and (state.has_prefilled or state.packed_hit or state.packed_blocks):
+            return self._added_blocks(state, num_tokens, new_computed_blocks)
         if state.has_prefilled:
             return NO_DESTINATIONS
         schedule, prompt_tokens = self.schedules.of(state), int(state.request.num_tokens)
@@ -105,20 +118,52 @@ class StepBuilder:
         if plan is None:
             return NO_DESTINATIONS
         full_blocks = plan.packed_end // self._block_size
-        unshared = self._unshared_blocks(request_id, full_blocks, new_computed_blocks)
+        unshared = self._unshared_blocks(
+            request_id, full_blocks, new_computed_blocks, schedule.footprint.first_block
+        )
         must_be_fresh = max(plan.blocks - unshared, 0)
         return DestinationBlocks(
             must_be_fresh, 0 if counts_required_only else plan.blocks - must_be_fresh
         )
 
+    def _added_blocks(
+        self, state: RequestState, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock]
+    ) -> DestinationBlocks:
+        """Return the destinations of a packing that adds pages, if `num_tokens` trigger it.
+
+        It may read blocks that other requests share, because they found them behind cached pages.
+        """
+        schedule, footprint = self.schedules.of(state), self.schedules.of(state).footprint
+        if state.packed_hit:
+            assert self.packed_prefixes is not None, state.request_id
+            footprint, pages = replace(footprint), len(state.packed_hit)
+            footprint.adopt(pages, self.packed_prefixes.tokens(pages))
+        current = schedule.current
+        plan = None if current is None else current.plan(footprint, num_tokens)
+        if plan is None:
+            return NO_DESTINATIONS
+        added_pages = plan.blocks - footprint.pages // footprint.num_layers
+        unshared = self._unshared_blocks(
+            state.request_id,
+            plan.packed_end // self._block_size,
+            new_computed_blocks,
+            footprint.first_block,
+        )
+        return DestinationBlocks(max(added_pages - unshared, 0), 0)
+
     def _unshared_blocks(
-        self, request_id: str, full_blocks: int, new_computed_blocks: Sequence[KVCacheBlock]
+        self,
+        request_id: str,
+        full_blocks: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        first_block: int = 0,
     ) -> int:
-        """Return how many of a prompt's first blocks no other request shares."""
-        prompt_blocks = self._manager.req_to_blocks.get(request_id, [])[:full_blocks]
-        unshared: int = sum(block.ref_cnt == 1 for block in prompt_blocks)
-        unshared += sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        return unshared + max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
+        """Return how many blocks of a prompt in ``[first_block, full_blocks)`` no other shares."""
+        prompt_blocks = self._manager.req_to_blocks.get(request_id, [])
+        held = [block.ref_cnt == 1 for block in prompt_blocks[:full_blocks]]
+        held += [block.ref_cnt == 0 for block in new_computed_blocks]
+        to_allocate = max(full_blocks - max(len(held), first_block), 0)
+        return int(sum(held[first_block:full_blocks])) + to_allocate
 
     def waits_after_pull(self, request_id: str) -> bool:
         """Return whether a request's prompt was pulled and still waits for its first step.
@@ -133,7 +178,8 @@ class StepBuilder:
 
     def max_piece_blocks(self, request_id: str) -> int | None:
         """Return the maximum blocks of a prompt in pieces until its prefill ends; else None."""
-        if self.admissions.settings.pieces.max_whole is None or self.waits_after_pull(request_id):
+        has_pieces = self.admissions.settings.pieces.max_whole is not None
+        if not (has_pieces or self.packed_prefixes) or self.waits_after_pull(request_id):
             return None
         schedule = self.schedules.of(self.states.by_id(request_id))
         if schedule.prefilled or schedule.prefill is None or not schedule.prefill.in_pieces:
@@ -177,6 +223,26 @@ class StepBuilder:
             self.states.ids_without_packing.add(state.request_id)
         else:
             self.stats.slotless_lookaheads += self.schedules.fix_schedule(state, cached_tokens)
+            if state.packed_hit:
+                self._adopt(state)
+
+    def _adopt(self, state: RequestState) -> None:
+        """Let a request own the packed blocks of the prefix cache that its prompt begins with."""
+        assert self.packed_prefixes is not None, state.request_id
+        blocks, state.packed_hit = state.packed_hit, []
+        state.packed_blocks, state.stored_pages, state.holds_groups = blocks, len(blocks), True
+        tokens = self.packed_prefixes.tokens(len(blocks))
+        state.current_schedule.footprint.adopt(len(blocks), tokens)
+        self.states.limit_caching(state, tokens)
+        self.stats.packed_hit_tokens += tokens
+        self._entry(state).adopted = AdoptedPages(
+            request_id=state.request_id,
+            leading_blocks=tuple(
+                block.block_id for block in state.blocks[: self.packed_prefixes.leading_blocks]
+            ),
+            blocks=tuple(block.block_id for block in blocks),
+            page_tokens=self.packed_prefixes.page_tokens,
+        )
 
     def add(self, request_id: str, num_tokens: int) -> None:
         """Add a request whose blocks for `num_tokens` tokens are allocated in all groups.
@@ -210,7 +276,7 @@ class StepBuilder:
             ):
                 # Only a pulled prompt can find no blocks here.
                 self.stats.skip(state, FULL_POOL)
-                plan = None
+                plan, state.left_grid = None, True
         if ends_prefill:
             self._end_prefill(state, plan, tokens)
         elif schedule.lookahead is not None and schedule.lookahead.keeps_queries(tokens):
@@ -250,6 +316,7 @@ class StepBuilder:
             completes_prompt=False,
             adds_groups=not output.scored,
         )
+        state.left_grid |= plan is not None and not packs
         if num_queries := output.advance_sums(tokens, self._block_size, packs=packs):
             self._entry(state).addition = AttentionAddition(
                 request_id=state.request_id,
@@ -265,14 +332,26 @@ class StepBuilder:
             self._states_with_entry.append(state)
         return state.entry
 
-    def release(self, request_id: str) -> list[KVCacheBlock]:
-        """Forget a request that ended or was preempted, and return the blocks to free with it."""
+    def release(self, request_id: str, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Forget a request that ended or was preempted, and return the blocks to free with it.
+
+        The last of them is evicted from the prefix cache first.
+
+        Args:
+            blocks: vLLM's blocks of the request.
+        """
         state = self.states.pop(request_id)
         if state is None:
-            return []
+            return blocks
         self.lookaheads.remove(state)
         packed_blocks = state.packed_blocks
-        return self._deferred_free.zero(packed_blocks) if state.holds_groups else packed_blocks
+        if self.packed_prefixes is not None and state.reuses_pages:
+            self.packed_prefixes.release(state)
+            leading = self.packed_prefixes.leading_blocks
+            return blocks[:leading] + packed_blocks + blocks[leading:]
+        if state.holds_groups:
+            packed_blocks = self._deferred_free.zero(packed_blocks)
+        return blocks + packed_blocks
 
     # -- packing ------------------------------------------------------------------------------
 
@@ -333,7 +412,8 @@ class StepBuilder:
             False if the pool has too few blocks. Nothing is planned then.
         """
         schedule, packed = state.current_schedule, state.packed_blocks
-        footprint, full_blocks = schedule.footprint, tokens // self._block_size
+        packed_end = plan.packed_end if adds_groups else tokens
+        footprint, full_blocks = schedule.footprint, packed_end // self._block_size
         free_blocks = self._pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
         reusable: list[tuple[int, KVCacheBlock]] = []
@@ -373,6 +453,7 @@ class StepBuilder:
             added_tokens=plan.packed_end - footprint.first_block * self._block_size
             if adds_groups
             else None,
+            leading_blocks=footprint.leading_blocks,
             early_target=early_target,
         )
         return True
@@ -410,7 +491,7 @@ class StepBuilder:
         free_blocks = self.free_blocks_now() + self._deferred_free.deferred_blocks()
         for state in filter(self._is_live, self._states_to_pack):
             pack = state.planned_pack
-            read_blocks = state.unpacked_blocks(pack.tokens)
+            read_blocks = state.unpacked_blocks(pack.packed_end)
             free_blocks += sum(block.ref_cnt == 1 for block in read_blocks)
             free_blocks += len(state.packed_blocks) - pack.plan.blocks
         return int(free_blocks)
@@ -452,6 +533,7 @@ class StepBuilder:
             ),
             add_attention=tuple(entry.addition for _, entry in live if entry.addition is not None),
             pack=tuple(packs),
+            adopt=tuple(entry.adopted for _, entry in live if entry.adopted is not None),
             zero_blocks=self._deferred_free.take_zero_blocks(),
         )
 
@@ -460,9 +542,11 @@ class StepBuilder:
         pack, reused = state.planned_pack, state.reused_blocks
         schedule, plan = state.current_schedule, pack.plan
         footprint, prefill = schedule.footprint, schedule.prefill
-        first_block, full_blocks = footprint.first_block, pack.tokens // self._block_size
+        first_block, full_blocks = footprint.first_block, pack.packed_end // self._block_size
         reused_ids = {block.block_id for block in reused}
-        unpacked = state.unpacked_blocks(pack.tokens)
+        unpacked = state.unpacked_blocks(pack.packed_end)
+        if self.packed_prefixes is not None and state.reuses_pages:
+            self.packed_prefixes.forget_originals(unpacked)
         freed = [block for block in reversed(unpacked) if block.block_id not in reused_ids]
         null_block = self._pool.null_block
         state.blocks[first_block:full_blocks] = [null_block] * len(unpacked)
@@ -474,6 +558,8 @@ class StepBuilder:
         is_first = not footprint.pages
         footprint.pack(plan, full_blocks, freeze=not (pack.prefill or pack.adds_groups))
         returned_blocks = self._deferred_free.free(freed)
+        if self.packed_prefixes is not None and state.reuses_pages:
+            self.packed_prefixes.store(state)
         self.stats.pack(
             state,
             pack,

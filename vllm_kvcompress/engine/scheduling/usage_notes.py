@@ -45,7 +45,7 @@ class UsageNotes:
                 "packed_dtype": pack_request.settings.resolved_packed_dtype,
                 "prompt_tokens": pack_request.prompt_tokens,
                 "kept_tokens": max(mean_layer_tokens(page_plan) - output_tokens, 0),
-                "kept_bytes": (page_plan.blocks + (page_plan.tail > 0)) * self._block_bytes,
+                "kept_bytes": page_plan.held_blocks * self._block_bytes,
                 "uncompressed_bytes": -(-tokens // page_plan.block_size) * self._block_bytes,
             }
             if pack_request.output_tokens is not None:

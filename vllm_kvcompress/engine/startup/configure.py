@@ -132,7 +132,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         "KV-cache compression is on: %s%s, for prompts of at least %d tokens",
         settings.compress if settings.enabled else on_request,
         f", budget {settings.budget}" if settings.enabled or named else "",
-        settings.min_prompt,
+        settings.resolved_min_prompt,
     )
     for variant in settings.variants:
         if variant.resolved_packed_dtype != AUTO:

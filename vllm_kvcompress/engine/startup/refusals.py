@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of, state_blocks_per_group
+from vllm_kvcompress.engine.scheduling.packed_events import PackedEvents
 from vllm_kvcompress.engine.startup.connectors import connector_refusal
 from vllm_kvcompress.engine.startup.state_refusals import state_refusal
 from vllm_kvcompress.errors import ConfigError
@@ -30,6 +31,7 @@ from vllm_kvcompress.planning.obstacles import (
     unreachable_length_refusal,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.packed_dtype import OFF
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -298,6 +300,47 @@ def _microbatches(config: VllmConfig) -> str | None:
     return None
 
 
+def _reuse(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    mode = settings.packed.reuse
+    if mode == OFF:
+        return None
+    flag, remove = f"--kv-reuse {mode}", f"or --kv-reuse, got --kv-reuse {mode}"
+    if not any(variant.reuses_pages for variant in settings.variants):
+        return (
+            f"{flag} keeps the pages of requests that keep all tokens in k4v3; set --kv-budget 1.0"
+            f" and --kv-packed-dtype k4v3, or remove --kv-reuse, got budget {settings.budget} and"
+            f" {settings.resolved_packed_dtype}"
+        )
+    if settings.pressure:
+        return (
+            "cached pages do not count as used, so a later turn would stay uncompressed and compute"
+            f" its history again; remove --kv-pressure, {remove}"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        return (
+            f"reused pages are found by prefix caching; remove --no-enable-prefix-caching, {remove}"
+        )
+    if config.kv_transfer_config is not None:
+        return (
+            "a KV connector may write to pages while a later request reads them; remove"
+            f" --kv-transfer-config, {remove}"
+        )
+    events = config.kv_events_config
+    if events is not None and events.enable_kv_cache_events and not PackedEvents.supported:
+        return (
+            "this vLLM cannot announce blocks again, which the events of packed pages need; remove"
+            f" --kv-events-config, {remove}"
+        )
+    if groups_of(config).num_uncompressed:
+        return (
+            "reuse beside layers with a sliding window or a state is not supported; serve another"
+            f" model, {remove}"
+        )
+    if config.speculative_config is not None:
+        return f"reuse beside drafts is not supported; remove --speculative-config, {remove}"
+    return None
+
+
 def _speculative(config: VllmConfig) -> str | None:
     speculative = config.speculative_config
     if speculative is None or speculative.method == _NGRAM:
@@ -440,6 +483,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
         _multimodal,
         state_refusal,
         _quantised,
+        _reuse,
         _drafts,
         _lengths_fit,
         _packed_again,

@@ -8,6 +8,7 @@ from vllm_kvcompress.errors import VllmHookError
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn:"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
@@ -224,9 +225,25 @@ VLLM_HOOKS = (
         "wrap",
         _TABLES,
         f"{_COORDINATOR}.find_longest_cache_hit(block_hashes, max_cache_hit_length)",
+        f"{_COORDINATOR}.allocate_new_computed_blocks(request_id)",
         f"{_COORDINATOR}.get_num_blocks_to_allocate",
         f"{_COORDINATOR}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
         f"{_COORDINATOR}.cache_blocks(request, num_computed_tokens)",
+    ),
+    *vllm_hooks(
+        "scheduling.packed_prefixes",
+        "wrap",
+        "vLLM's prefix cache has blocks of several sizes in one group",
+        f"{_POOL}.get_new_blocks(num_blocks)",
+        f"{_POOL}.cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks,"
+        " block_size, kv_cache_group_id)",
+        f"{_POOL}.take_events",
+        f"{_POOL}.reset_prefix_cache",
+        "vllm.distributed.kv_events:BlockRemoved(block_hashes, medium)",
+        "vllm.distributed.kv_events:KVCacheEvent",
+        "vllm.v1.core.kv_cache_utils:BlockHash",
+        "vllm.v1.core.kv_cache_utils:ExternalBlockHash",
+        "vllm.v1.core.kv_cache_utils:maybe_convert_block_hash(hash_bytes)",
     ),
     *vllm_hooks(
         "scheduling.scheduler",

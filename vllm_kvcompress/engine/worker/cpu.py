@@ -16,15 +16,28 @@ class CompressingCPUWorker(CompressingWorker, CPUWorker):
 
     backends = attention_cpu.BACKENDS
 
+    @property
+    def reads_copies(self) -> bool:
+        """Return whether vLLM's AMX kernels run, which multiply many queries fast.
+
+        Without AVX-512, `packed_attention` takes 0.6 to 0.9 of the time of vLLM's kernel
+        (benchmarks/bench_packed_attention.py). AVX-512 without AMX is not measured.
+        """
+        amx = bool(torch.cpu.get_capabilities().get("amx_tile"))
+        return amx and self.vllm_config.model_config.dtype == torch.bfloat16
+
     def compile_or_warm_up_model(self) -> Any:
         """Also compile the attention over packed groups, so that no request waits for it."""
         assert self.compressor is not None
         pool = self.compressor.pool
         if pool.packs_groups:
+            from kvcompress_kernels.dequantise_pages.cpu import compile_for as compile_dequantising
             from kvcompress_kernels.packed_attention.cpu import compile_for
 
             head_dim = int(self.vllm_config.model_config.get_head_size())
             compile_for(head_dim, self.compressor.queries_dtype, pool.elements.dtype)
+            if pool.scratch is not None:
+                compile_dequantising(head_dim, pool.elements.dtype)
         return super().compile_or_warm_up_model()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,13 @@ from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
-from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots, table_columns
+from vllm_kvcompress.planning.memory import (
+    ring_bytes,
+    ring_places,
+    ring_slots,
+    scratch_blocks,
+    table_columns,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -59,6 +65,14 @@ class CompressingWorker:
     rank: int
     # Number of the last executed plan, until the step's output reports it.
     _executed_plan: int | None = None
+
+    @property
+    def reads_copies(self) -> bool:
+        """Return whether prefills behind packed pages read dequantised copies (`ScratchPages`).
+
+        They do where vLLM's kernel on copies is faster than `packed_attention`.
+        """
+        return True
 
     @property
     def settings(self) -> CompressionConfig:
@@ -79,9 +93,16 @@ class CompressingWorker:
         return compressed_specs(super().get_kv_cache_spec(), self.settings, slots)  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        """Allocate the KV cache with scratch blocks after vLLM's, and build the compressor."""
+        scratch = 0
+        if self.reads_copies:
+            scratch = scratch_blocks(sizes_of(self.vllm_config), self.settings)
+        allocated = with_more_blocks(kv_cache_config, scratch)
+        super().initialize_from_config(allocated)  # type: ignore[misc]
+        # vLLM sets it to the blocks that are allocated, but it is what the scheduler may use.
+        self.vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         self.compressor = bind_compressor(
-            self.vllm_config, self.settings, self.model_runner, kv_cache_config
+            self.vllm_config, self.settings, self.model_runner, allocated, scratch
         )
         self.probe_rows = probe_rows(self.model_runner, self.compressor)
 
@@ -187,6 +208,27 @@ def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOu
     return output
 
 
+def with_more_blocks(config: KVCacheConfig, blocks: int) -> KVCacheConfig:
+    """Return the configuration of a KV cache that has `blocks` more blocks, after the others."""
+
+    old = int(config.num_blocks)
+    new = old + blocks
+
+    def grown(size: int) -> int:
+        return size // old * new
+
+    tensors = []
+    for tensor in config.kv_cache_tensors:
+        # In a layout with layers outermost, each layer has a region of all blocks.
+        regions = (
+            {"layer_stride": grown(tensor.layer_stride), "offset": grown(tensor.offset)}
+            if tensor.layer_stride > tensor.block_stride
+            else {}
+        )
+        tensors.append(dataclasses.replace(tensor, size=grown(tensor.size), **regions))
+    return dataclasses.replace(config, num_blocks=new, kv_cache_tensors=tensors)
+
+
 def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
     """Check that every attention layer uses one of our backends.
 
@@ -209,11 +251,20 @@ def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
 
 
 def bind_compressor(
-    config: VllmConfig, settings: CompressionConfig, runner: Any, kv_cache_config: KVCacheConfig
+    config: VllmConfig,
+    settings: CompressionConfig,
+    runner: Any,
+    kv_cache_config: KVCacheConfig,
+    scratch: int = 0,
 ) -> PromptCompressor:
     """Build the page pool over the runner's KV cache and bind layers and builders to it.
 
     Sliding-window and state-space layers are not bound; they run unchanged.
+
+    Args:
+        config, settings, runner: of the worker.
+        kv_cache_config: the allocated KV cache.
+        scratch: how many of its last blocks are scratch blocks.
 
     Raises:
         VllmHookError: the runner does not have exactly one group of full-attention layers, its
@@ -249,7 +300,8 @@ def bind_compressor(
             f" {sorted({cls.__name__ for cls in foreign})}"
         )
     block_size = group.kv_cache_spec.block_size
-    pool = page_pool(config, settings, layers, block_size, kv_cache_config.num_blocks)
+    num_blocks = kv_cache_config.num_blocks
+    pool = page_pool(config, settings, layers, block_size, num_blocks, scratch)
     compressor = PromptCompressor(
         settings,
         pool,
@@ -271,8 +323,16 @@ def page_pool(
     layers: Sequence[Attention],
     block_size: int,
     num_blocks: int,
+    scratch: int,
 ) -> PagePool:
     """Return a page pool over the layers' caches, with the query ring and method state.
+
+    Args:
+        config, settings: of the worker.
+        layers: the compressed layers, with their caches allocated.
+        block_size: tokens in a block.
+        num_blocks: allocated blocks.
+        scratch: how many of the last blocks are scratch blocks.
 
     Raises:
         VllmHookError: vLLM split each block of the cache into several kernel blocks.
@@ -290,10 +350,11 @@ def page_pool(
         caches,
         max_requests=config.scheduler_config.max_num_seqs,
         max_rows=sizes.rows,
-        max_blocks=table_columns(sizes, settings, num_blocks),
+        max_blocks=table_columns(sizes, settings, num_blocks - scratch),
         block_size=block_size,
         stored=stored_in(layers),
         packs_groups=settings.packs_k4v3,
+        scratch_blocks=scratch,
     )
     heads, dim = _query_shape(layers)
     if pool.packs_groups:

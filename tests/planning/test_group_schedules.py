@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.planning.memory import Sizes, _max_pages
 from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
-from vllm_kvcompress.schedules.group_pieces import GroupPieceSchedule
+from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
 from vllm_kvcompress.schedules.pieces import piece_schedule
@@ -24,12 +24,20 @@ def config(**more):
     return CompressionConfig.parse({**defaults, **more})
 
 
+def footprint_of(layers, block):
+    """Return the footprint of a request whose first block stays an ordinary block."""
+    return KVFootprint(num_layers=layers, block_size=block, leading_blocks=1)
+
+
 @st.composite
 def prompts(draw):
     """Draw settings, layers, the block size, the tokens of a packed page and of a prompt."""
     block = draw(st.sampled_from([16, 32, 128]))
-    piece = block * draw(st.integers(-(-48 // block), 12))
-    prompt_config = config(piece=piece, max_whole=draw(st.integers(1, 40 * block)))
+    if draw(st.booleans()):
+        prompt_config = config(reuse="grid")
+    else:
+        piece = block * draw(st.integers(-(-48 // block), 12))
+        prompt_config = config(piece=piece, max_whole=draw(st.integers(1, 40 * block)))
     page_tokens = block * draw(st.sampled_from([2, 4, 8]))
     return prompt_config, draw(st.integers(1, 5)), block, page_tokens, draw(st.integers(1, 9999))
 
@@ -37,48 +45,45 @@ def prompts(draw):
 @prop
 @given(prompts())
 def test_every_token_is_packed_once_within_max_blocks(case):
-    """At boundaries only, whole pages before the end, and as much as a prompt packed at once."""
+    """At boundaries only, in whole pages behind the first block."""
     prompt_config, layers, size, page_tokens, tokens = case
     pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
     if pieces is None:
         return
-    assert isinstance(pieces, GroupPieceSchedule)
-    assert prompt_config.pieces.max_whole < tokens
-    footprint, computed, held, ends = KVFootprint(num_layers=layers, block_size=size), 0, [], []
+    assert isinstance(pieces, GroupSchedule)
+    cell, interval = prompt_config.grid_cell(page_tokens), pieces.interval
+    assert cell or prompt_config.pieces.max_whole < tokens
+    footprint, computed, held, ends = footprint_of(layers, size), 0, [], []
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
-        assert start < computed <= start + prompt_config.pieces.length
-        assert computed % prompt_config.pieces.length == 0 or computed == tokens
+        assert start < computed <= start + interval + size * (start == 0)
+        assert (computed - size) % interval == 0 or computed == tokens
         for between in {start + 1, (start + computed) // 2, computed - 1} - {start, computed}:
             assert pieces.plan(footprint, between) is None
-        held.append(footprint.pages // layers - (-computed // size) - footprint.first_block)
+        unpacked = -(-computed // size) - footprint.first_block
+        held.append(1 + footprint.pages // layers + unpacked)
         plan = pieces.plan(footprint, computed)
         if plan is None:
             assert computed - footprint.first_block * size < page_tokens
             continue
         ends.append(computed)
-        # whole blocks, from the first unpacked one on; the packing fits into the blocks it reads
+        # whole pages, from the first unpacked block on; the packing fits into the blocks it reads
         first, end = footprint.first_block, plan.packed_end
-        assert end % size == 0
-        assert (plan.pages - footprint.pages) * page_tokens >= layers * (end - first * size)
-        assert (plan.pages - footprint.pages) % layers == 0
-        assert plan.blocks - footprint.pages // layers <= end // size - first
+        assert (end - first * size) % page_tokens == 0
+        assert (plan.pages - footprint.pages) * page_tokens == layers * (end - first * size)
+        assert 0 <= computed - end < (cell or page_tokens)
         if computed < tokens:
-            assert (end - first * size) % page_tokens == 0
             assert plan.tokens == end - first * size
-            assert 0 <= computed - end < page_tokens
         footprint.pack(plan, end // size)
     assert ends[0] == pieces.first_end
-    assert pieces.longest_prefix_hit(tokens) < ends[0]
-    assert pieces.longest_prefix_hit(tokens) <= ends[0] // page_tokens * page_tokens
+    assert pieces.longest_prefix_hit(tokens) <= (ends[0] if pieces.in_pieces else tokens)
     assert max(held) == pieces.max_blocks
     assert held[-1] == pieces.blocks_at_end
-    at_once = prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
-    assert footprint.first_block == tokens // size
-    assert at_once.keeps_all
+    assert footprint.first_block == plan.full_blocks
+    assert plan == prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
     assert plan.keeps_all
-    assert (plan.pages, plan.tail) == (at_once.pages, at_once.tail)
     assert plan.layer_tokens(plan.full_pages) == tokens
+    assert plan.held_blocks == 1 + plan.blocks - (-plan.tail // size)
 
 
 @prop
@@ -86,23 +91,41 @@ def test_every_token_is_packed_once_within_max_blocks(case):
 def test_chunks_end_at_boundaries_whatever_the_steps_limits(case, data):
     prompt_config, layers, size, page_tokens, tokens = case
     pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
-    if pieces is None:
+    if pieces is None or not pieces.in_pieces:
         return
-    footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
+    footprint, computed, interval = footprint_of(layers, size), 0, pieces.interval
     seen = set()
     while computed < tokens:
-        max_rows = data.draw(
-            st.integers(prompt_config.pieces.length // 3, 2 * prompt_config.pieces.length)
-        )
+        max_rows = data.draw(st.integers(interval // 3, 2 * interval))
         chunk, probe = pieces.step_limit(partial(pieces.plan, footprint), computed, max_rows)
         assert 0 < chunk <= max_rows
         assert probe == 0
         computed += chunk
         seen.add(computed)
-    assert seen >= {
-        *range(prompt_config.pieces.length, tokens, prompt_config.pieces.length),
-        tokens,
-    }
+    assert seen >= {*range(size + interval, tokens, interval), tokens}
+
+
+@prop
+@given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([(16, 64), (128, 512)]))
+def test_grids_of_a_prompt_and_its_output_are_one(prompt, output, sizes):
+    """Whatever part of a sequence is the prompt, it is packed at the same tokens."""
+    size, page_tokens = sizes
+    settings_, layers, total = config(reuse="grid", min_prompt=0), 2, prompt + output
+    packed = []
+    prefill = piece_schedule(settings_, layers, size, prompt, page_tokens=page_tokens)
+    decode = OutputGroupSchedule(settings=settings_, max_tokens=total, page_tokens=page_tokens)
+    footprint = footprint_of(layers, size)
+    for computed in range(1, total):
+        schedule = prefill if computed <= prompt else decode
+        if schedule is None:
+            continue
+        plan = schedule.plan(footprint, computed)
+        if plan is not None and plan.pages > footprint.pages:
+            assert plan.packed_end == computed
+            packed.append(computed)
+            footprint.pack(plan, plan.packed_end // size)
+    cell = settings_.grid_cell(page_tokens)
+    assert packed == [*range(size + cell, total, cell)]
 
 
 @prop
@@ -118,13 +141,13 @@ def test_pool_and_staging_cover_every_prompt(case):
     max_blocks = uncompressed_prompt_blocks(prompt_config, layers, size, longest)
     max_pages = _max_pages(sizes, prompt_config, prompt_config)
     assert max_blocks <= -(-longest // size)
-    for tokens in {1, prompt_config.pieces.max_whole, longest // 2, longest - 1, longest}:
+    for tokens in {1, prompt_config.pieces.max_whole or 1, longest // 2, longest - 1, longest}:
         if not 0 < tokens <= longest:
             continue
         pieces = piece_schedule(prompt_config, layers, size, tokens, page_tokens=page_tokens)
         needed = -(-tokens // size) if pieces is None else pieces.max_blocks
         assert needed <= max_blocks
-        footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
+        footprint, computed = footprint_of(layers, size), 0
         while pieces is not None and computed < tokens:
             computed = pieces.next_end(computed)
             if (plan := pieces.plan(footprint, computed)) is not None:
@@ -143,14 +166,15 @@ def test_an_output_is_cut_to_the_blocks_of_the_pool(case, more):
     plan = prompt_config.page_plan(layers, tokens, size, page_tokens=page_tokens)
     if plan is None:
         return
-    footprint = KVFootprint(num_layers=layers, block_size=size)
+    footprint = footprint_of(layers, size)
     footprint.pack(plan, plan.full_blocks)
-    blocks = plan.blocks + int(plan.tail > 0) + more
+    blocks = plan.held_blocks + more
     output = OutputGroupSchedule(
         settings=config(decode_interval=128), max_tokens=tokens + 9999, page_tokens=page_tokens
     )
     cached = output.max_cached_tokens(footprint, packed=plan.blocks, blocks=blocks)
-    assert cached >= min(tokens, footprint.first_block * size + size * (blocks - plan.blocks))
+    unpacked_blocks = blocks - plan.blocks - plan.leading_blocks
+    assert cached >= min(tokens, size * (footprint.first_block + unpacked_blocks))
     if cached + 1 < output.max_tokens:
         assert output.max_blocks(footprint, packed=plan.blocks, tokens=cached) <= blocks
         assert output.max_blocks(footprint, packed=plan.blocks, tokens=cached + 1) > blocks
@@ -159,23 +183,22 @@ def test_an_output_is_cut_to_the_blocks_of_the_pool(case, more):
 def test_worked_example():
     """6,000 tokens in 16-bit blocks of 128, pieces of 1,024: 512 tokens fill a packed page."""
     pieces = piece_schedule(config(max_whole=2000, piece=1024), 30, 128, 6000, page_tokens=512)
-    footprint, packed = KVFootprint(num_layers=30, block_size=128), []
-    for end in (*range(1024, 6000, 1024), 6000):
+    footprint, packed = footprint_of(30, 128), []
+    for end in (*range(1152, 6000, 1024), 6000):
         plan = pieces.plan(footprint, end)
         packed.append((end, plan.packed_end, plan.blocks))
         footprint.pack(plan, plan.packed_end // 128)
-    # 5,888 tokens fill 46 blocks; the tail has 112
+    # the first block and the last 240 tokens stay in 16 bits
     assert packed == [
-        (1024, 1024, 2), (2048, 2048, 4), (3072, 3072, 6), (4096, 4096, 8), (5120, 5120, 10),
-        (6000, 5888, 12),
+        (1152, 1152, 2), (2176, 2176, 4), (3200, 3200, 6), (4224, 4224, 8), (5248, 5248, 10),
+        (6000, 5760, 11),
     ]  # fmt: skip
-    assert (pieces.first_end, pieces.longest_prefix_hit(10_000)) == (1024, 1023)
-    # 10 packed blocks and 7 of the last piece; the fifth piece had 8 + 8
+    assert (pieces.first_end, pieces.longest_prefix_hit(10_000)) == (1152, 1151)
+    # the first block, 8 packed blocks and 8 of the fifth piece; the last piece has 10 + 6
     assert (pieces.blocks_at_end, pieces.max_blocks) == (17, 17)
     assert uncompressed_prompt_blocks(config(max_whole=2000, piece=1024), 30, 128, 6000) == 17
-    # float32: 1,024 tokens fill a page
-    in_float32 = uncompressed_prompt_blocks(config(max_whole=600, piece=512), 30, 128, 6000, 4)
-    assert in_float32 == 5 - (-(6000 - 5 * 1024) // 128)
+    # float32: 1,024 tokens fill a page; 4 pages and 1,152 tokens in 16-bit blocks before the fifth
+    assert uncompressed_prompt_blocks(config(max_whole=600, piece=512), 30, 128, 6000, 4) == 13
 
 
 def test_nothing_scores_a_piece():

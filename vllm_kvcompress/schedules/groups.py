@@ -1,15 +1,18 @@
-"""Plans that add packed pages in k4v3 to a request, and when a prompt in pieces does so.
+"""Schedules that pack all tokens of a request in k4v3, and add pages as it grows.
 
 Here, to pack tokens is to quantise them in groups of 64 (`kvcompress_kernels.k4v3`). No token is
 dropped, and no group is quantised twice: each packing adds pages for the tokens since the last one.
 So lengths alone decide everything, and nothing is scored.
+
+The request's first block stays an ordinary block in 16 bits. It holds the attention sinks, whose
+keys are far from all others and stretch the scales of their groups. Only whole pages are packed, so
+a packed block holds the same tokens in all layers and is never written again.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -21,7 +24,7 @@ def added_pages_plan(footprint: KVFootprint, tokens: int, page_tokens: int) -> P
 
     Args:
         footprint: footprint of the request.
-        tokens: tokens computed so far, a multiple of the block size.
+        tokens: tokens computed so far.
         page_tokens: tokens in a packed page.
     """
     start = footprint.first_block * footprint.block_size
@@ -42,62 +45,72 @@ def added_pages_plan(footprint: KVFootprint, tokens: int, page_tokens: int) -> P
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPieceSchedule:
-    """The schedule of a prompt that is packed in k4v3 piece by piece during its prefill.
+class GroupSchedule:
+    """The schedule of a prompt that is packed in k4v3 with all its tokens.
 
-    Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
-    makes. At each boundary, the tokens that fill whole pages are packed. At the prompt's end all
-    its full blocks are packed, and the last page may be partly filled. A prompt then holds the
-    same pages as if it had been packed at once. But its later tokens were computed from quantised
-    ones.
+    With an `interval`, boundaries lie at its multiples behind the first block, whatever chunks the
+    scheduler makes. At each boundary, and when the prefill ends, the tokens that fill whole pages,
+    or whole cells of `page_plan`, are packed. Later tokens are computed from the quantised ones.
 
     Args:
-        settings: settings of the method, with `max_whole` and a budget that keeps every token.
-        num_layers: layers that share the page pool, L.
-        block_size: tokens in a block.
-        tokens: tokens of the entire prefill, S.
-        page_tokens: tokens in a packed page.
-        spans: protected spans of the prompt, for reports.
+        settings: settings of the method, with a budget that keeps every token.
+        page_plan: tokens and pages of the entire prompt.
+        interval: tokens between two boundaries; None to pack only when the prefill ends.
     """
 
     settings: CompressionConfig
-    num_layers: int
-    block_size: int
-    tokens: int
-    page_tokens: int
-    spans: Spans = ()
+    page_plan: PagePlan
+    interval: int | None = None
 
-    in_pieces: ClassVar[bool] = True
     adds_groups: ClassVar[bool] = True
     keeps_all_tokens: ClassVar[bool] = True
     boundary_limit: ClassVar[None] = None
     """None: packing between pieces drops no token, so no page limit applies."""
 
     @property
+    def in_pieces(self) -> bool:
+        """Return whether the prompt is packed before its prefill ends."""
+        return self.first_end < self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the entire prefill, S."""
+        return self.page_plan.tokens
+
+    @property
     def first_end(self) -> int:
         """Return how many tokens are computed by the first packing; at most the whole prompt."""
-        piece = self.settings.pieces.length
-        return min(-(-self.page_tokens // piece) * piece, self.tokens)
+        if self.interval is None:
+            return self.tokens
+        intervals = -(-self.page_plan.page_tokens // self.interval)
+        return min(self._leading + intervals * self.interval, self.tokens)
 
     def longest_prefix_hit(self, max_tokens: int) -> int:
-        """Return how many tokens may come from the prefix cache.
+        """Return how many tokens may come from ordinary blocks of the prefix cache.
 
         Tokens after the first packing are computed from quantised ones. Blocks that this packing
         leaves unpacked must not be shared, because later ones are packed in place.
         """
-        whole_pages = self.first_end // self.page_tokens * self.page_tokens
-        return min(whole_pages, self.first_end - 1, max_tokens)
+        if not self.in_pieces:
+            return max_tokens
+        page_tokens = self.page_plan.page_tokens
+        packed_end = (self.first_end - self._leading) // page_tokens * page_tokens + self._leading
+        return min(packed_end, self.first_end - 1, max_tokens)
 
     def next_end(self, computed: int) -> int:
         """Return where a chunk that starts after `computed` tokens must end at the latest."""
-        piece = self.settings.pieces.length
-        return min((computed // piece + 1) * piece, self.tokens)
+        if self.interval is None:
+            return self.tokens
+        intervals = max(computed - self._leading, 0) // self.interval + 1
+        return min(self._leading + intervals * self.interval, self.tokens)
 
     def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, Literal[0]]:
         """Return the tokens of a chunk that starts after `computed` tokens, and 0 probe tokens."""
+        if not self.in_pieces:
+            return max_tokens, 0
         return min(self.next_end(computed) - computed, max_tokens), 0
 
-    def before_lookahead(self) -> "GroupPieceSchedule":
+    def before_lookahead(self) -> "GroupSchedule":
         """Return this schedule: no look-ahead packs the end of a prompt that keeps all tokens."""
         return self
 
@@ -107,30 +120,26 @@ class GroupPieceSchedule:
         The plan for the prompt's end has the tokens and pages of the entire prompt. Any other plan
         has the tokens that it adds.
         """
-        if tokens == self.tokens:
-            return PagePlan(
-                num_layers=self.num_layers,
-                tokens=tokens,
-                block_size=self.block_size,
-                window=0,
-                budget=tokens,
-                pages=self.num_layers * -(-self._last_packed_end // self.page_tokens),
-                spans=self.spans,
-                packed_page_tokens=self.page_tokens,
-            )
-        if tokens > self.tokens or tokens % self.settings.pieces.length:
+        if tokens >= self.tokens:
+            return self.page_plan
+        if self.interval is None or (tokens - self._leading) % self.interval:
             return None
-        return added_pages_plan(footprint, tokens, self.page_tokens)
+        return added_pages_plan(footprint, tokens, self.page_plan.page_tokens)
 
     @property
     def max_blocks(self) -> int:
         """Return the maximum blocks of the prompt until its end is packed, if packed in place."""
+        if self.interval is None:
+            return self.blocks_at_end
         # A page has the tokens of `ratio` blocks. After so many boundaries, the number of unpacked
         # blocks repeats with more packed pages, so the last boundaries hold the most blocks.
-        ratio, piece = -(-self.page_tokens // self.block_size), self.settings.pieces.length
-        last = (self.tokens - 1) // piece
-        ends = (index * piece for index in range(max(last - ratio, 0) + 1, last + 1))
-        return max(self.blocks_at_end, *map(self._blocks_at, ends))
+        ratio = -(-self.page_plan.page_tokens // self.page_plan.block_size)
+        last = max(self.tokens - 1 - self._leading, 0) // self.interval
+        ends = (
+            self._leading + index * self.interval
+            for index in range(max(last - ratio, 0) + 1, last + 1)
+        )
+        return max([self.blocks_at_end, *map(self._blocks_at, ends)])
 
     @property
     def blocks_at_end(self) -> int:
@@ -139,11 +148,12 @@ class GroupPieceSchedule:
 
     def _blocks_at(self, tokens: int) -> int:
         """Return the blocks held when `tokens` are computed, before they are packed."""
-        piece = self.settings.pieces.length
-        pages = (tokens - 1) // piece * piece // self.page_tokens
-        return pages - (-(tokens - pages * self.page_tokens) // self.block_size)
+        pages, page_tokens = 0, self.page_plan.page_tokens
+        if self.interval is not None:
+            computed = max(tokens - 1 - self._leading, 0)
+            pages = computed // self.interval * self.interval // page_tokens
+        return pages - (-(tokens - pages * page_tokens) // self.page_plan.block_size)
 
     @property
-    def _last_packed_end(self) -> int:
-        """Return the prompt tokens in full blocks, which are all packed in the end."""
-        return self.tokens // self.block_size * self.block_size
+    def _leading(self) -> int:
+        return self.page_plan.leading_tokens

@@ -1,0 +1,365 @@
+"""Packed pages in the prefix cache (--kv-reuse): on a grid, warm requests equal cold ones.
+
+A cold run of the same prompt has a salt of its own, so it finds nothing in the prefix cache.
+"""
+
+import pytest
+from vllm import SamplingParams
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
+
+from checkpoints import SHAPES, make, tokens, write_adapter
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from group_replay import assert_replay_matches, watch_added_groups
+from kvcompress_kernels import k4v3
+from vllm_kvcompress.engine.scheduling import packed_prefixes
+from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
+
+MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
+PAGE = k4v3.page_tokens(BLOCK, 4)
+PAGES = packed_prefixes._PAGES
+CELL = 512
+EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+
+
+def reuse_settings(**options):
+    config = settings("cake", 1.0, packed_dtype="k4v3", **{"reuse": "grid"} | options)
+    del config["kvcompress"]["min_prompt"]
+    return config
+
+
+def reuse_engine(folder, **options):
+    defaults = {
+        "max_num_seqs": 4,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 700,
+        "additional_config": reuse_settings(),
+    }
+    return engine(make(MODEL, folder), **defaults | options)
+
+
+def generate(llm, prompt, count, salt=None, lora_request=None, **params):
+    """Return the output tokens of a prompt, and how many of its tokens were cached."""
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **params)
+    given = {"prompt_token_ids": list(prompt)} | ({"cache_salt": salt} if salt else {})
+    (output,) = llm.llm.generate([given], sampling, lora_request=lora_request, use_tqdm=False)
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+
+def packed(tokens):
+    """Return the tokens of the first block and of the whole cells behind it."""
+    return BLOCK + (tokens - BLOCK) // CELL * CELL
+
+
+def hit(tokens):
+    """Return the tokens of the longest hit in a request with so many computed tokens."""
+    assert tokens >= BLOCK + CELL
+    return tokens // BLOCK * BLOCK
+
+
+def conversation(llm, seed, turns, count):
+    """Return prompt, output and cached tokens of each turn; a prompt has all turns before it."""
+    history, record = tokens(900, seed=seed), []
+    for turn in range(turns):
+        output, cached = generate(llm, history, count)
+        record.append((list(history), output, cached))
+        history = history + output + tokens(70, seed=100 * seed + turn)
+    return record
+
+
+def assert_equal_cold(llm, record):
+    """Assert that each output equals that of a cold run."""
+    for index, (prompt, output, _) in enumerate(record):
+        assert generate(llm, prompt, len(output), f"cold {index}") == (output, 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_later_turns_find_prompt_and_output_and_equal_cold_runs(
+    asynchronous, checkpoints_folder, async_scheduling_allowed
+):
+    with reuse_engine(checkpoints_folder, async_scheduling=asynchronous) as llm:
+        free = llm.free_blocks
+        record = conversation(llm, 1, 3, 300)
+        ends = [len(prompt) + len(output) for prompt, output, _ in record]
+        assert [cached for *_, cached in record] == [
+            0, *(hit(end - 1) for end in ends[:2])
+        ]  # fmt: skip
+        assert_equal_cold(llm, record)
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoints_folder):
+    """An engine whose requests may choose other settings, with its KV cache events."""
+    config = reuse_settings(allow_override="all", usage=True)
+    with reuse_engine(checkpoints_folder, additional_config=config, **EVENTS) as llm:
+        yield llm, Router(llm)
+
+
+@pytest.fixture
+def quiet(shared, monkeypatch):
+    """The shared engine; after the test, it holds no block, and its router's index is right."""
+    monkeypatch.setattr(CompressionStats, "take", lambda self: None)
+    llm, router = shared
+    free = llm.free_blocks
+    yield llm
+    llm.finish_in_flight_steps()
+    assert llm.free_blocks == free
+    router.check()
+
+
+class Router:
+    """Rebuilds the index of cached blocks from an engine's events, as a KV-aware router does."""
+
+    def __init__(self, llm):
+        self.llm, self.index, self.chains = llm, set(), []
+        llm.scheduler.kv_event_publisher.publish = self.receive
+        add_request = llm.scheduler.add_request
+
+        def adding(request):
+            self.chains.append(request.block_hashes)
+            add_request(request)
+
+        llm.scheduler.add_request = adding
+
+    def receive(self, batch):
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.index.clear()
+            elif isinstance(event, BlockRemoved):
+                self.index.difference_update(event.block_hashes)
+            else:
+                assert isinstance(event, BlockStored)
+                assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                self.index.update(event.block_hashes)
+
+    def check(self):
+        """Assert that the index has the ordinary blocks, and those of all packed pages."""
+        llm, ratio = self.llm, PAGE // BLOCK
+        held, pages = set(), {}
+        for chain in self.chains:
+            for last in range(ratio, len(chain), ratio):
+                pages[chain[last]] = chain[last - ratio + 1 : last + 1]
+        for key in llm.pool.cached_block_hash_to_block._cache:
+            group, block_hash = get_group_id(key), get_block_hash(key)
+            held.update(pages[block_hash] if group == PAGES else [block_hash])
+        assert self.index == {maybe_convert_block_hash(block_hash) for block_hash in held}
+
+
+@model_runner_v1_only
+def test_concurrent_requests_share_packed_blocks_and_branches_diverge(quiet):
+    llm, base = quiet, tokens(1600, seed=5)
+    generate(llm, base, 2)
+    prompts = [base[:1200] + tokens(100 + index, seed=index) for index in range(3)]
+    for index, prompt in enumerate(prompts):
+        llm.submit(str(index), prompt, 20)
+    for _ in range(3):
+        llm.step()
+    common = CELL * 2 // PAGE
+    held = [llm.packed_blocks(request.request_id)[:common] for request in llm.running()]
+    ids = [[block.block_id for block in blocks] for blocks in held]
+    assert len(ids) == 3
+    assert ids[0] == ids[1] == ids[2]
+    assert {block.ref_cnt for block in held[0]} == {3}
+    outputs = llm.drain()
+    for name, output in outputs.items():
+        prompt = prompts[int(name.split("-")[0])]
+        assert generate(llm, prompt, 20, f"cold {name}") == (output, 0)
+
+
+@model_runner_v1_only
+def test_requests_that_share_unpacked_blocks_pack_them_into_blocks_of_their_own(quiet):
+    """Both complete a cell whose first blocks they found in the cache."""
+    llm, base, count = quiet, tokens(1000, seed=61), 400
+    output, _ = generate(llm, base, 200)
+    following = base + output + tokens(3, seed=62)
+    first = packed(len(base + output)) // BLOCK
+    for name in ("a", "b"):
+        llm.submit(name, following, count)
+    while [request.num_output_tokens > 0 for request in llm.running()] != [True, True]:
+        llm.step()
+    held = [llm.manager.req_to_blocks[request.request_id] for request in llm.running()]
+    assert first * BLOCK < hit(len(base + output) - 1)
+    assert held[0][first] is held[1][first]
+    assert packed(len(following) + count - 1) > first * BLOCK
+    outputs = [*llm.drain().values()]
+    assert outputs[0] == outputs[1]
+    assert generate(llm, following, count, "cold") == (outputs[0], 0)
+
+
+@model_runner_v1_only
+def test_a_preempted_request_resumes_from_its_own_pages(quiet):
+    llm, prompt, stats = quiet, tokens(1100, seed=9), quiet.scheduler.step_builder.stats
+    before = stats.packed_hit_tokens
+    llm.submit("cut", prompt, 40)
+    while not llm.running() or llm.running()[0].num_output_tokens < 10:
+        llm.step()
+    llm.preempt(llm.running()[0])
+    (resumed,) = llm.drain().values()
+    assert stats.packed_hit_tokens - before == packed(1100)
+    assert generate(llm, prompt, 40, "cold") == (resumed, 0)
+
+
+@model_runner_v1_only
+def test_a_chat_that_begins_with_a_short_prompt_is_packed_as_it_grows(quiet):
+    """Also by its output alone, and by a request for a single token."""
+    llm, prompt = quiet, tokens(90, seed=31)
+    output, cached = generate(llm, prompt, 700)
+    assert cached == 0
+    following = prompt + output + tokens(40, seed=32)
+    held = hit(len(prompt + output) - 1)
+    assert generate(llm, following, 30)[1] == held
+    assert generate(llm, following, 30, "cold") == (generate(llm, following, 30)[0], 0)
+    document = tokens(1700, seed=33)
+    assert generate(llm, document, 1)[1] == 0
+    assert generate(llm, document, 1)[1] == hit(1699)
+
+
+@model_runner_v1_only
+def test_other_budgets_and_salts_never_read_packed_pages_and_a_reset_drops_them(quiet):
+    llm, prompt = quiet, tokens(1300, seed=3)
+    held = hit(1299)
+    first, cached = generate(llm, prompt, 5)
+    assert cached == 0
+    assert generate(llm, prompt, 5) == (first, held)
+    assert generate(llm, prompt, 5, "a") == (first, 0)
+    stats = llm.scheduler.step_builder.stats
+    packed_hits = stats.packed_hit_tokens
+    for name, options in {
+        "budget": {"kv_budget": 0.5},
+        "off": {"kv_compress": "off"},
+        "auto": {"kv_packed_dtype": "auto", "kv_budget": 0.5},
+    }.items():
+        # it finds ordinary blocks alone
+        warm, _ = generate(llm, prompt, 5, extra_args=options)
+        assert stats.packed_hit_tokens == packed_hits
+        assert generate(llm, prompt, 5, name, extra_args=options) == (warm, 0)
+    assert generate(llm, prompt, 5) == (first, held)
+    llm.finish_in_flight_steps()
+    assert llm.llm.reset_prefix_cache()
+    assert generate(llm, prompt, 5) == (first, 0)
+
+
+@model_runner_v1_only
+def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_folder):
+    """Pages are evicted from the end of a chat, and the events tell a router so."""
+    seeds, record, zeroed = range(11, 20), [], 0
+    with reuse_engine(checkpoints_folder, blocks=41, max_model_len=40 * BLOCK, **EVENTS) as llm:
+        free, router = llm.free_blocks, Router(llm)
+        history = {seed: tokens(900, seed=seed) for seed in seeds}
+        zero = llm.compressor.pool.zero
+
+        def counting(blocks):
+            nonlocal zeroed
+            zeroed += len(blocks)
+            zero(blocks)
+
+        llm.compressor.pool.zero = counting
+        for turn in range(3):
+            for seed in seeds if turn % 2 else reversed(seeds):
+                output, cached = generate(llm, history[seed], 40)
+                record.append((list(history[seed]), output, cached))
+                history[seed] = history[seed] + output + tokens(70, seed=100 * seed + turn)
+                router.check()
+        assert llm.free_blocks == free
+        hits = [cached for *_, cached in record]
+        assert any(hits)
+        assert not all(hits[len(seeds) :])
+        assert zeroed
+        assert_equal_cold(llm, record)
+        assert llm.free_blocks == free
+        router.check()
+
+
+@model_runner_v1_only
+def test_late_packing_keeps_a_cold_prompt_exact_and_later_turns_warm(
+    checkpoints_folder, monkeypatch
+):
+    monkeypatch.setattr(CompressionStats, "take", lambda self: None)
+    config = reuse_settings(reuse="late", allow_override="off")
+    with reuse_engine(checkpoints_folder, additional_config=config) as llm:
+        free, prompt = llm.free_blocks, tokens(900, seed=41)
+        stats = llm.scheduler.step_builder.stats
+        first, cached = generate(llm, prompt, 300)
+        exact, _ = generate(llm, prompt, 300, "exact", extra_args={"kv_compress": "off"})
+        assert (first[0], cached) == (exact[0], 0)
+        following = prompt + first + tokens(70, seed=42)
+        assert generate(llm, following, 1)[1] == hit(len(prompt) + 300 - 1)
+        # the first turn has packed its prompt in whole pages, and the second one the rest
+        whole = BLOCK + (len(prompt) - BLOCK) // PAGE * PAGE
+        assert stats.packed_hit_tokens == whole
+        assert generate(llm, following, 1)[1] == hit(len(following) - 1)
+        assert stats.packed_hit_tokens == whole + BLOCK + (len(following) - BLOCK) // PAGE * PAGE
+        assert llm.free_blocks == free
+
+
+@model_runner_v1_only
+def test_attention_behind_adopted_pages_matches_float64(checkpoints_folder):
+    import torch
+
+    with reuse_engine(checkpoints_folder, max_num_batched_tokens=70) as llm:
+        base, held = tokens(1100, seed=21), packed(1099)
+        seen = llm.record_attention()
+        generate(llm, base, 4)
+        # The first block stays in 16 bits, and its tokens are the first that the engine computes.
+        leading = {
+            layer: [parts[name][0][:BLOCK].flatten(1).double() for name in ("k", "v")]
+            for layer, parts in seen.items()
+        }
+        for parts in seen.values():
+            for name in ("q", "k", "v", "out"):
+                parts[name].clear()
+        added = watch_added_groups(llm, seen)
+        _, cached = generate(llm, base[:held] + tokens(700, seed=22), 300)
+        assert cached == held
+        adoption, *later = added
+        later = [each._replace(end=each.end - held) for each in later]
+        computed = sum(len(part) for part in seen[0]["q"])
+        edges = [each.computed + offset for each in later for offset in (-1, 0)]
+        positions = sorted({*range(0, computed, 61), *edges, computed - 1})
+        for layer in range(SHAPE.layers):
+            groups = k4v3.Group(*(part[layer] for part in adoption.groups))
+            flat = [
+                torch.cat(
+                    [
+                        first.view(BLOCK, SHAPE.kv_heads, SHAPE.head_dim).transpose(0, 1),
+                        part.transpose(0, 1).flatten(1, 3)[:, : held - BLOCK],
+                    ],
+                    1,
+                )
+                for first, part in zip(
+                    leading[layer], k4v3.dequantise(groups, torch.float64), strict=True
+                )
+            ]
+            assert_replay_matches(SHAPE, seen, later, layer, (0, 0, flat), positions, leading=0)
+
+
+@model_runner_v1_only
+def test_ranks_adopt_the_same_pages(checkpoints_folder):
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "blocks": 129}
+    options = {"additional_config": reuse_settings(), "max_model_len": 2048}
+    with engine(make(MODEL, checkpoints_folder), **options, **ranks) as llm:
+        free = llm.free_blocks
+        record = conversation(llm, 7, 3, 40)
+        assert [cached > 0 for *_, cached in record] == [False, True, True]
+        assert_equal_cold(llm, record)
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free
+
+
+@pytest.mark.skipif(V2, reason="LoRA kernels do not run under Triton's interpreter")
+def test_adapters_do_not_share_pages(checkpoints_folder, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    folder = write_adapter(tmp_path, layers=SHAPE.layers, hidden=SHAPE.heads * SHAPE.head_dim)
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    with reuse_engine(checkpoints_folder, **options) as llm:
+        prompt, adapter = tokens(1300, seed=51), LoRARequest("slow", 1, folder)
+        held = hit(1299)
+        plain = generate(llm, prompt, 8)
+        adapted = generate(llm, prompt, 8, lora_request=adapter)
+        assert (plain[1], adapted[1]) == (0, 0)
+        assert plain[0] != adapted[0]
+        assert generate(llm, prompt, 8) == (plain[0], held)
+        assert generate(llm, prompt, 8, lora_request=adapter) == (adapted[0], held)

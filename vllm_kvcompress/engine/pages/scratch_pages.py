@@ -1,0 +1,91 @@
+"""Scratch pages: dequantised copies of packed pages, for attention of prefills behind them.
+
+`packed_attention` unpacks a row's groups again for each tile of its queries. Where vLLM's kernel is
+fast with many queries, it is faster to dequantise the packed pages once per layer, so that vLLM's
+kernel reads them as ordinary pages. All layers share the scratch pages, because layers run one
+after another.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvcompress_kernels import k4v3
+
+MIN_QUERIES = 32
+"""Least queries of a row that reads copies: one tile of `packed_attention`, which unpacks once."""
+
+
+class ScratchRow(NamedTuple):
+    """A batch row that reads copies of its packed pages."""
+
+    row: int
+    """Index in the batch."""
+    slot: int
+    """The request's slot."""
+    read_slot: int
+    """The slot whose pages the row reads in this step."""
+    packed_pages: int
+    """Packed pages of each layer."""
+    pages: slice
+    """Its scratch pages."""
+
+
+class ScratchCopies(NamedTuple):
+    """The packed pages that each layer dequantises before its attention runs."""
+
+    packed: Sequence[torch.Tensor]
+    """Per layer ``[n]`` int32: flat packed pages."""
+    destinations: torch.Tensor
+    """``[n * page_tokens / block_size]`` int32: flat scratch pages."""
+
+
+class ScratchPages:
+    """Divides the scratch pages among the rows of a batch.
+
+    Args:
+        pages: ``[n]`` int32: flat pages that hold no request's tokens.
+        slots: slots of the page pool that no request has. A row with copies reads one of them.
+        block_size: tokens in an ordinary page.
+        itemsize: bytes of a cached number.
+    """
+
+    def __init__(
+        self, pages: torch.Tensor, slots: Sequence[int], *, block_size: int, itemsize: int
+    ) -> None:
+        self.pages, self._slots = pages, slots
+        self._page_tokens = k4v3.page_tokens(block_size, itemsize)
+        self.ratio = self._page_tokens // block_size
+
+    def rows(
+        self, slots: Sequence[int], queries: Sequence[int], group_tokens: Mapping[int, int]
+    ) -> Iterator[ScratchRow]:
+        """Yield the rows that get scratch pages, in row order, while pages and slots last.
+
+        Args:
+            slots: slot of each row.
+            queries: queries of each row.
+            group_tokens: by slot, the tokens in groups of each layer, if all layers have equally
+                many.
+        """
+        read_slots, used = iter(self._slots), 0
+        for row, (slot, count) in enumerate(zip(slots, queries, strict=False)):
+            packed_pages = self.full_packed_pages(group_tokens.get(slot, 0), count)
+            stop = used + packed_pages * self.ratio
+            if not packed_pages or stop > len(self.pages):
+                continue
+            read_slot = next(read_slots, None)
+            if read_slot is None:
+                return
+            yield ScratchRow(row, slot, read_slot, packed_pages, slice(used, stop))
+            used = stop
+
+    def full_packed_pages(self, group_tokens: int, queries: int) -> int:
+        """Return how many packed pages to copy for a row; 0 if `packed_attention` should read it.
+
+        It should if a page is partly filled, or if the row has few queries.
+        """
+        if queries < MIN_QUERIES or group_tokens % self._page_tokens:
+            return 0
+        return group_tokens // self._page_tokens
