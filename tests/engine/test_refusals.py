@@ -14,6 +14,7 @@ from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.settings.config import CompressionConfig
 
 REUSE = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid", lookahead=8)
+PRESSED = settings("cake", 1.0, packed_dtype="k4v3", reuse="late", pressure=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +144,25 @@ def test_the_settings_are_part_of_vllms_config_hash(model):
         *(
             ({"additional_config": settings("cake", budget, reuse=mode, **dtype)}, rule, fix)
             for mode, budget, dtype, rule, fix in (
-                ("grid", 0.5, {"packed_dtype": "k4v3"}, "all tokens in k4v3", "--kv-budget 1.0"),
+                (
+                    "grid",
+                    0.5,
+                    {"packed_dtype": "k4v3"},
+                    "got budget 0.5 and k4v3",
+                    "--kv-budget 1.0",
+                ),
                 ("late", 1.0, {}, "got budget 1.0 and auto", "--kv-packed-dtype k4v3"),
             )
         ),
         *(
-            ({"additional_config": REUSE, **options}, rule, fix)
+            ({"additional_config": REUSE} | options, rule, fix)
             for options, rule, fix in (
-                ({"enable_prefix_caching": False}, "prefix caching", "--no-enable-prefix-caching"),
+                (
+                    {"enable_prefix_caching": False},
+                    "needs prefix caching",
+                    "--no-enable-prefix-caching",
+                ),
+                ({"additional_config": PRESSED}, "do not count as used", "remove --kv-pressure"),
                 (
                     {
                         "kv_transfer_config": {
@@ -169,7 +181,7 @@ def test_the_settings_are_part_of_vllms_config_hash(model):
                             "prompt_lookup_max": 3,
                         }
                     },
-                    "reuse beside drafts",
+                    "does not support speculative",
                     "--speculative-config",
                 ),
             )

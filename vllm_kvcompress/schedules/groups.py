@@ -79,7 +79,7 @@ class GroupSchedule:
 
     @property
     def first_end(self) -> int:
-        """Return how many tokens are computed by the first packing; at most the whole prompt."""
+        """Return the tokens computed when the first packing runs; at most the whole prompt."""
         if self.interval is None:
             return self.tokens
         intervals = -(-self.page_plan.page_tokens // self.interval)
@@ -89,7 +89,7 @@ class GroupSchedule:
         """Return how many tokens may come from ordinary blocks of the prefix cache.
 
         Tokens after the first packing are computed from quantised ones. Blocks that this packing
-        leaves unpacked must not be shared, because later ones are packed in place.
+        leaves unpacked must not be shared, because a later packing may overwrite them.
         """
         if not self.in_pieces:
             return max_tokens

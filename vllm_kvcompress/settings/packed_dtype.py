@@ -41,8 +41,8 @@ class PackedSettings(SettingsGroup):
     late. It needs k4v3 at a budget of 1.0.
 
     `grid` packs prompts and outputs every 512 tokens. A turn that finds pages then attends to the
-    same numbers as one that computes them. `late` packs a prompt when its prefill ends.
-    [Keep chats warm](operate.md#keep-chats-warm) explains both."""
+    same values as one that computes them. `late` packs a prompt when its prefill ends.
+    [Contexts that survive the request](reuse.md) compares them."""
 
     def check(
         self,

@@ -1,8 +1,7 @@
-"""KV cache events of packed pages, as a router that indexes ordinary blocks understands them.
+"""KV cache events of packed pages, for routers that index the hashes of ordinary blocks.
 
-A router learns from vLLM's events which block hashes an engine has. A packed page stands for the
-hashes of all its ordinary blocks. So we announce those, keep them announced while either the page
-or an ordinary block is cached, and report them as removed once neither is.
+We announce the hash of every ordinary block that a packed page covers. We report a hash as removed
+once neither the page nor an ordinary block with that hash is cached.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from vllm.v1.request import Request
 class PackedEvents:
     """Translates one pool's events.
 
-    Whether a hash is gone is decided when the events are taken, so that after each batch a
-    router's index holds exactly the hashes that a lookup finds.
+    It looks hashes up in the cache when vLLM takes the events. So after each batch of events, a
+    router's index has the hashes that a lookup finds.
 
     Args:
         pool: vLLM's block pool, with KV cache events.

@@ -1,9 +1,10 @@
 """Packed pages in vLLM's prefix cache: pages of ended requests that later requests read.
 
-A packed block n holds the same tokens in all layers: those of the request's page n, which lies
-behind the first, ordinary block. Its key is the hash of the page's last ordinary block, in a cache
-group of its own. vLLM's hashes chain over the whole prefix and contain salt, LoRA and images, so
-equal keys mean equal tokens and equal tokens before them.
+Packed block n holds page n of every layer, so all layers have the same tokens in it. Page 0 begins
+after the request's first block, which stays an ordinary block. The key of a packed block is the
+hash of the page's last ordinary block, in a cache group of its own. vLLM's hashes chain over the
+whole prefix and contain salt, LoRA and images, so equal keys mean equal tokens and equal tokens
+before them.
 
 The ordinary blocks behind the last page were computed from packed tokens. They are cached too, in
 another group, because only requests that read packed pages may read them.
@@ -160,7 +161,7 @@ class PackedPrefixes:
     ) -> None:
         """Enter `blocks` from `first` up to `last` into the prefix cache, without vLLM's events.
 
-        Blocks whose key another block has are left out, and so are those that have a key.
+        Skips blocks that are cached already, and blocks whose key is cached already.
         """
         entered = list(blocks)
         for index in range(first, last):
@@ -178,7 +179,7 @@ class PackedPrefixes:
     def forget_originals(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove unshared blocks that were just packed from the prefix cache.
 
-        Freed with their hash, they would go to the end of the pool's queue, and evict packed pages.
+        If they kept their hash, the pool would evict older packed pages before them.
         """
         self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
 

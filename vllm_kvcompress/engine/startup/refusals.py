@@ -304,22 +304,19 @@ def _reuse(config: VllmConfig, settings: CompressionConfig) -> str | None:
     mode = settings.packed.reuse
     if mode == OFF:
         return None
-    flag, remove = f"--kv-reuse {mode}", f"or --kv-reuse, got --kv-reuse {mode}"
+    remove = f"or --kv-reuse (got --kv-reuse {mode})"
     if not any(variant.reuses_pages for variant in settings.variants):
         return (
-            f"{flag} keeps the pages of requests that keep all tokens in k4v3; set --kv-budget 1.0"
-            f" and --kv-packed-dtype k4v3, or remove --kv-reuse, got budget {settings.budget} and"
-            f" {settings.resolved_packed_dtype}"
+            "--kv-reuse needs --kv-budget 1.0 and --kv-packed-dtype k4v3; set both, or remove"
+            f" --kv-reuse, got budget {settings.budget} and {settings.resolved_packed_dtype}"
         )
     if settings.pressure:
         return (
-            "cached pages do not count as used, so a later turn would stay uncompressed and compute"
-            f" its history again; remove --kv-pressure, {remove}"
+            "cached pages do not count as used, so --kv-pressure would leave a later turn"
+            f" uncompressed, and it could not read them; remove --kv-pressure, {remove}"
         )
     if not config.cache_config.enable_prefix_caching:
-        return (
-            f"reused pages are found by prefix caching; remove --no-enable-prefix-caching, {remove}"
-        )
+        return f"--kv-reuse needs prefix caching; remove --no-enable-prefix-caching, {remove}"
     if config.kv_transfer_config is not None:
         return (
             "a KV connector may write to pages while a later request reads them; remove"
@@ -328,16 +325,19 @@ def _reuse(config: VllmConfig, settings: CompressionConfig) -> str | None:
     events = config.kv_events_config
     if events is not None and events.enable_kv_cache_events and not PackedEvents.supported:
         return (
-            "this vLLM cannot announce blocks again, which the events of packed pages need; remove"
-            f" --kv-events-config, {remove}"
+            "KV events of packed pages need BlockPool.emit_cached_block_events, which this vLLM"
+            f" lacks; remove --kv-events-config, {remove}"
         )
     if groups_of(config).num_uncompressed:
         return (
-            "reuse beside layers with a sliding window or a state is not supported; serve another"
-            f" model, {remove}"
+            "--kv-reuse does not support layers with a sliding window or a state; serve another"
+            f" model, or remove --kv-reuse, got --kv-reuse {mode}"
         )
     if config.speculative_config is not None:
-        return f"reuse beside drafts is not supported; remove --speculative-config, {remove}"
+        return (
+            "--kv-reuse does not support speculative decoding; remove --speculative-config,"
+            f" {remove}"
+        )
     return None
 
 
