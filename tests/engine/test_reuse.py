@@ -202,6 +202,26 @@ def test_a_preempted_request_resumes_from_its_own_pages(quiet):
 
 
 @model_runner_v1_only
+def test_requests_that_end_before_their_first_step_leave_nothing(quiet):
+    """They wait for a place in the batch, or found pages in a step that had no blocks for them."""
+    llm, prompt = quiet, tokens(1100, seed=71)
+    generate(llm, prompt, 2)
+    for index in range(6):
+        llm.submit(f"r{index}", prompt + tokens(20, seed=index), 30)
+    llm.llm.llm_engine.abort_request(["r5"])
+    llm.step()
+    taken = llm.pool.get_new_blocks(llm.free_blocks - 2)
+    llm.step()
+    llm.llm.llm_engine.abort_request(["r3", "r4"])
+    llm.pool.free_blocks(taken)
+    outputs = llm.drain()
+    assert len(outputs) == 3
+    for name, output in outputs.items():
+        alone = generate(llm, prompt + tokens(20, seed=int(name[1])), 30, f"cold {name}")
+        assert alone == (output, 0)
+
+
+@model_runner_v1_only
 def test_a_chat_that_begins_with_a_short_prompt_is_packed_as_it_grows(quiet):
     """Also by its output alone, and by a request for a single token."""
     llm, prompt = quiet, tokens(90, seed=31)

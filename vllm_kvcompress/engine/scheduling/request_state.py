@@ -141,7 +141,9 @@ class RequestState:
     @property
     def num_packed_pages(self) -> int:
         """Return the packed pages of each layer, without those of a packing that is planned."""
-        footprint = self.current_schedule.footprint
+        if self.schedule is None:
+            return 0
+        footprint = self.schedule.footprint
         return footprint.pages // footprint.num_layers
 
     @property
