@@ -293,6 +293,22 @@ def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_f
 
 
 @model_runner_v1_only
+def test_tails_are_evicted_before_any_page(checkpoints_folder):
+    """As many chats stay warm as without cached tails. While blocks are free, tails stay too."""
+    first = [tokens(1000, seed=80 + index) for index in range(8)]
+    pages = (1000 - BLOCK) // CELL * CELL // PAGE
+    # for the first blocks and the pages of all chats, and for one more request
+    blocks = 1 + len(first) * (1 + pages) + 1000 // BLOCK + 1
+    with reuse_engine(checkpoints_folder, blocks=blocks, max_model_len=1100, **EVENTS) as llm:
+        router = Router(llm)
+        for prompt in first:
+            generate(llm, prompt, 1)
+        assert generate(llm, first[-1], 1)[1] == hit(999)
+        assert [generate(llm, prompt, 1)[1] >= packed(1000) for prompt in first] == [True] * 8
+        router.check()
+
+
+@model_runner_v1_only
 def test_late_packing_keeps_a_cold_prompt_exact_and_later_turns_warm(
     checkpoints_folder, monkeypatch
 ):

@@ -6,8 +6,9 @@ hash of the page's last ordinary block, in a cache group of its own. vLLM's hash
 whole prefix and contain salt, LoRA and images, so equal keys mean equal tokens and equal tokens
 before them.
 
-The ordinary blocks behind the last page were computed from packed tokens. They are cached too, in
-another group, because only requests that read packed pages may read them.
+The ordinary blocks behind the last page, its tail, were computed from packed tokens. They are
+cached too, in another group, because only requests that read packed pages may read them. A block
+holds a fraction of a page's tokens, so tails are evicted before any page.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_group_id
 
 from vllm_kvcompress.engine.scheduling.packed_events import PackedEvents
 from vllm_kvcompress.engine.scheduling.request_state import RequestState
@@ -70,6 +71,8 @@ class PackedPrefixes:
         # Blocks with groups that no request may own any more. Their bytes stay until the pool hands
         # them out, because a later request may find them. It outlives `reset_prefix_cache`.
         self._stale_ids: set[int] = set()
+        # Cached tail blocks by id, the latest released ones last. Some may be in use again.
+        self._tails: dict[int, KVCacheBlock] = {}
         self._events: PackedEvents | None = None
         if pool.enable_kv_cache_events:
             self._events = PackedEvents(pool, block_size, group_id, _PAGES, _TAILS)
@@ -146,6 +149,9 @@ class PackedPrefixes:
         if first >= last:
             return
         self._cache(hashes, hashes, state.blocks, first, last, self._block_size, _TAILS)
+        for block in reversed(state.blocks[first:last]):
+            self._tails.pop(block.block_id, None)
+            self._tails[block.block_id] = block
         if self._events is not None:
             self._events.store(request, first, [[key] for key in hashes[first:last]])
 
@@ -191,9 +197,34 @@ class PackedPrefixes:
         self._stale_ids.update(block.block_id for block in state.packed_blocks)
 
     def _get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        self._evict_tails(num_blocks)
         blocks: list[KVCacheBlock] = self._vllm_get_new_blocks(num_blocks)
         if self._stale_ids:
             stale = [block.block_id for block in blocks if block.block_id in self._stale_ids]
             self._stale_ids.difference_update(stale)
             self._zero_blocks += stale
         return blocks
+
+    def _evict_tails(self, num_blocks: int) -> None:
+        """Let the pool hand out free tail blocks, if its next blocks would include a page."""
+        if not self._tails:
+            return
+        queue, wanted = self._pool.free_block_queue, num_blocks
+        block = queue.fake_free_list_head.next_free_block
+        while wanted and block is not None and not _is_in(block, _PAGES):
+            block, wanted = block.next_free_block, wanted - 1
+        evicted: list[KVCacheBlock] = []
+        while len(evicted) < wanted and self._tails:
+            block = self._tails.pop(next(iter(self._tails)))
+            if block.ref_cnt == 0 and _is_in(block, _TAILS):
+                evicted.append(block)
+        if evicted:
+            self._pool.evict_blocks({block.block_id for block in evicted})
+            for block in evicted:
+                queue.remove(block)
+            queue.prepend_n(evicted)
+
+
+def _is_in(block: KVCacheBlock, group_id: int) -> bool:
+    """Return whether a block is cached in the given cache group."""
+    return block.block_hash is not None and get_group_id(block.block_hash) == group_id

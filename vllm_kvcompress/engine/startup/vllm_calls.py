@@ -47,6 +47,9 @@ VLLM_CALLS = (
         "vllm.v1.core.block_pool:BlockPool.get_cached_block(block_hash, kv_cache_group_ids)",
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
         "vllm.v1.core.block_pool:BlockPool.touch(blocks)",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n(blocks)",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove(block)",
+        "vllm.v1.core.kv_cache_utils:get_group_id(key)",
         "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
         "vllm.v1.core.kv_cache_utils:KVCacheBlock(block_id, ref_cnt)",
         "vllm.v1.core.sched.output:SchedulerOutput"
