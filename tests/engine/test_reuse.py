@@ -4,6 +4,7 @@ A cold run of the same prompt has a salt of its own, so it finds nothing in the 
 """
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
@@ -330,45 +331,50 @@ def test_late_packing_keeps_a_cold_prompt_exact_and_later_turns_warm(
         assert llm.free_blocks == free
 
 
+def assert_adopted_replay_matches(llm, seen, base, held, seed):
+    """Replay a request that adopts `held` tokens of `base`, computed here, in float64.
+
+    Args:
+        seen: what `record_attention` returned.
+        seed: seed of the tokens behind the adopted ones.
+    """
+    generate(llm, base, 4)
+    # The first block stays in 16 bits, and its tokens are the first that the engine computes.
+    leading = {
+        layer: [
+            parts[name][0][:BLOCK].view(BLOCK, SHAPE.kv_heads, SHAPE.head_dim).transpose(0, 1)
+            for name in ("k", "v")
+        ]
+        for layer, parts in seen.items()
+    }
+    for parts in seen.values():
+        for name in ("q", "k", "v", "out"):
+            parts[name].clear()
+    added = watch_added_groups(llm, seen)
+    _, cached = generate(llm, base[:held] + tokens(700, seed=seed), 300)
+    assert cached == held
+    adoption, *later = added
+    later = [each._replace(end=each.end - held) for each in later]
+    computed = sum(len(part) for part in seen[0]["q"])
+    edges = [each.computed + offset for each in later for offset in (-1, 0)]
+    positions = sorted({*range(0, computed, 61), *edges, computed - 1})
+    for layer in range(SHAPE.layers):
+        groups = k4v3.Group(*(part[layer] for part in adoption.groups))
+        flat = [
+            torch.cat([first.double(), part.transpose(0, 1).flatten(1, 3)[:, : held - BLOCK]], 1)
+            for first, part in zip(
+                leading[layer], k4v3.dequantise(groups, torch.float64), strict=True
+            )
+        ]
+        assert_replay_matches(SHAPE, seen, later, layer, (0, 0, flat), positions, leading=0)
+
+
 @model_runner_v1_only
 def test_attention_behind_adopted_pages_matches_float64(checkpoints_folder):
-    import torch
-
     with reuse_engine(checkpoints_folder, max_num_batched_tokens=70) as llm:
         base, held = tokens(1100, seed=21), packed(1099)
         seen = llm.record_attention()
-        generate(llm, base, 4)
-        # The first block stays in 16 bits, and its tokens are the first that the engine computes.
-        leading = {
-            layer: [parts[name][0][:BLOCK].flatten(1).double() for name in ("k", "v")]
-            for layer, parts in seen.items()
-        }
-        for parts in seen.values():
-            for name in ("q", "k", "v", "out"):
-                parts[name].clear()
-        added = watch_added_groups(llm, seen)
-        _, cached = generate(llm, base[:held] + tokens(700, seed=22), 300)
-        assert cached == held
-        adoption, *later = added
-        later = [each._replace(end=each.end - held) for each in later]
-        computed = sum(len(part) for part in seen[0]["q"])
-        edges = [each.computed + offset for each in later for offset in (-1, 0)]
-        positions = sorted({*range(0, computed, 61), *edges, computed - 1})
-        for layer in range(SHAPE.layers):
-            groups = k4v3.Group(*(part[layer] for part in adoption.groups))
-            flat = [
-                torch.cat(
-                    [
-                        first.view(BLOCK, SHAPE.kv_heads, SHAPE.head_dim).transpose(0, 1),
-                        part.transpose(0, 1).flatten(1, 3)[:, : held - BLOCK],
-                    ],
-                    1,
-                )
-                for first, part in zip(
-                    leading[layer], k4v3.dequantise(groups, torch.float64), strict=True
-                )
-            ]
-            assert_replay_matches(SHAPE, seen, later, layer, (0, 0, flat), positions, leading=0)
+        assert_adopted_replay_matches(llm, seen, base, held, 22)
 
 
 @model_runner_v1_only

@@ -9,14 +9,15 @@ import torch
 import cuda_on_cpu
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
-from group_replay import assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
-from test_reuse import MODEL, SHAPE, generate, reuse_engine
+from test_reuse import MODEL, assert_adopted_replay_matches, generate, reuse_engine
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES
 from vllm_kvcompress.engine.worker.cpu import CompressingCPUWorker
 
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "BHLNC")
 PAGE = k4v3.page_tokens(BLOCK, 4)
+PACKED = 1024
+HELD = BLOCK + PACKED  # behind the first block, which stays ordinary
 
 
 class Watch:
@@ -81,49 +82,31 @@ def test_chunks_behind_adopted_pages_read_copies_and_equal_cold_runs(llm, watch)
     generate(llm, base, 2)
     watch.rows.clear()
     watch.in_python.clear()
-    prompt = base[:1024] + tokens(700, seed=32)
+    prompt = base[:HELD] + tokens(700, seed=32)
     warm, cached = generate(llm, prompt, 20)
-    assert cached == 1024
-    assert watch.rows == [(1024, 512), (1536, 1724 - 1536)]
+    assert cached == HELD
+    assert watch.rows == [(PACKED, 512), (PACKED + 512, 188)]
     assert watch.in_python[:2] == [True, True], "a replayed graph would not fill scratch pages"
     assert generate(llm, prompt, 20, "cold") == (warm, 0)
 
 
 def test_few_queries_and_decode_steps_use_no_copies(llm, watch):
-    base = tokens(1024 + MIN_QUERIES, seed=33)
+    base = tokens(HELD + MIN_QUERIES, seed=33)
     generate(llm, base, 2)
     watch.rows.clear()
     watch.in_python.clear()
     _, cached = generate(llm, base[:-1], 30)
-    assert cached == 1024
+    assert cached == HELD
     assert watch.rows == []
     assert len(watch.in_python) >= 30
     assert not any(watch.in_python), "a FULL CUDA graph may be replayed"
 
 
 def test_attention_over_copies_matches_float64(llm, watch, seen):
-    base, held = tokens(1100, seed=34), 1024
-    generate(llm, base, 4)
-    for parts in seen.values():
-        for name in ("q", "k", "v", "out"):
-            parts[name].clear()
     add_groups = llm.compressor.pool.add_groups
-    added = watch_added_groups(llm, seen)
-    generate(llm, base[:held] + tokens(700, seed=35), 300)
+    assert_adopted_replay_matches(llm, seen, tokens(1100, seed=34), HELD, 35)
     llm.compressor.pool.add_groups = add_groups
     assert len(watch.rows) >= 2
-    adoption, *later = added
-    later = [each._replace(end=each.end - held) for each in later]
-    computed = sum(len(part) for part in seen[0]["q"])
-    edges = [each.computed + offset for each in later for offset in (-1, 0)]
-    positions = sorted({*range(0, computed, 61), *edges, computed - 1})
-    for layer in range(SHAPE.layers):
-        groups = k4v3.Group(*(part[layer] for part in adoption.groups))
-        flat = [
-            part.transpose(0, 1).flatten(1, 3)[:, :held]
-            for part in k4v3.dequantise(groups, torch.float64)
-        ]
-        assert_replay_matches(SHAPE, seen, later, layer, (0, 0, flat), positions)
 
 
 def test_attention_over_copies_equals_attention_over_groups(llm, watch, seen):
@@ -136,7 +119,9 @@ def test_attention_over_copies_equals_attention_over_groups(llm, watch, seen):
                 parts[name].clear()
         generate(llm, prompt, 2, salt)
         outputs.append({layer: parts["out"][1] for layer, parts in seen.items()})
-    assert watch.rows == [(512, 512), (1024, 76)], "the run without scratch pages used some"
+    assert watch.rows == [(512, 512), (PACKED, 1100 - HELD)], (
+        "the run without scratch pages used some"
+    )
     for layer, copies in outputs[0].items():
         groups = outputs[1][layer]
         assert len(copies) == 512
@@ -148,11 +133,11 @@ def test_attention_over_copies_equals_attention_over_groups(llm, watch, seen):
 @pytest.mark.parametrize("fitting", [0, 1, 2])
 def test_rows_without_scratch_pages_still_equal_cold_runs(llm, watch, fitting):
     scratch = llm.compressor.pool.scratch
-    scratch.pages = scratch.pages[: fitting * (1024 // BLOCK)]
+    scratch.pages = scratch.pages[: fitting * (PACKED // BLOCK)]
     base = tokens(1100, seed=37)
     generate(llm, base, 2)
     free = llm.free_blocks
-    prompts = [base[:1024] + tokens(150 + n, seed=10 * fitting + n) for n in range(2)]
+    prompts = [base[:HELD] + tokens(150 + n, seed=10 * fitting + n) for n in range(2)]
     llm.submit("decoding", base[:700], 40)
     for _ in range(4):
         llm.step()
@@ -160,7 +145,7 @@ def test_rows_without_scratch_pages_still_equal_cold_runs(llm, watch, fitting):
     for n, prompt in enumerate(prompts):
         llm.submit(str(n), prompt, 12)
     outputs = {name.split("-")[0]: output for name, output in llm.drain().items()}
-    assert [tokens for tokens, _ in watch.rows] == [1024] * fitting
+    assert [tokens for tokens, _ in watch.rows] == [PACKED] * fitting
     assert llm.free_blocks == free
     for n, prompt in enumerate(prompts):
         assert generate(llm, prompt, 12, f"cold {fitting} {n}") == (outputs[str(n)], 0)
@@ -193,10 +178,10 @@ def test_flash_attention_reads_copies_in_every_layout(layout, monkeypatch, check
     with reuse_engine(checkpoints_folder) as llm:
         watch, prompt = Watch(llm), tokens(1250, seed=38)
         base, cached = generate(llm, prompt[:1100], 2)
-        assert watch.rows == [(512, 512), (1024, 76)]
+        assert watch.rows == [(512, 512), (PACKED, 1100 - HELD)]
         warm, cached = generate(llm, prompt, 20)
-        assert cached == 1024
-        assert watch.rows[2:] == [(1024, 226)]
+        assert cached == HELD + BLOCK, "a 16-bit block behind the packed pages"
+        assert watch.rows[2:] == [(PACKED, 1250 - HELD - BLOCK)]
         assert generate(llm, prompt, 20, "cold") == (warm, 0)
         llm.compressor.pool.scratch.pages = llm.compressor.pool.scratch.pages[:0]
         assert generate(llm, prompt, 20, "groups") == (warm, 0)
