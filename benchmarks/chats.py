@@ -35,7 +35,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -46,21 +46,11 @@ from openai import OpenAI
 from benchmarks.chats_table import ALONE, PRESSURE, WARM, report
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import ORDINARY, CountTokens, build_items
+from vllm_kvcompress.demo.ask import NAME, Reply, ask
+from vllm_kvcompress.demo.chats import QUESTION_TOKENS, Chat
 from vllm_kvcompress.serving.process import CACHE_SPACE, Server, launch
 
 FP8, FP8_BLOCKS = "vLLM, fp8", "vLLM, as many blocks as fp8 would have"
-NAME = "demo"
-QUESTION_TOKENS = 40
-"""Tokens that a later turn adds beside its reply: the question and the chat template."""
-FOLLOW_UPS = (
-    "What does the text say about exceptions and special cases? Answer in whole sentences.",
-    "Rewrite your last answer in simpler and shorter sentences.",
-    "Which examples does the text give, and what does each of them show?",
-    "What did your last answer leave out?",
-    "How does the text begin, and how does it end? Answer in whole sentences.",
-    "Give an example for each point of your last answer.",
-    "What should a reader be careful about, after the text?",
-)
 _COUNTERS = {
     "prefix_cache_queries": "vllm:prefix_cache_queries_total",
     "prefix_cache_hits": "vllm:prefix_cache_hits_total",
@@ -81,43 +71,6 @@ class System:
     name: str
     flags: tuple[str, ...]
     blocks: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Chat:
-    """A chat with one server.
-
-    Args:
-        number: number of the chat, the same on all servers.
-        messages: all messages so far.
-        max_tokens: maximum tokens of each reply.
-    """
-
-    number: int
-    messages: list[dict[str, str]]
-    max_tokens: int
-
-    def ask_follow_up(self, turn: int) -> None:
-        """Add the question of a later turn, counted from 1."""
-        question = FOLLOW_UPS[(self.number + turn) % len(FOLLOW_UPS)]
-        self.messages.append({"role": "user", "content": question})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A reply, its timing, and the server's figures about its prompt.
-
-    Args:
-        first_token_s: seconds from sending the request to its first output token.
-        end_s: seconds from sending the request to its end.
-    """
-
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    first_token_s: float
-    end_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -340,7 +293,7 @@ def measure(args: argparse.Namespace, part: str, logs: Path, out: TextIO) -> Non
         for each in running:
             each.server.wait_healthy(deadline_s=600)
             warm_up = {"role": "user", "content": "What is a compiler? " * 100}
-            ask(each.server, Chat(number=-1, messages=[warm_up], max_tokens=8))
+            send(each.server, Chat(number=-1, messages=[warm_up], max_tokens=8))
             each.before = each.counters()
         run_turn = run_under_pressure if part == PRESSURE else run_warm
         for turn in range(1, turns + 1):
@@ -403,44 +356,24 @@ def take_turn(running: RunningSystem, turn: int, chat: Chat) -> dict[str, Any]:
     """Run one turn of a chat, and return the request's line."""
     if turn > 1:
         chat.ask_follow_up(turn)
-    reply = ask(running.server, chat)
+    reply = send(running.server, chat)
     chat.messages.append({"role": "assistant", "content": reply.text})
-    line = asdict(reply)
-    del line["text"]
-    return {"system": running.system.name, "chat": chat.number, "turn": turn, **line}
+    return {
+        "system": running.system.name,
+        "chat": chat.number,
+        "turn": turn,
+        "prompt_tokens": reply.prompt_tokens,
+        "cached_tokens": reply.cached_tokens,
+        "output_tokens": len(reply.token_ids),
+        "first_token_s": round(reply.first_token_s, 4),
+        "end_s": round(reply.end_s, 4),
+    }
 
 
-def ask(server: Server, chat: Chat) -> Reply:
-    """Send a chat, and return the greedy reply."""
+def send(server: Server, chat: Chat) -> Reply:
+    """Send a chat, and return the greedy reply, which ends at the model's end of turn."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="-", timeout=900, max_retries=0)
-    text, first_token_s, usage = "", 0.0, None
-    start = time.perf_counter()
-    messages: Any = chat.messages
-    stream = client.chat.completions.create(
-        model=NAME,
-        messages=messages,
-        max_tokens=chat.max_tokens,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"return_token_ids": True},
-    )
-    for event in stream:
-        for choice in event.choices:
-            text += choice.delta.content or ""
-            if getattr(choice, "token_ids", None) and not first_token_s:
-                first_token_s = time.perf_counter() - start
-        usage = event.usage or usage
-    assert usage is not None
-    details = usage.prompt_tokens_details
-    return Reply(
-        text=text,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=(details and details.cached_tokens) or 0,
-        output_tokens=usage.completion_tokens,
-        first_token_s=round(first_token_s, 4),
-        end_s=round(time.perf_counter() - start, 4),
-    )
+    return ask(client, server, chat.messages, chat.max_tokens, salt="chats", ignore_eos=False)
 
 
 if __name__ == "__main__":

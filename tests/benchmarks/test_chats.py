@@ -8,6 +8,9 @@ import pytest
 
 from benchmarks import chats
 from benchmarks.chats_table import ALONE, PRESSURE, WARM, is_warm, report
+from vllm_kvcompress.demo import ask
+from vllm_kvcompress.demo.ask import Reply
+from vllm_kvcompress.demo.chats import FOLLOW_UPS
 
 ARGS = chats.arguments(["--chats", "7", "--out", "unused"])
 
@@ -59,20 +62,21 @@ class FakeServer:
 
     def __call__(self, _server, chat):
         self.sent.append([message["content"] for message in chat.messages])
-        return chats.Reply(
+        return Reply(
             text=f"reply {len(self.sent)}",
+            token_ids=(1,),
             prompt_tokens=len(chat.messages),
             cached_tokens=len(chat.messages) - 1,
-            output_tokens=1,
             first_token_s=0.5,
             end_s=1.0,
+            compressed=None,
         )
 
 
 @pytest.mark.parametrize("run", [chats.run_under_pressure, chats.run_warm])
 def test_a_turn_sends_the_whole_chat_with_the_servers_own_replies(run, monkeypatch):
     fake = FakeServer()
-    monkeypatch.setattr(chats, "ask", fake)
+    monkeypatch.setattr(chats, "send", fake)
     system = chats.System(name=ALONE, flags=(), blocks=9)
     running = chats.RunningSystem(
         system=system, server=None, chats=chats.new_chats(ARGS, ["first", "second"])
@@ -81,7 +85,7 @@ def test_a_turn_sends_the_whole_chat_with_the_servers_own_replies(run, monkeypat
     assert [(line["chat"], line["turn"]) for line in found] == [
         (chat, turn) for turn in (1, 2, 3) for chat in (0, 1)
     ]
-    questions = [chats.FOLLOW_UPS[number] for number in (2, 3)]
+    questions = [FOLLOW_UPS[number] for number in (2, 3)]
     assert fake.sent[4] == ["first", "reply 1", questions[0], "reply 3", questions[1]]
     assert len(running.wall_s) == (3 if run is chats.run_under_pressure else 0)
 
@@ -91,8 +95,8 @@ def streamed(pieces, usage):
     deltas = [("", None), *((piece, [number]) for number, piece in enumerate(pieces))]
     for content, ids in deltas:
         choice = SimpleNamespace(delta=SimpleNamespace(content=content), token_ids=ids)
-        yield SimpleNamespace(choices=[choice], usage=None)
-    yield SimpleNamespace(choices=[], usage=usage)
+        yield SimpleNamespace(choices=[choice], usage=None, id="chatcmpl-1")
+    yield SimpleNamespace(choices=[], usage=usage, id="chatcmpl-1")
 
 
 @pytest.mark.parametrize("cached", [0, None, 512])
@@ -103,9 +107,10 @@ def test_the_first_token_is_timed_and_cached_tokens_are_read(cached, monkeypatch
     client = SimpleNamespace(chat=SimpleNamespace(completions=create))
     monkeypatch.setattr(chats, "OpenAI", lambda **_: client)
     clock = count()
-    monkeypatch.setattr(chats.time, "perf_counter", lambda: float(next(clock)))
-    reply = chats.ask(SimpleNamespace(url=""), chats.Chat(number=0, messages=[], max_tokens=2))
-    assert (reply.text, reply.output_tokens, reply.first_token_s) == ("ab", 2, 1.0)
+    monkeypatch.setattr(ask.time, "perf_counter", lambda: float(next(clock)))
+    server = SimpleNamespace(url="", compressed=list)
+    reply = chats.send(server, chats.Chat(number=0, messages=[], max_tokens=2))
+    assert (reply.text, reply.token_ids, reply.first_token_s) == ("ab", (0, 1), 1.0)
     assert reply.cached_tokens == (cached or 0)
 
 

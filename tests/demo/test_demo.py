@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from processor import AVX512
 from vllm_kvcompress.demo import __main__ as demo
+from vllm_kvcompress.demo import chats
 from vllm_kvcompress.demo.__main__ import parse_args
 from vllm_kvcompress.demo.ask import Measured, Reply
 from vllm_kvcompress.demo.figures import (
@@ -72,7 +73,7 @@ def decode(ids) -> str:
 
 
 def reply(text: str, **changes) -> Reply:
-    made = Reply(tuple(map(ord, text)), 1500, 12.5, 20.0, None)
+    made = Reply(text, tuple(map(ord, text)), 1500, 0, 12.5, 20.0, None)
     return replace(made, **changes)
 
 
@@ -391,6 +392,47 @@ def test_the_pool_holds_three_uncompressed_requests(demo_model, flags):
         chat = [{"role": "user", "content": content}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         assert len(ids) + tokens <= demo.pool_blocks(args) / demo.FIT * demo.BLOCK
+
+
+def turns(cached: int, first_token_s: float = 1.0) -> list[chats.Turn]:
+    """Return the turns of two chats: in later turns, the second one has a cold history."""
+    return [
+        chats.Turn(
+            chat=chat,
+            turn=turn,
+            prompt_tokens=800,
+            cached_tokens=cached * (turn > 1) * (chat == 0),
+            first_token_s=first_token_s,
+        )
+        for turn in (1, 2)
+        for chat in (0, 1)
+    ]
+
+
+def test_the_report_of_chats_counts_warm_later_turns():
+    text = printed(chats.show, turns(0), turns(400, 0.5), sixteen_bits=False)
+    assert re.search(r"found their history\s+0 of 2\s+1 of 2", text)
+    assert re.search(r"from the prefix cache\s+0%\s+25%", text)
+    assert re.search(r"first token, mean\s+1.00 s\s+0.50 s", text)
+    assert chats.failures(turns(400)) == []
+    (message,) = chats.failures(turns(399))
+    assert message.startswith("No later turn")
+    assert chats.losses(turns(0), turns(400)) == []
+    (loss,) = chats.losses(turns(0), turns(400, 1.1))
+    assert loss.endswith("packing takes time.")
+
+
+def test_no_chat_exceeds_the_pool_or_the_model_length_of_its_server(demo_model):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    for text in sections(tokenizer, chats.TEXT_TOKENS, chats.CHATS):
+        messages = [{"role": "user", "content": f"{text}\n\n{REQUEST}"}]
+        for _ in range(chats.TURNS - 1):
+            messages.append({"role": "assistant", "content": " word" * chats.REPLY_TOKENS})
+            messages.append({"role": "user", "content": max(chats.FOLLOW_UPS, key=len)})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert len(ids) + chats.REPLY_TOKENS <= chats.CHAT_TOKENS
+    smallest = chats.pool_blocks(compressed=True, sixteen_bits=False)
+    assert smallest * chats.BLOCK >= chats.CHAT_TOKENS
 
 
 # A background job ignores SIGINT, and its children inherit that. The script restores the default.

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from vllm_kvcompress.demo import __main__ as demo
 from vllm_kvcompress.demo.ask import Measured, Reply
+from vllm_kvcompress.demo.chats import CHATS, Turn
 from vllm_kvcompress.demo.progress import EVERY_S, Progress
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST
 from vllm_kvcompress.serving.process import Compressed
@@ -142,9 +143,14 @@ class FakeServer:
         log, blocks = None, 14.0
         if self._name == "on":
             log, blocks = Compressed("id", 1500, 300.0, 32, 13, 4, (290, 310)), 5.0
-        reply = Reply(tuple(range(100, 100 + tokens)), 1500, 2.0, 6.0, log)
+        reply = Reply("", tuple(range(100, 100 + tokens)), 1500, 0, 2.0, 6.0, log)
         replies = (reply,) * len(prompts)
         return Measured(replies, 7.0, 9.0, 1.0, 2.0, blocks, blocks, blocks, 0, 2.0, 2.0, 0.0)
+
+    def chat(self, requests):
+        self._events.append(f"chats {self._name}")
+        for number in range(len(requests)):
+            yield Turn(chat=number, turn=2, prompt_tokens=8, cached_tokens=4, first_token_s=2.0)
 
 
 @pytest.fixture
@@ -155,12 +161,13 @@ def events(monkeypatch):
         demo, "launch", lambda _, arguments, *__, **___: FakeServer(seen, arguments)
     )
     monkeypatch.setattr(demo, "ask_all", FakeServer.answer)
+    monkeypatch.setattr(demo.chats, "run", FakeServer.chat)
     return seen
 
 
 def test_both_servers_start_before_the_demo_waits_for_either(events, log, clock, capsys):
     progress = Progress(console(log, terminal=False), clock=clock)
-    with demo.both_servers(demo.parse_args([]), "folder") as servers:
+    with demo.both_servers(demo.server_flags(demo.parse_args([])), "folder") as servers:
         assert list(servers) == ["vLLM alone", "compressed"]
         demo.wait_healthy(servers, progress)
     assert events == ["start off", "start on", "healthy off", "healthy on", "end on", "end off"]
@@ -179,7 +186,7 @@ def test_both_servers_end_if_one_does_not_start(monkeypatch, log, clock):
     progress = Progress(console(log, terminal=False), clock=clock)
     with (
         pytest.raises(RuntimeError, match="the server ended"),
-        demo.both_servers(demo.parse_args([]), "folder") as servers,
+        demo.both_servers(demo.server_flags(demo.parse_args([])), "folder") as servers,
     ):
         demo.wait_healthy(servers, progress)
     assert seen == ["start off", "start on", "healthy off", "end on", "end off"]
@@ -187,7 +194,7 @@ def test_both_servers_end_if_one_does_not_start(monkeypatch, log, clock):
 
 def test_the_servers_take_turns_and_each_turn_is_a_step(events, log, clock):
     progress = Progress(console(log, terminal=False), clock=clock)
-    with demo.both_servers(demo.parse_args([]), "folder") as servers:
+    with demo.both_servers(demo.server_flags(demo.parse_args([])), "folder") as servers:
         del events[:]
         off, on = demo.measure(servers, "requests at once", ["A", "B"], 9, progress)
         assert events == [(name, ["A", "B"], 9, "requests at once") for name in ("off", "on")]
@@ -208,7 +215,9 @@ def test_the_demo_sends_the_question_alone_and_then_all_requests(
     assert demo.main(arguments) == 0
     assert events[:2] == ["start off", "start on"]
     turns = [event for event in events if isinstance(event, tuple)]
-    assert [name for name, *_ in turns] == ["off", "on"] * 3
+    assert [name for name, *_ in turns] == ["off", "on"] * 4
+    assert events.index("end off") < events.index("start off", 1), "two servers run at a time"
+    assert [event for event in events if event[:5] == "chats"] == ["chats off", "chats on"]
     (_, (question,), *_), (_, requests, tokens, _) = turns[2], turns[4]
     assert question.endswith(CHOSEN.asked)
     assert len(set(requests)) == 3
@@ -220,6 +229,8 @@ def test_the_demo_sends_the_question_alone_and_then_all_requests(
     assert figures["pool"]["block_tokens"] == 128
     assert figures["losses"] == figures["failures"] == []
     assert figures["at_once"]["equal"] == 3 * (tokens - 33)
+    for server in ("off", "on"):
+        assert [turn["chat"] for turn in figures["chats"][server]] == list(range(CHATS))
     for part, number in ((figures["at_once"], 3), (figures["question"], 1)):
         assert part["off"]["wall_s"] == part["on"]["wall_s"] == 7.0
         assert (part["off"]["mean_running"], part["on"]["max_running"]) == (1.0, 2.0)

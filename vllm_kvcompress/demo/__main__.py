@@ -3,6 +3,9 @@
 Both are real servers with the same small pool of KV blocks. They start together, because a start
 keeps one core busy most of the time. Then they take turns: one server is idle while the other is
 measured. Every request has its own prefix-cache salt, so each server computes each prompt in full.
+
+Two further servers then run chats of several turns, whose later turns read the prefix cache: vLLM
+alone, and the plugin with --kv-reuse. Their pools hold only some of the chats.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from vllm_kvcompress.demo import chats
 from vllm_kvcompress.demo.ask import NAME, Measured, ask_all
 from vllm_kvcompress.demo.figures import compare, failures, losses, turn
 from vllm_kvcompress.demo.progress import Progress
@@ -110,7 +114,7 @@ def compression(args: argparse.Namespace) -> list[str]:
 def common() -> list[str]:
     """Return the flags of every server, apart from the size of its pool."""
     # Without --enforce-eager, vLLM compiles the model for minutes before it serves.
-    flags = ["--served-model-name", NAME, "--enforce-eager"]
+    flags = ["--served-model-name", NAME, "--enforce-eager", "--enable-prompt-tokens-details"]
     return [*flags, *([] if _multiplies_bfloat16() else ["--dtype", "float32"])]
 
 
@@ -126,10 +130,13 @@ def _longest(args: argparse.Namespace) -> int:
 
 def pool(args: argparse.Namespace) -> list[str]:
     """Return the flags that give both servers the same small pool."""
+    return _pool(pool_blocks(args), BLOCK, _longest(args))
+
+
+def _pool(blocks: int, block_size: int, max_model_len: int) -> list[str]:
     # vLLM keeps one more block, the null block, for itself.
-    blocks = pool_blocks(args) + 1
-    flags = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
-    return [*flags, "--max-model-len", str(_longest(args))]
+    flags = ["--block-size", str(block_size), "--num-gpu-blocks-override", str(blocks + 1)]
+    return [*flags, "--max-model-len", str(max_model_len)]
 
 
 def _multiplies_bfloat16() -> bool:
@@ -161,18 +168,36 @@ def server_flags(args: argparse.Namespace) -> dict[str, list[str]]:
     return {ALONE: shared, COMPRESSED: [*shared, *compression(args)]}
 
 
+def chat_flags() -> dict[str, list[str]]:
+    """Return the flags of both servers of the chats."""
+    sixteen_bits = _multiplies_bfloat16()
+    off, on = (
+        [
+            *common(),
+            *_pool(
+                chats.pool_blocks(compressed=compressed, sixteen_bits=sixteen_bits),
+                chats.BLOCK,
+                -(-chats.CHAT_TOKENS // chats.BLOCK) * chats.BLOCK,
+            ),
+        ]
+        for compressed in (False, True)
+    )
+    return {ALONE: off, COMPRESSED: [*on, *chats.REUSE.split()]}
+
+
 @contextmanager
-def both_servers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Server]]:
+def both_servers(flags: dict[str, list[str]], model: str) -> Iterator[dict[str, Server]]:
     """Start vLLM alone and the compressed server, without waiting until they are healthy.
 
     Args:
+        flags: flags by the names of the servers.
         model: the model's folder.
     """
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers: dict[str, Server] = {}
-        for name, arguments in server_flags(args).items():
-            print(f"vllm serve {args.model} {shlex.join(arguments)}", flush=True)
+        for name, arguments in flags.items():
+            print(f"vllm serve {os.path.relpath(model)} {shlex.join(arguments)}", flush=True)
             log = logs / f"{len(servers)}.log"
             servers[name] = stack.enter_context(
                 launch(model, arguments, log, environment=environment() | _every_core())
@@ -218,6 +243,29 @@ def measure(
     return off, on
 
 
+def measure_chats(
+    model: str, requests: Sequence[str], progress: Progress
+) -> tuple[list[chats.Turn], list[chats.Turn]]:
+    """Start both servers of the chats, and run all chats, first with vLLM alone.
+
+    Args:
+        requests: the first message of each chat.
+    """
+    measured = []
+    with both_servers(chat_flags(), model) as servers:
+        wait_healthy(servers, progress)
+        measure(servers, "warming up", [requests[0][:200]], 8, progress)
+        for name, server in servers.items():
+            with progress.step(f"{name}, chats", "computing prompts") as step:
+                turns = []
+                for turn in chats.run(server, requests):
+                    turns.append(turn)
+                    step.state = f"{len(turns)} of {chats.CHATS * chats.TURNS} turns"
+            measured.append(turns)
+    off, on = measured
+    return off, on
+
+
 def origin() -> dict[str, str]:
     """Return the machine and the commit, for the figures' file.
 
@@ -242,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     # sys.exit unwinds the stack, which ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     progress = Progress(Console())
-    with both_servers(args, model) as servers:
+    with both_servers(server_flags(args), model) as servers:
         # This import takes seconds, so it runs while the servers start.
         from transformers import AutoTokenizer
 
@@ -257,17 +305,22 @@ def main(argv: list[str] | None = None) -> int:
         load_measured = measure(
             servers, f"{args.requests} requests at once", requests, args.max_tokens, progress
         )
+    texts = sections(tokenizer, chats.TEXT_TOKENS, chats.CHATS)
+    turns = measure_chats(model, [f"{text}\n\n{REQUEST}" for text in texts], progress)
     end = tokenizer.eos_token_id
     one, load = compare(*one_measured, end), compare(*load_measured, end)
     answers = [turn(measured.replies[0], end) for measured in one_measured]
     named = [CHOSEN.named(tokenizer.decode(ids[UNCOMPRESSED:])) for ids in answers]
     lost = losses(one, load, [fact for fact in named[0] if fact not in named[1]])
-    failed = failures(one, load)
+    lost += chats.losses(*turns)
+    failed = [*failures(one, load), *chats.failures(turns[1])]
     console = Console(width=100, highlight=False, record=args.picture is not None)
     console.rule(f"[bold]vllm serve MODEL {shlex.join(compression(args)[:-2])}[/]")
     show_load(load, pool=pool_blocks(args), fit=FIT, instruction=REQUEST, console=console)
     show_outputs(load, tokenizer.decode, console)
     show_question(one, CHOSEN, answers, named, tokenizer.decode, console)
+    console.rule(f"[bold]vllm serve MODEL {chats.REUSE}[/]")
+    chats.show(*turns, sixteen_bits=_multiplies_bfloat16(), console=console)
     show_losses(lost, failed, console)
     if args.picture is not None:
         save_picture(console, args.picture, "make demo")
@@ -283,6 +336,11 @@ def main(argv: list[str] | None = None) -> int:
             "pool": {"blocks": pool_blocks(args), "block_tokens": BLOCK, "fit_uncompressed": FIT},
             "at_once": {"instruction": REQUEST, "equal": load.equal, **asdict(load)},
             "question": {"asked": CHOSEN.asked, "facts": named, **asdict(one)},
+            "chats": {
+                "flags": dict(zip(("off", "on"), chat_flags().values(), strict=True)),
+                "off": [asdict(turn) for turn in turns[0]],
+                "on": [asdict(turn) for turn in turns[1]],
+            },
             "losses": lost,
             "failures": failed,
         }

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any, cast
 
 from openai import OpenAI
 
@@ -23,14 +24,18 @@ class Reply:
     """The output of one request, and its timing.
 
     Args:
+        text: the decoded output.
         token_ids: all output tokens, including those after the model's end of turn.
+        cached_tokens: tokens of the prompt that came from the prefix cache.
         first_token_s: seconds from sending the request to its first output token.
         end_s: seconds from sending the request to its last output token.
         compressed: the request's log line, None if its prompt was not compressed.
     """
 
+    text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
+    cached_tokens: int
     first_token_s: float
     end_s: float
     compressed: Compressed | None
@@ -102,7 +107,8 @@ def ask_all(
             counts[number] = so_far
             on_tokens(sum(counts))
 
-        return ask(client, server, prompts[number], tokens, f"{salt} {number}", count)
+        messages = [{"role": "user", "content": prompts[number]}]
+        return ask(client, server, messages, tokens, salt=f"{salt} {number}", on_tokens=count)
 
     with _sampled(host) as samples, ThreadPoolExecutor(len(prompts)) as pool:
         start = time.perf_counter()
@@ -133,43 +139,51 @@ def ask_all(
 def ask(
     client: OpenAI,
     server: Server,
-    prompt: str,
+    messages: Sequence[dict[str, str]],
     tokens: int,
+    *,
     salt: str,
-    on_tokens: Callable[[int], None],
+    ignore_eos: bool = True,
+    on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Reply:
-    """Send a prompt, and return the timed reply: exactly `tokens` greedy output tokens."""
+    """Send a chat, and return the timed greedy reply.
+
+    Args:
+        tokens: maximum number of output tokens.
+        ignore_eos: write `tokens` output tokens even past the model's end of turn, so that all
+            servers write equally many.
+    """
     ids: list[int] = []
     times: list[float] = []
-    prompt_tokens, request = 0, ""
+    text, usage, request = "", None, ""
     start = time.perf_counter()
     stream = client.chat.completions.create(
         model=NAME,
-        messages=[{"role": "user", "content": prompt}],
+        messages=cast(Any, messages),
         max_tokens=tokens,
         temperature=0,
         seed=0,
         stream=True,
         stream_options={"include_usage": True},
-        # Both servers write equally many tokens, also past the model's end of turn.
-        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
+        extra_body={"ignore_eos": ignore_eos, "return_token_ids": True, "cache_salt": salt},
     )
     for event in stream:
-        new_ids: Sequence[int] = (
-            getattr(event.choices[0], "token_ids", None) or () if event.choices else ()
-        )
-        if new_ids:
-            times.append(time.perf_counter() - start)
-            ids.extend(new_ids)
-            on_tokens(len(ids))
-        if event.usage:
-            prompt_tokens = event.usage.prompt_tokens
+        for choice in event.choices:
+            text += choice.delta.content or ""
+            if new_ids := getattr(choice, "token_ids", None):
+                times.append(time.perf_counter() - start)
+                ids.extend(new_ids)
+                on_tokens(len(ids))
+        usage = event.usage or usage
         request = event.id
     # The engine adds a suffix to the id.
     lines = [line for line in server.compressed() if line.request.startswith(request)]
+    details = usage and usage.prompt_tokens_details
     return Reply(
+        text=text,
         token_ids=tuple(ids),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        cached_tokens=(details and details.cached_tokens) or 0,
         first_token_s=times[0],
         end_s=times[-1],
         compressed=lines[-1] if lines else None,
