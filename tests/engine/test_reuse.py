@@ -3,6 +3,8 @@
 A cold run of the same prompt has a salt of its own, so it finds nothing in the prefix cache.
 """
 
+import random
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -13,6 +15,7 @@ from checkpoints import SHAPES, make, tokens, write_adapter
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from group_replay import assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
+from test_soak import Request, run_requests
 from vllm_kvcompress.engine.scheduling import packed_prefixes
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
@@ -289,6 +292,67 @@ def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_f
         assert not all(hits[len(seeds) :])
         assert zeroed
         assert_equal_cold(llm, record)
+        assert llm.free_blocks == free
+        router.check()
+
+
+def random_turns(rng, count):
+    """Return turns of six chats, in a random order, with random settings, priorities and aborts.
+
+    A prompt has a random part of the chat so far, so chats branch, and a random end.
+    """
+    overrides = [None, None, None, {"kv_compress": "off"}, {"kv_budget": 0.3}]
+    overrides.append({"kv_budget": 0.3, "kv_packed_dtype": "auto"})
+    chats = [tokens(1150, seed=300 + number) for number in range(6)]
+    return [
+        Request(
+            prompt=rng.choice(chats)[: rng.randint(1, 1150)] + tokens(rng.randint(1, 60), index),
+            num_output=rng.randint(1, 90),
+            wait=rng.randint(0, 12),
+            abort=rng.randint(1, 12) if rng.random() < 0.2 else None,
+            priority=rng.randint(0, 3),
+            override=rng.choice(overrides),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"async_scheduling": True}, {"scheduling_policy": "priority"}],
+    ids=["async", "priority"],
+)
+def test_random_turns_in_a_small_pool_lose_no_block_and_equal_cold_runs(
+    options, checkpoints_folder, async_scheduling_allowed, monkeypatch
+):
+    monkeypatch.setattr(CompressionStats, "take", lambda self: None)
+    config = reuse_settings(allow_override="all")
+    turns = random_turns(random.Random(5), 48)
+    with reuse_engine(
+        checkpoints_folder,
+        additional_config=config,
+        blocks=60,
+        max_model_len=59 * BLOCK,
+        **options,
+        **EVENTS,
+    ) as llm:
+        free, router, preemptions = llm.free_blocks, Router(llm), llm.watch_preemptions()
+        outputs, aborted = run_requests(llm, turns)
+        assert llm.free_blocks == free
+        assert not llm.scheduler.states
+        router.check()
+        assert llm.scheduler.step_builder.stats.packed_hit_tokens > 0
+        assert preemptions, "no request was preempted: the pool is too large"
+        assert aborted
+        compared = 0
+        for index, turn in enumerate(turns):
+            # What a preempted request keeps at a budget below 1.0 depends on its output so far.
+            if str(index) in outputs and turn.override in (None, {"kv_compress": "off"}):
+                args = turn.override and {"extra_args": turn.override}
+                cold = generate(llm, turn.prompt, turn.num_output, f"cold {index}", **args or {})
+                assert cold == (outputs[str(index)], 0)
+                compared += 1
+        assert compared > 15
         assert llm.free_blocks == free
         router.check()
 

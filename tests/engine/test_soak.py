@@ -24,7 +24,6 @@ from checkpoints import make, tokens
 from engines import BLOCK, V2, Engine, engine, settings
 from processor import needs_avx512
 from test_metrics import samples
-from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
@@ -265,15 +264,15 @@ def random_requests(load: Load, seed: int):
 def is_compressed(request: Request, config: CompressionConfig) -> bool:
     """Return whether this request's prompt should be compressed."""
     request_settings = RequestOptions.parse(config, request.override).settings
-    if request_settings is None or len(request.prompt) < request_settings.min_prompt:
+    if request_settings is None:
         return False
     if request.num_output < request_settings.resolved_lookahead + 2:
         return False
     spans = tuple(map(tuple, (request.override or {}).get("kv_protect", ())))
-    budget_spec = request_settings.budget_spec(LAYERS, len(request.prompt))
     # the test models are float32
     page_tokens = packed_page_tokens(request_settings, BLOCK, itemsize=4)
-    return page_plan(budget_spec, BLOCK, spans, page_tokens=page_tokens) is not None
+    tokens = len(request.prompt)
+    return request_settings.page_plan(LAYERS, tokens, BLOCK, spans, page_tokens) is not None
 
 
 def run_requests(
