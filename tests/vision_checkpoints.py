@@ -87,6 +87,12 @@ FAMILIES = {
         text={"num_experts": 8, "norm_topk_prob": True, **EXPERTS}, vision=_QWEN3,
     ),
 }  # fmt: skip
+# a head dim that k4v3 can pack
+WIDE = {
+    "qwen3-vl-d64": Family(
+        Qwen3, 16, (12, 10, 10), vision=_QWEN3 | {"out_hidden_size": 256}, head_dim=64
+    )
+}
 
 
 def make(name: str, folder: Path) -> str:
@@ -94,7 +100,7 @@ def make(name: str, folder: Path) -> str:
     path = folder / name
     if (path / "config.json").exists():
         return str(path)
-    family = FAMILIES[name]
+    family = (FAMILIES | WIDE)[name]
     text_config = {
         "vocab_size": VOCAB,
         "hidden_size": family.heads * family.head_dim,

@@ -266,6 +266,48 @@ def test_other_budgets_and_salts_never_read_packed_pages_and_a_reset_drops_them(
 
 
 @model_runner_v1_only
+def test_a_reset_with_running_requests_recomputes_them_cold(quiet):
+    """As a server does for `/pause` with a cleared cache, after which weights may differ."""
+    llm, prompts = quiet, [tokens(1100, seed=91), tokens(700, seed=92)]
+    generate(llm, prompts[0], 2)
+    before = llm.scheduler.step_builder.stats.packed_hit_tokens
+    for index, prompt in enumerate(prompts):
+        llm.submit(str(index), prompt, 60)
+    while min([request.num_output_tokens for request in llm.running()] or [0]) < 20:
+        llm.step()
+    adopted = llm.scheduler.step_builder.stats.packed_hit_tokens
+    assert adopted - before == packed(1099)
+    assert llm.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    outputs = llm.drain()
+    assert llm.scheduler.step_builder.stats.packed_hit_tokens == adopted
+    for name, output in outputs.items():
+        assert generate(llm, prompts[int(name)], 60, f"cold {name}") == (output, 0)
+
+
+@model_runner_v1_only
+def test_several_samples_and_prompt_logprobs_equal_cold_runs(quiet):
+    llm, prompt = quiet, tokens(1100, seed=93)
+    generate(llm, prompt, 2)
+
+    def samples(salt=None):
+        sampling = SamplingParams(n=3, temperature=1, seed=7, max_tokens=60, ignore_eos=True)
+        given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        (output,) = llm.llm.generate([given], sampling, use_tqdm=False)
+        return [list(sample.token_ids) for sample in output.outputs], output.num_cached_tokens
+
+    warm, cached = samples()
+    assert samples("cold")[0] == warm
+    assert len({tuple(sample) for sample in warm}) == 3
+    assert cached == hit(1099)
+
+    # vLLM computes such a prompt in full: cached tokens have no logits
+    sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    (output,) = llm.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    assert not output.num_cached_tokens
+    assert len(output.prompt_logprobs) == len(prompt)
+
+
+@model_runner_v1_only
 def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_folder):
     """Pages are evicted from the end of a chat, and the events tell a router so."""
     seeds, record, zeroed = range(11, 20), [], 0

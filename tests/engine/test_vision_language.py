@@ -402,3 +402,18 @@ def test_beam_search_with_images_is_refused_with_pieces(alone):
             check(llm, shown, text)
     with engine(alone[0], additional_config=settings("cake", 0.3), **OPTIONS) as llm:
         check(llm, shown, text)
+
+
+@model_runner_v1_only
+def test_packed_pages_of_a_picture_are_reused_for_this_picture_alone(checkpoints_folder):
+    config = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid")
+    first_cell = BLOCK + 512
+    long = {"max_model_len": 2048, "max_num_batched_tokens": 256, "additional_config": config}
+    with engine(make("qwen3-vl-d64", checkpoints_folder), **OPTIONS | long) as llm:
+        free = llm.free_blocks
+        prompts = [image_prompt(seed, repeats=9) for seed in (1, 2, 1)]
+        (first, other, warm) = [outputs(llm, [prompt])[0] for prompt in prompts]
+        assert first.prompt_token_ids == other.prompt_token_ids
+        assert [each.num_cached_tokens > first_cell for each in (first, other, warm)] == [0, 0, 1]
+        assert warm.outputs[0].token_ids == first.outputs[0].token_ids
+        assert llm.free_blocks == free

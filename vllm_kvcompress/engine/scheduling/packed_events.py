@@ -27,9 +27,6 @@ class PackedEvents:
         tail_group_id: id of the cache group of ordinary blocks behind packed pages.
     """
 
-    supported = hasattr(BlockPool, "emit_cached_block_events")
-    """Whether this vLLM has the method that announces blocks again."""
-
     def __init__(
         self,
         pool: BlockPool,

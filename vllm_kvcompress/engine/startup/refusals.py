@@ -10,7 +10,6 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of, state_blocks_per_group
-from vllm_kvcompress.engine.scheduling.packed_events import PackedEvents
 from vllm_kvcompress.engine.startup.connectors import connector_refusal
 from vllm_kvcompress.engine.startup.state_refusals import state_refusal
 from vllm_kvcompress.errors import ConfigError
@@ -323,7 +322,7 @@ def _reuse(config: VllmConfig, settings: CompressionConfig) -> str | None:
             f" --kv-transfer-config, {remove}"
         )
     events = config.kv_events_config
-    if events is not None and events.enable_kv_cache_events and not PackedEvents.supported:
+    if events is not None and events.enable_kv_cache_events and not _announces_again():
         return (
             "KV events of packed pages need BlockPool.emit_cached_block_events, which this vLLM"
             f" lacks; remove --kv-events-config, {remove}"
@@ -339,6 +338,14 @@ def _reuse(config: VllmConfig, settings: CompressionConfig) -> str | None:
             f" {remove}"
         )
     return None
+
+
+def _announces_again() -> bool:
+    """Return whether this vLLM has the method that announces cached blocks again."""
+    # The module imports vLLM's parsers, whose packages may be missing when the plugin is loaded.
+    from vllm.v1.core.block_pool import BlockPool
+
+    return hasattr(BlockPool, "emit_cached_block_events")
 
 
 def _speculative(config: VllmConfig) -> str | None:
