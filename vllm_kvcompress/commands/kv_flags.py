@@ -68,7 +68,7 @@ MinPrompt = Annotated[
     typer.Option(
         "--kv-min-prompt",
         metavar="TOKENS",
-        help="Prompts with fewer tokens stay uncompressed.",
+        help="Prompts with fewer tokens stay uncompressed. With --kv-reuse, the default is 0.",
     ),
 ]
 DecodeBudget = Annotated[

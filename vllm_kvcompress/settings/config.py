@@ -113,10 +113,11 @@ class CompressionConfig(SettingsGroup):
     min_prompt: Tokens = declare(
         1024, "TOKENS", unit="prompt tokens", ge=0, deployed=DEPLOY_DEFAULT
     )
-    """Prompts with fewer tokens stay uncompressed."""
+    """Prompts with fewer tokens stay uncompressed. With --kv-reuse, the default is 0."""
     # At least 2: a request for one token never reads the compressed cache.
     min_output: Annotated[int, Parsed(number)] = declare(2, "TOKENS", unit="output tokens", ge=2)
-    """Prompts of requests with a smaller max_tokens stay uncompressed."""
+    """Prompts of requests with a smaller max_tokens stay uncompressed, unless --kv-reuse is on and
+    this flag is not given."""
     pressure: Annotated[float, Parsed(number)] = declare(
         0.0, "SHARE", unit="share of the KV pool", ge=0, le=1
     )

@@ -1,9 +1,9 @@
-"""Scratch pages: dequantised copies of packed pages, for attention of prefills behind them.
+"""Scratch pages: dequantised copies of packed pages, which prefills after these pages read.
 
-`packed_attention` unpacks a row's groups again for each tile of its queries. Where vLLM's kernel is
-fast with many queries, it is faster to dequantise the packed pages once per layer, so that vLLM's
-kernel reads them as ordinary pages. All layers share the scratch pages, because layers run one
-after another.
+A row of a batch is one request. `packed_attention` unpacks the packed pages of a row again for each
+tile of its queries. On GPUs and CPUs with AMX, vLLM's own kernel is faster with many queries. So we
+dequantise the pages once per layer, and vLLM's kernel reads the copies as ordinary pages. Layers
+run one after another, so all of them share the scratch pages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import torch
 from kvcompress_kernels import k4v3
 
 MIN_QUERIES = 32
-"""Least queries of a row that reads copies: one tile of `packed_attention`, which unpacks once."""
+"""Fewest queries of a row that reads copies: one tile of `packed_attention`, which unpacks once."""
 
 
 class ScratchRow(NamedTuple):
