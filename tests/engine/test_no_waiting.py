@@ -313,10 +313,10 @@ def test_several_requests_are_assigned_with_one_upload_and_one_launch(groups, mo
 def test_rows_read_scratch_pages_without_a_wait_or_upload(monkeypatch):
     """A row with few queries, a partly filled page or too many pages reads its groups."""
     pool, per_page = pool_on("meta", packs_groups=True, scratch_blocks=4), 64
-    slots = []
+    leading, slots = torch.zeros(LAYERS, 1, dtype=torch.int32, device="meta"), []
     for request_id, pages, tokens in (("a", 1, per_page), ("b", 3, 3 * per_page), ("c", 1, 40)):
         table = torch.zeros(LAYERS, pages, dtype=torch.int32, device="meta")
-        pool.add_groups(request_id, table, tokens, per_page, tokens // BLOCK)
+        pool.add_groups(request_id, table, tokens, per_page, 1 + tokens // BLOCK, leading)
         slots += pool.slots([request_id])
     assert len(pool.scratch.pages) == 4 * LAYERS
     with no_uploads_or_reads():
