@@ -60,7 +60,7 @@ $(MODEL)/config.json: | $(SERVER)
 	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
 
 # ARGS=--long: more and longer prompts. ARGS="--json FILE" also saves all figures.
-demo: model  ## send many prompts at once to vLLM alone and to the compressed server, in five minutes
+demo: model  ## compare vLLM alone and the compressed server, on prompts sent at once and on chats
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) $(ARGS)
 
 serve: model  ## run the compressed server on PORT
