@@ -4,10 +4,10 @@
     python -m benchmarks.chats --report chats.jsonl
 
 Each turn sends a whole chat again with a further question, so a chat is warm if its history is
-still in the prefix cache. Chats take turns: each one waits while all others run. In a fixed order,
+still in the prefix cache. Chats alternate: each one waits while all others run. In a fixed order,
 which is LRU's worst case, a pool that cannot hold all chats may lose every one of them; --shuffle
-avoids that. Servers take turns too, one turn of all chats at a time, so that other load on the
-machine affects all of them. The result file is written anew. It has a line about the run, a line
+avoids that. Servers alternate too, after each turn of all chats, so that other load on the machine
+affects all of them. The result file is written anew. It has a line about the run, a line
 for each request, and after each turn a line for each server with its figures so far.
 
 Parts:
@@ -17,11 +17,11 @@ Parts:
 * warm: the pool holds all chats, and one request runs at a time. It compares the time to first
   token of a warm turn with that of vLLM alone.
 
-All pools have equal bytes, apart from fp8's stand-in. vLLM's CPU build has an fp8 cache only with
-AVX-512. Elsewhere, vLLM alone with twice as many blocks stands in, which are as many as fp8 would
-have. A processor without bfloat16 instructions runs in float32. A packed page then holds the tokens
-of 8 blocks instead of 4, so the plugin gets half of the blocks. Its tokens that are not packed yet
-then take twice their share of the pool.
+Pools have equal bytes, with two exceptions. vLLM's CPU build has an fp8 cache only with AVX-512.
+Elsewhere, vLLM alone with twice as many blocks stands in: fp8 would have as many. A processor
+without bfloat16 instructions runs in float32. A packed page then holds the tokens of 8 blocks
+instead of 4, so the plugin gets half of the blocks. Its tokens that are not packed yet then take
+twice their share of the pool.
 """
 
 import argparse

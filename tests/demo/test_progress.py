@@ -149,8 +149,11 @@ class FakeServer:
 
     def chat(self, requests):
         self._events.append(f"chats {self._name}")
-        for number in range(len(requests)):
-            yield Turn(chat=number, turn=2, prompt_tokens=8, cached_tokens=4, first_token_s=2.0)
+        for turn in (1, 2):
+            for number in range(len(requests)):
+                yield Turn(
+                    chat=number, turn=turn, prompt_tokens=8, cached_tokens=4, first_token_s=2.0
+                )
 
 
 @pytest.fixture
@@ -230,7 +233,7 @@ def test_the_demo_sends_the_question_alone_and_then_all_requests(
     assert figures["losses"] == figures["failures"] == []
     assert figures["at_once"]["equal"] == 3 * (tokens - 33)
     for server in ("off", "on"):
-        assert [turn["chat"] for turn in figures["chats"][server]] == list(range(CHATS))
+        assert [turn["chat"] for turn in figures["chats"][server]] == [*range(CHATS)] * 2
     for part, number in ((figures["at_once"], 3), (figures["question"], 1)):
         assert part["off"]["wall_s"] == part["on"]["wall_s"] == 7.0
         assert (part["off"]["mean_running"], part["on"]["max_running"]) == (1.0, 2.0)

@@ -1,8 +1,9 @@
-"""Send vLLM alone and the compressed server the same prompts at once, and report both side by side.
+"""Send concurrent prompts to vLLM alone, then to the compressed server, and report both.
 
 Both are real servers with the same small pool of KV blocks. They start together, because a start
 keeps one core busy most of the time. Then they take turns: one server is idle while the other is
-measured. Every request has its own prefix-cache salt, so each server computes each prompt in full.
+measured. Each of these requests has a cache salt of its own, so each server computes each prompt
+in full.
 
 Two further servers then run chats of several turns, whose later turns read the prefix cache: vLLM
 alone, and the plugin with --kv-reuse. Their pools hold only some of the chats.

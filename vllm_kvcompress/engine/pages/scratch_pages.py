@@ -1,9 +1,9 @@
-"""Scratch pages: dequantised copies of packed pages, which prefills after these pages read.
+"""Scratch pages: dequantised copies of packed pages, read by later prefills.
 
 A row of a batch is one request. `packed_attention` unpacks the packed pages of a row again for each
-tile of its queries. On GPUs and CPUs with AMX, vLLM's own kernel is faster with many queries. So we
-dequantise the pages once per layer, and vLLM's kernel reads the copies as ordinary pages. Layers
-run one after another, so all of them share the scratch pages.
+tile of its queries. On GPUs, and on CPUs with AMX, vLLM's own kernel should be faster with many
+queries. So we dequantise the pages once per layer there, and vLLM's kernel reads the copies as
+ordinary pages. Layers run one after another, so all of them share the scratch pages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import torch
 from kvcompress_kernels import k4v3
 
 MIN_QUERIES = 32
-"""Fewest queries of a row that reads copies: one tile of `packed_attention`, which unpacks once."""
+"""Fewest queries of a row that reads copies. With fewer, `packed_attention` unpacks once."""
 
 
 class ScratchRow(NamedTuple):
@@ -61,7 +61,7 @@ class ScratchPages:
     def rows(
         self, slots: Sequence[int], queries: Sequence[int], group_tokens: Mapping[int, int]
     ) -> Iterator[ScratchRow]:
-        """Yield the rows that get scratch pages, in row order, while pages and slots last.
+        """Yield the rows that get scratch pages, in row order. Rows that do not fit are skipped.
 
         Args:
             slots: slot of each row.
@@ -84,7 +84,7 @@ class ScratchPages:
     def full_packed_pages(self, group_tokens: int, queries: int) -> int:
         """Return how many packed pages to copy for a row; 0 if `packed_attention` should read it.
 
-        It should if a page is partly filled, or if the row has few queries.
+        `packed_attention` reads rows with few queries or a partly filled page.
         """
         if queries < MIN_QUERIES or group_tokens % self._page_tokens:
             return 0
