@@ -33,7 +33,7 @@ def mean_end_s(side: dict[str, Any]) -> float:
 GAINS: dict[str, Callable[[dict[str, Any]], str]] = {
     "Requests that ran at once": lambda side: f"{side['mean_running']:.1f}",
     "Time until all were done": lambda side: f"{side['wall_s']:.0f} s",
-    "**No gain:** mean time": lambda side: f"{mean_end_s(side):.0f} s",
+    "**A loss:** mean time": lambda side: f"{mean_end_s(side):.0f} s",
     "Output tokens per second": lambda side: f"{side['tokens_per_s']:.1f}",
     "KV blocks of a running request": lambda side: f"{side['blocks_per_request']:.1f}",
 }
