@@ -14,13 +14,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 EVICTING = {"16 bits": "cake-chunk", "k4v3": "cake-chunk, k4v3", "fp8": "cake-chunk, fp8"}
 WITHOUT_LOOKAHEAD = "cake-chunk, lookahead 0"
 DEMO, SECOND = "smollm2-135m-instruct", "qwen2.5-coder-0.5b"
-COLUMNS = {
-    "Match": (SECOND, BOTH),
-    "Instruction first: match, KL": (SECOND, "first"),
-    "Instruction last: match, KL": (SECOND, "last"),
-    "Demo's model, first": (DEMO, "first"),
-    "Demo's model, last": (DEMO, "last"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +24,17 @@ def settings():
 
 @pytest.fixture(scope="module")
 def measured(settings):
-    """Return the cells over all ordinary requests by model, question, method and budget."""
+    """Return the second model's cells over all ordinary requests by method and budget."""
     newer = {(line["method"], line["budget"]) for line in settings}
     results = [
         line
-        for line in read([RESULTS / f"formats_{name}.jsonl.xz" for name in ("smollm2", "qwen2")])
-        if line["model"] == DEMO or (line["method"], line["budget"]) not in newer
+        for line in read([RESULTS / "formats_qwen2.jsonl.xz"])
+        if (line["method"], line["budget"]) not in newer
     ]
-    results += settings
-    second = [line for line in results if line["model"] == SECOND]
     return {
-        (cell.model, cell.question, cell.method, cell.budget): cell
-        for cell in [*cells(results), *cells(pooled(second))]
-        if cell.task == ORDINARY
+        (cell.method, cell.budget): cell
+        for cell in cells(pooled(results + settings))
+        if (cell.task, cell.question) == (ORDINARY, BOTH)
     }
 
 
@@ -66,12 +57,12 @@ def test_the_table_of_the_fields_tasks_matches_the_raw_results():
     assert summary_table(found) in (ROOT / "docs" / "measurements.md").read_text()
 
 
-def cache_format(name, kept, model):
+def cache_format(name, kept):
     """Return method and budget of a table's row."""
     budget = int(kept.removesuffix(" %")) / 100
     if budget == 1.0 and name in CACHE_FORMATS:
         return name, budget
-    if (name, budget, model) == ("k4v3", 1.0, SECOND):  # packed as a server does it
+    if (name, budget) == ("k4v3", 1.0):  # packed as a server does it
         return f"{WITHOUT_LOOKAHEAD}, k4v3", budget
     return EVICTING[name], budget
 
@@ -86,7 +77,7 @@ def test_the_table_of_cache_formats_matches_the_raw_results(measured):
     assert header[2:] == ["Bytes", "Outputs", "Match", "KL"]
     assert len(body) > 6
     for name, kept, share, *figures in body:
-        key = (SECOND, BOTH, *cache_format(name, kept, SECOND))
+        key = cache_format(name, kept)
         top1, kl = (getattr(measured[key].along[AFTER_LOOKAHEAD], of) for of in ("top1", "kl"))
         of_kl = f"{kl.mean:.3f} ({kl.low:.3f} to {kl.high:.3f})"
         assert figures == [str(top1.prompts), percent(top1, 1), of_kl], key
@@ -121,26 +112,6 @@ def test_the_notes_on_orders_match_the_raw_results(settings):
     assert pair[0] == order[0]
     low, high = -100 * top1.high, -100 * top1.low
     assert f"matches {-100 * top1.mean:.1f} points ({low:.1f} to {high:.1f}) less than" in text
-
-
-def test_the_long_table_of_cache_formats_matches_the_raw_results(measured, settings):
-    newer = {(line["method"], line["budget"]) for line in settings}
-    header, _, *body = rows("measurements-appendix.md", "| Cache | Tokens kept")
-    assert len(body) > 6
-    for name, kept, share, *figures in body:
-        for title, figure in zip(header[3:], figures, strict=True):
-            model, question = COLUMNS[title]
-            method = cache_format(name, kept, model)
-            key = (model, question, *method)
-            if not figure:
-                assert key not in measured
-                continue
-            stats = measured[key].along[AFTER_LOOKAHEAD]
-            match = f"{stats.top1.mean * 100:.1f} %"
-            if model == SECOND and method in newer:
-                match = percent(stats.top1, 1)
-            assert figure == f"{match}, {stats.kl.mean:.3f}", key
-            assert matches_bytes(share, measured[key]), key
 
 
 def test_the_table_of_ordinary_requests_matches_the_raw_results():
@@ -179,32 +150,3 @@ def test_the_table_of_hidden_numbers_matches_the_raw_results():
                 assert (score.prompts, score.independent) == (100, texts)
                 # as the sentence behind the table says
                 assert max(score.high - score.mean, score.mean - score.low) < 0.1001
-
-
-def test_the_table_of_numbers_found_matches_the_raw_results():
-    paths = [RESULTS / f"formats_tasks_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]
-    measured = {
-        (cell.model, cell.question, cell.method, cell.budget): cell
-        for cell in cells(read(paths))
-        if cell.task == "niah-multikey-1"
-    }
-    header, _, *body = rows("measurements-appendix.md", "| Numbers found with")
-    assert len(body) > 4
-    for name, kept, *figures in body:
-        for title, figure in zip(header[2:], figures, strict=True):
-            prompts, model = title.split(": ")
-            method = EVICTING[name]
-            if prompts != "Late":
-                method = method.replace("cake-chunk", "cake-chunk, lookahead 0")
-            key = (
-                {"demo's model": DEMO, "second model": SECOND}[model],
-                "last" if prompts == "Hidden" else "late",
-                method,
-                int(kept.removesuffix(" %")) / 100,
-            )
-            if not figure:
-                assert key not in measured
-                continue
-            score = measured[key].score
-            found = round(score.mean * score.prompts)
-            assert figure == f"{found} of {score.prompts}", key
