@@ -5,7 +5,6 @@ import pytest
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.registry import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.lookahead import ON_PRESSURE
 from vllm_kvcompress.settings.request_options import RequestOptions
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
@@ -73,18 +72,6 @@ def test_meaningless_lookahead_slots_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         CompressionConfig.parse({"compress": "cake", "lookahead": 16, **changes})
     assert message in str(caught.value)
-
-
-def test_lookahead_on_pressure_takes_three_words():
-    parsed = [
-        CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
-        for word in ON_PRESSURE
-    ]
-    assert tuple(settings.lookahead.on_pressure for settings in parsed) == ON_PRESSURE
-    assert CompressionConfig.parse({"compress": "cake"}).lookahead.on_pressure == "preemption"
-    for word in ("wait", True, None):
-        with pytest.raises(ConfigError, match=r"lookahead_on_pressure=.* is unknown.* choose from"):
-            CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
 
 
 def test_only_the_recommended_preset_has_a_lookahead_by_default():

@@ -3,20 +3,12 @@
 This is the look-ahead of arXiv:2505.20334, not vLLM's speculative `num_lookahead_tokens`.
 """
 
-from typing import Annotated, Any, Literal
-
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads, choose
-from vllm_kvcompress.settings.declared import Parsed, SettingsGroup, declare
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.settings.declared import SettingsGroup, declare
 from vllm_kvcompress.settings.parsing import TokensOrUnset
 
 MAX_LOOKAHEAD = 1024
-OnPressure = Literal["preemption", "waiting", "never"]
-ON_PRESSURE: tuple[OnPressure, ...] = ("preemption", "waiting", "never")
-
-
-def _parse_on_pressure(value: Any) -> str:
-    return choose("lookahead_on_pressure", {word: word for word in ON_PRESSURE}, str(value))
 
 
 class LookaheadSettings(SettingsGroup):
@@ -27,11 +19,6 @@ class LookaheadSettings(SettingsGroup):
     )
     """Compression waits for this many output tokens, whose queries then score the prompt. 0
     compresses when the prefill ends."""
-    on_pressure: Annotated[OnPressure, Parsed(_parse_on_pressure)] = declare(
-        "preemption", "WHEN", key="lookahead_on_pressure"
-    )
-    """When a short KV pool ends look-aheads early: before a request would be preempted
-    (preemption), also to admit a waiting request (waiting), or never."""
     slots: int | None = declare(None, key="lookahead_slots", unit="requests", ge=1, strict=True)
     """Requests that may be in their look-ahead at once. None is as many as run, within 1 GiB of
     queries per GPU."""

@@ -215,7 +215,7 @@ def _lookahead_note(forecast: Forecast) -> str:
     return (
         f"During the look-ahead, the first {forecast.lookahead:,} of {output:,} output tokens, a"
         f" request holds {on.looking:,} blocks instead of {on.decoding:,}."
-        " --kv-lookahead-on-pressure controls early compression when the pool is short."
+        " If the pool is short, prompts are compressed before their look-ahead ends."
     )
 
 

@@ -64,7 +64,7 @@ class _CompressingMixin:
             spec.dtype.itemsize,
         )
         self.states = RequestStates(scheduler.requests, self.admissions.new_state)
-        self.lookaheads = LookAheads(spec.ring_slots, spec.settings.lookahead.on_pressure)
+        self.lookaheads = LookAheads(spec.ring_slots)
         self.schedules = RequestSchedules(self.admissions, self.lookaheads, num_layers, block_size)
         deferred_free = DeferredFree(manager.block_pool, self)
         self.step_builder = StepBuilder(
@@ -359,7 +359,6 @@ class _CompressingMixin:
         """Set the engine's settings. Benchmarks change them while no request holds blocks."""
         assert not self.lookaheads, list(self.lookaheads.request_ids)
         self.admissions.settings = settings
-        self.lookaheads.on_pressure = settings.lookahead.on_pressure
         self.states.clear()
 
 
