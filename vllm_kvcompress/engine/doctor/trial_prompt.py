@@ -10,8 +10,8 @@ from vllm.renderers.params import ChatParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.probe_prompt import Limits
+from vllm_kvcompress.engine.doctor.role_spans import role_spans
 from vllm_kvcompress.engine.frontend.modalities import modalities_of, refuse_untested
-from vllm_kvcompress.engine.frontend.protection.by_role import role_spans
 from vllm_kvcompress.engine.frontend.protection.chat_parts import parts_of
 from vllm_kvcompress.engine.frontend.protection.spans import protected_spans
 from vllm_kvcompress.engine.messages.settings import active_settings

@@ -20,8 +20,7 @@ A new compression has ``method``, ``budget``, ``packed_dtype``, ``prompt_tokens`
 ``kept_bytes`` and ``uncompressed_bytes``, and where they apply ``lookahead`` and
 ``protected_tokens``. ``kept_bytes`` are the bytes of the KV blocks that the request then holds, on
 all GPUs, and ``uncompressed_bytes`` those that it would hold uncompressed. The workers add
-``layer_tokens`` later, with their mean as ``kept_tokens``, and ``by_role`` if the request asks: the
-``tokens`` of each role and the share ``kept`` of them.
+``layer_tokens`` later, with their mean as ``kept_tokens``.
 """
 
 

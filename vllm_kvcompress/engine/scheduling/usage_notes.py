@@ -65,11 +65,6 @@ class UsageNotes:
                 usage["layer_tokens"] = list(done.layer_tokens)
                 # The plan knows only an upper bound where a layer keeps all its tokens.
                 usage["kept_tokens"] = done.kept_tokens
-                if done.by_role:
-                    usage["by_role"] = {
-                        role: {"tokens": tokens, "kept": share}
-                        for role, tokens, share in done.by_role
-                    }
 
     def attach_to(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Attach each waiting result to its request's output."""

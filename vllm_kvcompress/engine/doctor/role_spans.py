@@ -4,36 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvcompress.engine.frontend.modalities import placeholder_spans
-from vllm_kvcompress.engine.frontend.protection.chat_parts import REPORTED, ChatParts, parts_of
+from vllm_kvcompress.engine.frontend.protection.chat_parts import REPORTED, ChatParts
 from vllm_kvcompress.engine.frontend.protection.renderings import PartError
-from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.methods.spans import Roles, Spans, clip_spans, complement, merge_spans
-from vllm_kvcompress.settings.request_keys import BY_ROLE
-from vllm_kvcompress.settings.request_options import RequestOptions
+from vllm_kvcompress.methods.spans import Spans, clip_spans, complement, merge_spans
 
 TEMPLATE, OTHER = "template", "other"
 """Keys for tokens that belong to no reported role. `OTHER` replaces `TEMPLATE` if some of these
 tokens may belong to messages."""
-
-
-def requested_roles(options: RequestOptions, prompt: Any) -> Roles:
-    """Return the token spans of each role if the request asks for the share kept; else {}.
-
-    Args:
-        options: options of the request.
-        prompt: prompt as it goes to the engine.
-
-    Raises:
-        OverrideError: the request is not a chat.
-    """
-    if not options.by_role:
-        return {}
-    parts = parts_of(prompt)
-    if parts is None or prompt.get("prompt_token_ids") is None:
-        raise OverrideError.invalid(
-            f"{BY_ROLE} needs a chat prompt, and this request has no chat; remove {BY_ROLE}",
-        )
-    return role_spans(parts, prompt)
 
 
 def role_spans(parts: ChatParts, prompt: Mapping[str, Any]) -> dict[str, Spans]:
