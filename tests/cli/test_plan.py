@@ -14,8 +14,8 @@ from vllm_kvcompress.commands.plan.command import make_plan
 from vllm_kvcompress.commands.plan.forecast import Workload
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
+from vllm_kvcompress.commands.plan.next_turn import packed_tokens
 from vllm_kvcompress.commands.plan.options import PlanOptions
-from vllm_kvcompress.commands.plan.warm import packed_tokens
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.planning.model_traits import traits_of
