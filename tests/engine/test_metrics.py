@@ -382,7 +382,7 @@ def test_vllm_loggers_do_not_see_our_counts(model):
 def test_connector_stats_stay_for_vllm_loggers():
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_kvcompress.engine.messages.counts import attach_counts, take_counts
+    from vllm_kvcompress.engine.messages.outputs import attach_counts, take_counts
     from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
     compression_stats = CompressionStats()
@@ -402,7 +402,7 @@ def test_metrics_have_a_label_for_each_engine(model):
     from vllm.v1.metrics.stats import SchedulerStats
 
     from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
-    from vllm_kvcompress.engine.messages.counts import attach_counts
+    from vllm_kvcompress.engine.messages.outputs import attach_counts
     from vllm_kvcompress.engine.messages.step import PackedPrompt
     from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 

@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from vllm_kvcompress.engine.messages.usage import (
+from vllm_kvcompress.engine.messages.outputs import (
     USAGE_KEY,
     CompressionUsage,
     same_compression,
