@@ -171,7 +171,8 @@ def test_pulled_prompt_that_is_computed_again_returns_its_blocks(vllm_config, mo
 @pytest.mark.parametrize("compress", ["snapkv", "cake-chunk"])
 def test_pulled_prompts_are_scored_only_by_queries_computed_here(compress, vllm_config):
     """Also by an early compression, before all queries of the look-ahead are computed."""
-    pulling = PullScheduler(vllm_config, 30, 8, compress=compress, budget=0.3, lookahead=32)
+    # Two prompts of 10 blocks leave one block, and both need one more during their look-ahead.
+    pulling = PullScheduler(vllm_config, 22, 8, compress=compress, budget=0.3, lookahead=32)
     pulled_tokens, early_targets = {}, []
     scheduler = pulling.scheduler
     update, builder = scheduler._update_waiting_for_remote_kv, scheduler.step_builder
@@ -192,7 +193,7 @@ def test_pulled_prompts_are_scored_only_by_queries_computed_here(compress, vllm_
     builder._apply_pack = checking_apply_pack
     for name in range(12):
         pulling.add(str(name), tokens(300, seed=name), 60)
-    for _ in range(400):
+    for _ in range(800):
         pulling.step(list(pulling.loading))
     assert not scheduler.requests
     assert any(early_targets)
