@@ -871,6 +871,16 @@ def test_overrides_are_parsed_as_by_the_server(run_in_process, tiny):
     assert forecast["worst"]["pool"] is None
 
 
+def test_a_server_that_compresses_only_on_request_is_planned(run_in_process, tiny):
+    flags = ["--len", 2000, "--kv-compress", "off", "--kv-allow-override", "cake", *CPU_FLAGS]
+    result = run_in_process("plan", tiny, *flags)
+    assert result.status == 0
+    assert "only requests that choose a method are compressed" in result.out
+    forecast = json.loads(run_in_process("plan", tiny, *flags, "--json").out)
+    assert forecast["window"] is None
+    assert forecast["request_on"] == forecast["request_off"]
+
+
 # -- models that are refused (all of them: tests/engine/test_refused_models.py) --------------------
 
 MLA = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,

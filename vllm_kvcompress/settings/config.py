@@ -321,10 +321,13 @@ class CompressionConfig(SettingsGroup):
     @property
     def packs_outputs(self) -> bool:
         """Return whether output tokens are packed in k4v3 too."""
-        return self.reuses_pages or (
-            self.resolved_packed_dtype == "k4v3"
-            and self.decode.budget is None
-            and "interval" in self.decode.model_fields_set
+        return self.enabled and (
+            self.reuses_pages
+            or (
+                self.resolved_packed_dtype == "k4v3"
+                and self.decode.budget is None
+                and "interval" in self.decode.model_fields_set
+            )
         )
 
     @property

@@ -252,7 +252,7 @@ class PlanResult:
             "shape": asdict(self.shape),
             "settings": self.settings.to_additional_config(),
             "budget": self.settings.budget,
-            "window": self.settings.resolved_window,
+            "window": self.settings.resolved_window if self.settings.enabled else None,
             "tensor_parallel_size": self.ranks,
             "pipeline_parallel_size": self.stages,
             "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
