@@ -18,6 +18,8 @@ from vllm_kvcompress.schedules.prompt import PromptSchedule
 from vllm_kvcompress.schedules.request import PrefillSchedule, lookahead_tokens_of
 from vllm_kvcompress.settings.config import CompressionConfig
 
+_ON_REQUEST = "only requests that choose a method are compressed"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
@@ -111,14 +113,14 @@ def plan_request(settings: CompressionConfig, sizes: Sizes, load: Workload) -> P
         load: the workload.
     """
     if not settings.enabled:
-        reason = "only requests that choose a method are compressed"
-        return PlannedRequest(settings=settings, sizes=sizes, load=load, left_whole=reason)
+        return PlannedRequest(settings=settings, sizes=sizes, load=load, left_whole=_ON_REQUEST)
     page_tokens = packed_page_tokens(settings, sizes.block_size, sizes.key_itemsize)
     plan = _prompt_plan(settings, sizes, load, page_tokens)
     pieces = _piece_schedule(settings, sizes, load, page_tokens)
     prefill = _prefill(settings, plan, pieces)
     lookahead_tokens = 0 if prefill is None else lookahead_tokens_of(prefill)
-    reason = lookahead = None
+    reason: str | None = None
+    lookahead: LookaheadSchedule | None = None
     if prefill is None or not prefill.in_pieces:
         reason = _uncompressed_reason(settings, load, plan, lookahead_tokens)
     if reason is not None:
