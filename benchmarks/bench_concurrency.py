@@ -3,9 +3,9 @@
     python benchmarks/bench_concurrency.py --model .cache/smollm2-135m-instruct
 
 Servers run one after the other with the same number of KV blocks: vLLM alone, compression when the
-prefill ends, and compression after a look-ahead with each setting of --kv-lookahead-on-pressure.
-HTTP clients send all prompts at once to each server while its metrics are sampled. Two requests
-with short outputs warm each server up. The picture shows the last round.
+prefill ends, and compression after a look-ahead. HTTP clients send all prompts at once to each
+server while its metrics are sampled. Two requests with short outputs warm each server up. The
+picture shows the last round.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from vllm_kvcompress.serving.process import CACHE_SPACE, Server, serve
 from vllm_kvcompress.serving.text import english
 
 OFF, WITHOUT_LOOKAHEAD = "vLLM alone", "when the prefill ends"
-PREEMPTION, WAITING = "look-ahead, preemption", "look-ahead, waiting"
+LOOKAHEAD = "look-ahead"
 BLOCK = 128
-_COLORS = ("#616e7c", "#2171b5", "#b5342f", "#d9730d")
+_COLORS = ("#616e7c", "#2171b5", "#b5342f")
 
 
 def parse_args() -> argparse.Namespace:
@@ -119,12 +119,10 @@ def servers(args: argparse.Namespace) -> dict[str, list[str]]:
         "--kv-min-prompt",
         "512",
     ]
-    lookahead = [*compression, "--kv-lookahead", str(args.lookahead), "--kv-lookahead-on-pressure"]
     return {
         OFF: [],
         WITHOUT_LOOKAHEAD: [*compression, "--kv-lookahead", "0"],
-        PREEMPTION: [*lookahead, "preemption"],
-        WAITING: [*lookahead, "waiting"],
+        LOOKAHEAD: [*compression, "--kv-lookahead", str(args.lookahead)],
     }
 
 

@@ -131,7 +131,7 @@ def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
     from transformers import AutoConfig
     from vllm import LLM
 
-    from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
+    from vllm_kvcompress.planning.memory import uncompressed_prompt_blocks
     from vllm_kvcompress.settings.config import CompressionConfig
 
     settings: dict[str, Any] = {"compress": args.method, "budget": args.budget}

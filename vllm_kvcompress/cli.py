@@ -72,12 +72,13 @@ def plan(options: PlanOptions) -> None:
     Needs no vLLM and no GPU.
     """
     from vllm_kvcompress.commands.plan.command import make_plan
+    from vllm_kvcompress.commands.plan.report import show_plan
 
     result = make_plan(options)
     if options.as_json:
         _print_json(result.to_json())
     else:
-        result.show()
+        show_plan(result)
 
 
 @app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})

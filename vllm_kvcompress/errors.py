@@ -118,7 +118,3 @@ class VllmHookError(KVCompressError, RuntimeError):
     def __init__(self, problem: str, fix: str = "") -> None:
         super().__init__(f"{problem}; {fix}" if fix else problem)
         self.problem, self.fix = problem, fix
-
-
-SeamError = VllmHookError
-"""The old name of `VllmHookError`, for one release."""

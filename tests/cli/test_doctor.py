@@ -11,7 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from first_layers import LAYERS, first_layers
 from site_patches import WITHOUT_VLLM, patch_on_import, without_packages
-from vllm_kvcompress.doctor.kept_map import KeptMap
+from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -181,8 +181,7 @@ def test_text_has_a_line_per_layer_with_the_same_tokens(explained):
 
     from rich.console import Console
 
-    from vllm_kvcompress.doctor.kept_map import KeptMap
-    from vllm_kvcompress.doctor.kept_text import show_kept
+    from vllm_kvcompress.doctor.kept import KeptMap, show_kept
 
     kept = KeptMap.from_json(json.loads(explained[0].stdout)["kept"])
     out = io.StringIO()

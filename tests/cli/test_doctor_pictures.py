@@ -47,7 +47,7 @@ def explained(run_doctor_in_process, tmp_path):
 
 
 def test_kept_share_of_an_image_is_reported(explained):
-    from vllm_kvcompress.doctor.kept_map import KeptMap
+    from vllm_kvcompress.doctor.kept import KeptMap
 
     done = explained()
     assert done.status == 0, done.out + done.err[-2000:]

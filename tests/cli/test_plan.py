@@ -14,8 +14,8 @@ from vllm_kvcompress.commands.plan.command import make_plan
 from vllm_kvcompress.commands.plan.forecast import Workload
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
+from vllm_kvcompress.commands.plan.next_turn import packed_tokens
 from vllm_kvcompress.commands.plan.options import PlanOptions
-from vllm_kvcompress.commands.plan.warm import packed_tokens
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.planning.model_traits import traits_of
@@ -869,6 +869,16 @@ def test_overrides_are_parsed_as_by_the_server(run_in_process, tiny):
     assert forecast["settings"]["allow_override"] == ["cake", "snapkv"]
     assert forecast["worst"]["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
     assert forecast["worst"]["pool"] is None
+
+
+def test_a_server_that_compresses_only_on_request_is_planned(run_in_process, tiny):
+    flags = ["--len", 2000, "--kv-compress", "off", "--kv-allow-override", "cake", *CPU_FLAGS]
+    result = run_in_process("plan", tiny, *flags)
+    assert result.status == 0
+    assert "only requests that choose a method are compressed" in result.out
+    forecast = json.loads(run_in_process("plan", tiny, *flags, "--json").out)
+    assert forecast["window"] is None
+    assert forecast["request_on"] == forecast["request_off"]
 
 
 # -- models that are refused (all of them: tests/engine/test_refused_models.py) --------------------

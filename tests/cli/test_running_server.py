@@ -152,7 +152,7 @@ def test_settings_of_requests_are_ignored_with_a_note(off, endpoint, stream):
     for xargs, ignored, error in (
         ({"kv_compress": "cake", "kv_budget": 0.2}, ["kv_compress", "kv_budget"], ""),
         ({"kv_budget": 0.9, "kv_packed_dtype": "k4v3"}, ["kv_budget", "kv_packed_dtype"], ""),
-        ({"kv_decode_budget": 99, "kv_by_role": 1}, ["kv_decode_budget", "kv_by_role"], ""),
+        ({"kv_decode_budget": 99, "kv_lookahead": 1}, ["kv_decode_budget", "kv_lookahead"], ""),
         ({"kv_budget": "many"}, ["kv_budget"], INVALID),
         ({"kv_protect": "sytem", "other": 1}, ["kv_protect"], "'sytem' is unknown"),
         ({"kv_bugdet": 1}, None, "did you mean 'kv_budget'?"),

@@ -207,9 +207,6 @@ def test_trust_tasks_run_on_a_server(url, compare, tmp_path):
     # The model outputs nothing useful, so it keeps the secret and fails the other tasks.
     assert cell["obeyed"]["secret"]["mean"] == 1.0
     assert "| snapkv | 0.5 | 1.00 [1.00, 1.00], 2 |" in (tmp_path / "out/report.md").read_text()
-    # The model's chat template ignores tools.
-    assert set(cell["roles"]) == {"system", "user", "assistant", "tool", "template"}
-    assert all(0 < share <= 1 for _, share in cell["roles"].values())
     lines = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
     two = [line for line in map(json.loads, lines) if line["name"].startswith("two-turns")]
     assert len(two) == 4
@@ -269,58 +266,3 @@ def output_text(url, messages, method):
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
     return response["choices"][0]["message"]["content"]
-
-
-CHAT = [
-    {"role": "system", "content": "Answer in one word, and never with a number."},
-    {"role": "user", "content": "Here is a text.\n"},
-    {"role": "assistant", "content": "I have read it."},
-    {"role": "developer", "content": "Now answer in two."},
-    {"role": "user", "content": "What is it about?"},
-]
-
-
-@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
-@pytest.mark.parametrize("protect", ["none", "system"])
-def test_kept_tokens_of_the_roles_add_up_to_the_kept_tokens(url, endpoint, protect):
-    chat = [dict(message) for message in CHAT]
-    chat[1]["content"] += english()[:3000]
-    if endpoint == "responses":
-        # The Responses API accepts OpenAI's roles only.
-        del chat[3]
-    else:
-        chat.append({"role": "critic", "content": "Is that so?"})
-    xargs = {"kv_compress": "snapkv", "kv_budget": 0.2, "kv_by_role": True, "kv_protect": protect}
-    field = "messages" if endpoint == "chat/completions" else "input"
-    body = {"model": "it", field: chat, "temperature": 0, "vllm_xargs": xargs}
-    body |= {"max_tokens" if field == "messages" else "max_output_tokens": 4}
-    response = httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    usage = response.json()["usage"]
-    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-    compression = details["kv_compress"]
-    roles = compression["by_role"]
-    assert list(roles) == [
-        "system", "user", "assistant", "template" if endpoint == "responses" else "other",
-    ]  # fmt: skip
-    assert sum(role["tokens"] for role in roles.values()) == compression["prompt_tokens"]
-    kept = sum(role["tokens"] * role["kept"] for role in roles.values())
-    # Shares are rounded to four decimal places.
-    assert kept == pytest.approx(compression["kept_tokens"], abs=0.1)
-    assert (roles["system"]["kept"] == 1) is (protect == "system")
-
-
-@pytest.mark.parametrize(
-    ("fields", "by_role", "message"),
-    [
-        ({"messages": CHAT[:2]}, "maybe", "kv_by_role must be true or false, got 'maybe'"),
-        ({"prompt": "a"}, True, "kv_by_role needs a chat prompt"),
-        ({"messages": CHAT[:2], "use_beam_search": True, "n": 2}, True, "without use_beam_search"),
-    ],
-)
-def test_an_invalid_kv_by_role_is_refused(url, fields, by_role, message):
-    endpoint = "chat/completions" if "messages" in fields else "completions"
-    body = {"model": "it", "vllm_xargs": {"kv_by_role": by_role, "kv_compress": "snapkv"}, **fields}
-    response = httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=300)
-    assert response.status_code == 400
-    assert message in response.json()["error"]["message"]

@@ -15,8 +15,6 @@ from vllm_kvcompress.settings.request_options import RequestOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
 ALL_KEYS_FLAG = "--kv-compress-config"
-# Accepted for one more release, but not documented.
-OLD_SPELLINGS = ("--kv-lookahead-yields", "lookahead_yields")
 
 
 def table(title: str) -> dict[str, list[str]]:
@@ -30,15 +28,11 @@ def table(title: str) -> dict[str, list[str]]:
     return keyed
 
 
-def visible_flags() -> dict[str, argparse.Action]:
-    """Return the parser's flags, without those that --help hides."""
+def flags() -> dict[str, argparse.Action]:
+    """Return the parser's flags."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
-    return {
-        action.option_strings[0]: action
-        for action in parser._actions
-        if action.help != argparse.SUPPRESS
-    }
+    return {action.option_strings[0]: action for action in parser._actions}
 
 
 def keys() -> dict[str, Any]:
@@ -57,8 +51,8 @@ def as_documented(key: str, default: Any) -> str:
 
 def test_the_page_has_every_flag_with_its_value_key_and_default():
     rows = table("Flags")
-    assert list(rows) == list(visible_flags())
-    for flag, action in visible_flags().items():
+    assert list(rows) == list(flags())
+    for flag, action in flags().items():
         name, key, default, *_ = rows[flag]
         assert name == (f"{flag} {action.metavar}" if action.metavar else flag)
         if flag == ALL_KEYS_FLAG:
@@ -83,8 +77,3 @@ def test_the_page_has_every_key_of_a_request():
     known = re.findall(r"'(kv_\w+)'", str(refused.value).partition("may set")[2])
     assert len(known) > 3
     assert [*table("Keys of a request")] == [*known, "kv_alias"]
-
-
-@pytest.mark.parametrize("old", OLD_SPELLINGS)
-def test_an_old_spelling_is_not_documented(old):
-    assert old not in PAGE

@@ -140,7 +140,7 @@ def test_options_are_built_once_in_the_server_and_once_in_the_engine(
     server, text, endpoint, stream
 ):
     before = len(server.log.read_text())
-    asks = {"kv_compress": "snapkv", "kv_budget": 0.4, "kv_protect": "0:9", "kv_by_role": False}
+    asks = {"kv_compress": "snapkv", "kv_budget": 0.4, "kv_protect": "0:9"}
     response = post(server, endpoint, text, asks, stream)
     assert response.status_code == 200, response.text
     added = server.log.read_text()[before:]

@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 
+from vllm_kvcompress.engine.doctor.trial_prompt import role_spans
 from vllm_kvcompress.engine.frontend.protection.chat_parts import ChatParts
 from vllm_kvcompress.engine.frontend.protection.renderings import PartError
 
@@ -191,6 +192,20 @@ def test_system_and_developer_messages_are_both_found(renderer):
     first, second = decoded(renderer, ids, parts.spans("system"))
     assert SYSTEM.strip() in first
     assert "Be brief." in second
+
+
+@pytest.mark.parametrize(("last_role", "rest"), [("user", "template"), ("critic", "other")])
+def test_every_token_has_one_role(last_role, rest, renderer):
+    developer = {"role": "developer", "content": "Now answer in two."}
+    messages = [*chat()[:-1], developer, {"role": last_role, "content": LAST}]
+    parts, ids = rendered_chat(renderer, TOOLS_FIRST, messages)
+    spans = role_spans(parts, parts.prompt)
+    assert list(spans) == ["system", "user", "assistant", rest]
+    found = sorted(token for each in spans.values() for span in each for token in range(*span))
+    assert found == list(range(len(ids)))
+    system = "".join(decoded(renderer, ids, spans["system"]))
+    assert SYSTEM.strip() in system
+    assert developer["content"] in system
 
 
 def test_contents_can_be_strings_in_a_list(renderer):

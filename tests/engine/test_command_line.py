@@ -7,7 +7,6 @@ import pytest
 
 from checkpoints import make
 from configuring import configure
-from vllm_kvcompress.engine.startup.cli_args import add_flags
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -20,7 +19,6 @@ def model(checkpoints_folder):
 # -- the command line ------------------------------------------------------------------------
 
 
-OLD_FLAG = ["--kv-lookahead-yields", "never"]
 ALIASES = ["--kv-alias", "fast=tova:64", "--kv-alias", "slow=off"]
 
 
@@ -93,30 +91,6 @@ def test_flags_win_over_additional_config(model):
     wrong = ("--additional-config", '{"kvcompress": "cake"}', "--kv-budget", "0.1")
     with pytest.raises(SystemExit, match="2"):
         engine_args("--model", model, *wrong)
-
-
-def test_the_old_flag_still_sets_the_renamed_key(model):
-    flags = ["--kv-compress", "cake", *OLD_FLAG]
-    settings = engine_args("--model", model, *flags).additional_config["kvcompress"]
-    assert settings == {"compress": "cake", "lookahead_on_pressure": "never"}
-
-
-def test_the_old_key_in_json_still_sets_the_renamed_key(model):
-    json_text = '{"compress": "cake", "lookahead_yields": "waiting"}'
-    for flag, text in (
-        ("--kv-compress-config", json_text),
-        ("--additional-config", f'{{"kvcompress": {json_text}}}'),
-    ):
-        settings = engine_args("--model", model, flag, text).additional_config["kvcompress"]
-        assert settings == {"compress": "cake", "lookahead_on_pressure": "waiting"}
-
-
-def test_the_old_flag_is_hidden_from_the_help():
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    shown = parser.format_help()
-    assert "--kv-lookahead-on-pressure WHEN" in shown
-    assert "yields" not in shown
 
 
 def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
@@ -199,19 +173,6 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
         (["--kv-compress", "cake", "--additional-config", '{"kv-compres": 1}'], "did you mean"),
         (["--additional-config.kvcompres.compress", "cake"], "did you mean 'kvcompress'"),
         (["--kv-budget", "0.1"], "need a method"),
-        (
-            ["--kv-compress", "cake", *OLD_FLAG, "--kv-lookahead-on-pressure", "never"],
-            "lookahead_on_pressure and its old name lookahead_yields are both set; remove",
-        ),
-        (
-            [
-                "--kv-compress-config",
-                '{"compress": "cake", "lookahead_yields": "never"}',
-                "--kv-lookahead-on-pressure",
-                "waiting",
-            ],
-            "both set; remove lookahead_yields .or --kv-lookahead-yields",
-        ),
         (["--kv-allow-override", "all"], "need a method"),
         (["--kv-alias", "fast=cake:0.2"], "need a method"),
         (["--kv-usage"], "need a method"),

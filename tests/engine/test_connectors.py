@@ -124,7 +124,7 @@ def test_models_with_images_are_refused(checkpoints_folder):
 def test_the_usage_report_travels_with_a_connectors_parameters():
     from vllm.v1.engine import EngineCoreOutput
 
-    from vllm_kvcompress.engine.messages.usage import attach_usage, take_usage
+    from vllm_kvcompress.engine.messages.outputs import attach_usage, take_usage
 
     settings_with = {"remote_request_id": "r"}
     output = EngineCoreOutput("r", [1], kv_transfer_params=settings_with)

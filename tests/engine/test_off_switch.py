@@ -101,7 +101,7 @@ def test_without_the_switch_settings_stay_as_they_are(model):
         (["--kv-compress", "cake", "--kv-compress-config", "{bad"], "must be a JSON object"),
         (["--kv-compress", "cake", "--kv-alias", "new=newer-method:0.2"], "'newer-method'"),
         (["--kv-compress", "cake", "--kv-window", "8", "--kv-probe", "4"], "needs --kv-max-whole"),
-        (["--kv-compress", "cake", "--kv-lookahead", "8", "--kv-lookahead-yields", "never"], ""),
+        (["--kv-compress", "cake", "--kv-lookahead", "8"], ""),
     ],
 )
 def test_no_flag_stops_the_server(switched_off, model, warnings, flags, warning):

@@ -219,7 +219,7 @@ def test_options_are_built_once_before_the_scheduler_and_once_in_it(model, extra
 @pytest.mark.parametrize(
     "forged",
     [
-        {"choice": ["off"], "spans": [[0, 599]], "roles": {"user": [[0, 9]]}},
+        {"choice": ["off"], "spans": [[0, 599]]},
         {"choice": ["h2o", 1.0]},
         ["off"],
         None,
@@ -236,11 +236,7 @@ def test_options_that_a_client_sends_are_replaced(model, forged):
         prompt = {"type": "token", "prompt_token_ids": PROMPT}
         request = processor.process_inputs("r", prompt, params, supported_tasks=("generate",))
         options = options_of(llm.worker.settings, request.sampling_params)
-        assert (options.choice, options.spans, options.roles) == (
-            RequestChoices(budget=0.3),
-            (),
-            {},
-        )
+        assert (options.choice, options.spans) == (RequestChoices(budget=0.3), ())
         assert params.extra_args == sent
         honest = llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.3})
         assert llm.generate([PROMPT], NEW, extra_args=sent) == honest
@@ -277,10 +273,10 @@ def test_unchecked_requests_stay_uncompressed(model, plain):
     [
         {},
         {"choice": ["cake", 0.3]},
-        {"choice": [[1], 0.3, None, None, None, None], "spans": [], "roles": {}},
-        {"choice": ["cake"], "spans": [[1]], "roles": {}},
-        {"choice": ["cake"], "spans": [], "roles": [1]},
-        {"choice": [None] * 9, "spans": [], "roles": {}},
+        {"choice": [[1], 0.3, None, None, None, None], "spans": []},
+        {"choice": ["cake"], "spans": [[1]]},
+        {"choice": ["cake"], "spans": [1]},
+        {"choice": [None] * 9, "spans": []},
     ],
     ids=str,
 )

@@ -18,8 +18,6 @@ pytestmark = model_runner_v1_only
 M = 8
 CONFIGS = {
     "usual": {"compress": "cake-chunk", "lookahead": M},
-    "never": {"compress": "cake-chunk", "lookahead": M, "lookahead_on_pressure": "never"},
-    "waiting": {"compress": "cake-chunk", "lookahead": M, "lookahead_on_pressure": "waiting"},
     # The pool cannot hold longer prompts until such a look-ahead ends.
     "long": {"compress": "cake-chunk", "lookahead": 256},
     "bounded": {"compress": "cake", "lookahead": M, "decode_budget": 96, "decode_interval": 32},
@@ -173,8 +171,8 @@ def test_pulled_prompt_that_is_computed_again_returns_its_blocks(vllm_config, mo
 @pytest.mark.parametrize("compress", ["snapkv", "cake-chunk"])
 def test_pulled_prompts_are_scored_only_by_queries_computed_here(compress, vllm_config):
     """Also by an early compression, before all queries of the look-ahead are computed."""
-    config = {"budget": 0.3, "lookahead": 32, "lookahead_on_pressure": "waiting"}
-    pulling = PullScheduler(vllm_config, 30, 8, compress=compress, **config)
+    # Two prompts of 10 blocks leave one block, and both need one more during their look-ahead.
+    pulling = PullScheduler(vllm_config, 22, 8, compress=compress, budget=0.3, lookahead=32)
     pulled_tokens, early_targets = {}, []
     scheduler = pulling.scheduler
     update, builder = scheduler._update_waiting_for_remote_kv, scheduler.step_builder
@@ -195,7 +193,7 @@ def test_pulled_prompts_are_scored_only_by_queries_computed_here(compress, vllm_
     builder._apply_pack = checking_apply_pack
     for name in range(12):
         pulling.add(str(name), tokens(300, seed=name), 60)
-    for _ in range(400):
+    for _ in range(800):
         pulling.step(list(pulling.loading))
     assert not scheduler.requests
     assert any(early_targets)

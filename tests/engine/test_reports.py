@@ -18,11 +18,11 @@ from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
+from vllm_kvcompress.engine.messages.outputs import take_usage
 from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, StepPlan
-from vllm_kvcompress.engine.messages.usage import take_usage
 from vllm_kvcompress.engine.scheduling import admission
+from vllm_kvcompress.engine.scheduling.compression_stats import UsageNotes
 from vllm_kvcompress.engine.scheduling.request_state import Decision
-from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig

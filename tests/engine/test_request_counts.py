@@ -85,7 +85,7 @@ def test_stop_strings_and_aborts_have_different_skip_reasons(
 CONFIGS = {
     "at the end of the prefill": {"min_output": 4},
     "by the output": {"lookahead": LOOKAHEAD, "lookahead_slots": 3},
-    "as soon as the pool is short": {"lookahead": LOOKAHEAD, "lookahead_on_pressure": "waiting"},
+    "as soon as the pool is short": {"lookahead": LOOKAHEAD},
     "in pieces": {"max_whole": 400, "piece": 192},
     "in pieces, by the output": {"max_whole": 400, "piece": 192, "lookahead": 12},
     "with a decode budget": {"decode_budget": 128, "lookahead": 12, "pressure": 0.3},

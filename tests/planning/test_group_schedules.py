@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.planning.memory import Sizes, _max_pages
-from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
+from vllm_kvcompress.planning.memory import Sizes, _max_pages, uncompressed_prompt_blocks
 from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule

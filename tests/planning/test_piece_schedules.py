@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.memory import Sizes, _max_pages
+from vllm_kvcompress.planning.memory import Sizes, _max_pages, uncompressed_prompt_blocks
 from vllm_kvcompress.planning.obstacles import probe_space_refusal
-from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.pieces import piece_schedule

@@ -65,12 +65,6 @@ def test_unknown_names_without_a_suggestion_are_refused(raw):
     assert "did you mean" not in refused(raw=raw)
 
 
-def test_base_is_a_parameter_of_the_scorer():
-    refused(
-        "'base' is unknown; set it in scorer_params (known", raw={"scorer": "caote", "base": "h2o"}
-    )
-
-
 def test_unknown_names_list_the_known():
     refused("'cake'", "'dynamickv'", "'off'", "'random'", "'tova'", raw={"compress": "zzz"})
     refused("'cake', 'd2o', 'dynamickv', 'global', 'pyramid', 'uniform'", allocator="zzz")

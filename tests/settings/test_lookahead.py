@@ -5,11 +5,9 @@ import pytest
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.registry import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.lookahead import ON_PRESSURE, _warn_once
 from vllm_kvcompress.settings.request_options import RequestOptions
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
-NEW_KEY = "lookahead_on_pressure"
 BY_WINDOW = {
     "snapkv",
     "pyramidkv",
@@ -74,46 +72,6 @@ def test_meaningless_lookahead_slots_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         CompressionConfig.parse({"compress": "cake", "lookahead": 16, **changes})
     assert message in str(caught.value)
-
-
-def test_lookahead_on_pressure_takes_three_words():
-    parsed = [
-        CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
-        for word in ON_PRESSURE
-    ]
-    assert tuple(settings.lookahead.on_pressure for settings in parsed) == ON_PRESSURE
-    assert CompressionConfig.parse({"compress": "cake"}).lookahead.on_pressure == "preemption"
-    for word in ("wait", True, None):
-        with pytest.raises(ConfigError, match=r"lookahead_on_pressure=.* is unknown.* choose from"):
-            CompressionConfig.parse({"compress": "cake", "lookahead_on_pressure": word})
-
-
-def test_the_old_key_is_accepted_with_one_warning(caplog):
-    _warn_once.cache_clear()
-    raw = {"compress": "cake", "lookahead_yields": "never"}
-    with caplog.at_level("WARNING", logger="vllm.kvcompress"):
-        parsed = [CompressionConfig.parse(raw) for _ in range(2)]
-    assert parsed == [CompressionConfig.parse({"compress": "cake", NEW_KEY: "never"})] * 2
-    assert parsed[0].to_additional_config() == {"compress": "cake", NEW_KEY: "never"}
-    assert raw == {"compress": "cake", "lookahead_yields": "never"}
-    assert [record.getMessage() for record in caplog.records] == [
-        "--kv-lookahead-yields (lookahead_yields) is deprecated and will be removed in the next"
-        " release; use --kv-lookahead-on-pressure (lookahead_on_pressure)"
-    ]
-
-
-def test_the_old_key_cannot_be_combined_with_the_new_one():
-    with pytest.raises(ConfigError) as caught:
-        CompressionConfig.parse({"compress": "cake", "lookahead_yields": "never", NEW_KEY: "never"})
-    assert str(caught.value) == (
-        "lookahead_on_pressure and its old name lookahead_yields are both set; remove"
-        " lookahead_yields (or --kv-lookahead-yields)"
-    )
-
-
-def test_a_wrong_value_under_the_old_key_is_refused():
-    with pytest.raises(ConfigError, match=r"lookahead_on_pressure='wait' is unknown"):
-        CompressionConfig.parse({"compress": "cake", "lookahead_yields": "wait"})
 
 
 def test_only_the_recommended_preset_has_a_lookahead_by_default():

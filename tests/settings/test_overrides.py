@@ -44,7 +44,7 @@ def refusal(engine, **extra_args):
         {
             "other": 3,
             "compressor": 1,
-            "kvcompress_options": {"spans": [[0, 3]], "roles": {"user": []}},
+            "kvcompress_options": {"spans": [[0, 3]]},
         },
         {"kv_transfer_params": {}},
     ],

@@ -6,7 +6,6 @@ from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import merge_spans
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.protection import Protection, parse_protect, protection_of
-from vllm_kvcompress.settings.request_keys import BY_ROLE
 from vllm_kvcompress.settings.request_options import RequestOptions
 
 
@@ -132,34 +131,6 @@ def test_overlapping_and_adjacent_spans_are_joined():
     assert merge_spans([(5, 9), (0, 3), (8, 12), (3, 5)]) == ((0, 12),)
     assert merge_spans([(5, 9), (0, 3)]) == ((0, 3), (5, 9))
     assert merge_spans([]) == ()
-
-
-@pytest.mark.parametrize(
-    ("changes", "value", "message"),
-    [
-        ({}, "yes", "kv_by_role must be true or false, got 'yes'"),
-        ({}, [1], r"kv_by_role must be true or false, got \[1\]"),
-        ({"usage": False}, True, "ask the operator for --kv-usage"),
-        ({"allow_override": ""}, True, "ask the operator for --kv-allow-override"),
-    ],
-)
-def test_by_role_needs_usage_and_override_permission(changes, value, message):
-    may = {"compress": "snapkv", "usage": True, "allow_override": "cake"}
-    settings = CompressionConfig.parse(may)
-    assert RequestOptions.parse(settings, {BY_ROLE: True}).by_role
-    assert not RequestOptions.parse(settings, {BY_ROLE: False}).by_role
-    assert not RequestOptions.parse(settings, None).by_role
-    # kv_by_role is not a choice of a method
-    assert RequestOptions.parse(settings, {BY_ROLE: True}).settings is settings
-    with pytest.raises(OverrideError, match=message):
-        RequestOptions.parse(
-            CompressionConfig.parse({k: v for k, v in (may | changes).items() if v}),
-            {BY_ROLE: value},
-        )
-    with pytest.raises(
-        OverrideError, match="without KV-cache compression, but the request sets kv_by_role"
-    ):
-        RequestOptions.parse(None, {BY_ROLE: True})
 
 
 def test_integers_with_too_many_digits_are_refused():

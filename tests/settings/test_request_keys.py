@@ -16,7 +16,6 @@ FIELDS = {"model", "prompt", "metadata", "vllm_xargs", "kv_transfer_params", "kv
     ("body", "words"),
     [
         ({"kv_budget": 0.05}, "'kv_budget' (0.05) must be inside vllm_xargs"),
-        ({"kv_by_role": True}, "'kv_by_role' (True) must be inside vllm_xargs"),
         ({"kv_bugdet": 0.05}, "did you mean 'kv_budget' inside vllm_xargs?"),
         ({"kv_packed_dtype": "k4v3"}, "'kv_packed_dtype' ('k4v3') must be inside vllm_xargs"),
         ({"kvPackedDtype": "k4v3"}, "did you mean 'kv_packed_dtype' inside vllm_xargs?"),

@@ -38,7 +38,6 @@ class Outcome:
         kept_tokens: tokens kept per layer, mean over layers. None if the server did not report it.
         bytes: bytes of the compressed prompt, relative to an uncompressed cache in the model's
             dtype. For another server, those of its cache's dtype. None if not known.
-        by_role: tokens and kept share of each role. Empty if the server did not report it.
         exact, shared, similarity: comparison of the two outputs (`measures.Agreement`).
         length, full_length: output lengths, in the unit of `shared`.
         loops, full_loops: whether the output repeats itself (`measures.loops`).
@@ -61,7 +60,6 @@ class Outcome:
     lookahead: Count | None
     prompt_tokens: Count
     kept_tokens: Amount | None
-    by_role: dict[str, tuple[Count, Share]]
     exact: bool
     shared: Count
     similarity: Share
@@ -140,7 +138,6 @@ class Outcome:
             bytes=_bytes(cell, compressed, dtype_bytes),
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if compressed.kept_tokens is None else float(compressed.kept_tokens),
-            by_role=dict(compressed.by_role),
             exact=found.exact,
             shared=found.shared,
             similarity=found.similarity,

@@ -260,9 +260,6 @@ def markdown(report: Report) -> str:
     if any(summary.obeyed for summary in report.summaries):
         columns = rule_columns(report.summaries, by_rule=True)
         parts += [_table("Rules obeyed", columns, report.summaries), _RULES_NOTE]
-    if any(summary.roles for summary in report.summaries):
-        columns = role_columns(report.summaries, counts=True)
-        parts += [_table("Kept by role", columns, report.summaries), _ROLES_NOTE]
     parts.append("## What the figures mean")
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
     if any(summary.baseline and not summary.server for summary in report.summaries):
@@ -276,12 +273,6 @@ def markdown(report: Report) -> str:
 _RULES_NOTE = (
     "Only rules that the full cache obeys count. Each figure is the share of them that the"
     " compressed cache obeys too, with its 95 % interval and the number of prompts."
-)
-_ROLES_NOTE = (
-    "Share of each role's tokens that was kept, mean over all layers and KV heads, over all prompts"
-    " for which the server reports it. `system` includes developer messages, `tools` is the tool"
-    " schemas, and `template` is everything that the chat template adds around the texts of"
-    " messages, tool calls included. `other` includes roles that cannot be told apart."
 )
 _BASELINES_NOTE = (
     "Methods in italics are baselines. They choose tokens without reading the prompt, so a method"
@@ -351,24 +342,5 @@ def _obeyed_text(name: str) -> Callable[[Summary], str]:
     def text(summary: Summary) -> str:
         found = summary.obeyed.get(name)
         return MISSING if found is None else f"{_with_interval(found, 2)}, {found.prompts}"
-
-    return text
-
-
-def role_columns(summaries: Sequence[Summary], *, counts: bool) -> list[Column]:
-    """Return a column with the kept share of each role, and its token count if `counts`."""
-    names = dict.fromkeys(role for summary in summaries for role in summary.roles)
-    return [
-        *_CELL_COLUMNS,
-        *(Column(name=name, meaning=_ROLES_NOTE, text=_kept_text(name, counts)) for name in names),
-    ]
-
-
-def _kept_text(role: str, counts: bool) -> Callable[[Summary], str]:
-    def text(summary: Summary) -> str:
-        if role not in summary.roles:
-            return MISSING
-        tokens, share = summary.roles[role]
-        return f"{share:.0%} of {tokens:,}" if counts else f"{share:.0%}"
 
     return text

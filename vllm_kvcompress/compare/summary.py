@@ -66,7 +66,6 @@ class Summary:
         kept: share of their tokens that was kept. None if the server does not report it.
         bytes: bytes of their KV cache, relative to an uncompressed cache in the model's dtype. None
             if the server does not report them.
-        roles: for each role, its tokens and the share that was kept. Empty if not reported.
         exact, similarity: agreement with the full cache's outputs.
         diverged: median number of tokens before the first difference, over outputs that differ.
         places: compared tokens, which `same_first` and `kl` are means over.
@@ -93,7 +92,6 @@ class Summary:
     asked: int
     compressed: int | None
     kept: float | None
-    roles: dict[str, tuple[int, float]]
     exact: Estimate | None
     similarity: Estimate | None
     diverged: float | None
@@ -378,7 +376,6 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: boo
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,
-        roles=_roles(compressed),
         exact=exact,
         similarity=similarity,
         diverged=median(diverged_at) if diverged_at else None,
@@ -409,16 +406,6 @@ def _mean_bytes(outcomes: Sequence[Outcome]) -> float | None:
     if not prompt_tokens or any(o.bytes is None for o in outcomes):
         return None
     return sum((o.bytes or 0.0) * o.prompt_tokens for o in outcomes) / prompt_tokens
-
-
-def _roles(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, float]]:
-    """Return for each role its tokens over all prompts, and the kept share of them."""
-    found: dict[str, tuple[int, float]] = {}
-    for role in dict.fromkeys(role for o in outcomes for role in o.by_role):
-        usages = [o.by_role[role] for o in outcomes if role in o.by_role]
-        tokens = sum(count for count, _ in usages)
-        found[role] = tokens, sum(count * share for count, share in usages) / tokens
-    return found
 
 
 def _by_position(outcomes: Sequence[Outcome]) -> dict[str, PositionStats]:

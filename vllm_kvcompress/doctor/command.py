@@ -11,9 +11,7 @@ from rich.text import Text
 
 from vllm_kvcompress.doctor import child_process, server_probe
 from vllm_kvcompress.doctor.checks import Check, CheckCallback, Report
-from vllm_kvcompress.doctor.kept_map import KeptMap
-from vllm_kvcompress.doctor.kept_picture import require_matplotlib, save_picture
-from vllm_kvcompress.doctor.kept_text import show_kept
+from vllm_kvcompress.doctor.kept import KeptMap, require_matplotlib, save_picture, show_kept
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import looks_like_hub_id
 from vllm_kvcompress.serving.exposition import Host

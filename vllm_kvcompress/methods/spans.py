@@ -1,6 +1,6 @@
 """Protected spans of a prompt: parsing, merging and counting."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm_kvcompress.errors import ConfigError
 
@@ -9,9 +9,6 @@ MAX_SPANS = 32
 
 Spans = tuple[tuple[int, int], ...]
 """``(first token, token after the last)`` of each span, in ascending order. Spans do not touch."""
-
-Roles = Mapping[str, Spans]
-"""The token spans of each chat role. No token belongs to two roles."""
 
 
 def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:

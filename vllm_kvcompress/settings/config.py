@@ -41,7 +41,7 @@ from vllm_kvcompress.settings.declared import (
     declare,
 )
 from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
-from vllm_kvcompress.settings.lookahead import LookaheadSettings, current_names, scores_by_window
+from vllm_kvcompress.settings.lookahead import LookaheadSettings, scores_by_window
 from vllm_kvcompress.settings.packed_dtype import AUTO, GRID, K4V3, OFF, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
@@ -244,13 +244,11 @@ class CompressionConfig(SettingsGroup):
             raise ConfigError(
                 f'kvcompress settings must be an object such as {{"compress": "cake"}}, got {raw!r}'
             )
-        raw = current_names(raw)
         for key in raw:
             if key not in KEYS:
-                # Until this release, `base` was a setting of its own.
-                hint = "; set it in scorer_params" if key == "base" else closest(str(key), KEYS)
                 raise ConfigError(
-                    f"kvcompress setting {key!r} is unknown{hint} (known: {sorted(KEYS)})"
+                    f"kvcompress setting {key!r} is unknown{closest(str(key), KEYS)}"
+                    f" (known: {sorted(KEYS)})"
                 )
         if "compress" not in raw and raw.keys() & {"allocator", "scorer"}:
             raw = {"compress": CUSTOM, **raw}
@@ -323,10 +321,13 @@ class CompressionConfig(SettingsGroup):
     @property
     def packs_outputs(self) -> bool:
         """Return whether output tokens are packed in k4v3 too."""
-        return self.reuses_pages or (
-            self.resolved_packed_dtype == "k4v3"
-            and self.decode.budget is None
-            and "interval" in self.decode.model_fields_set
+        return self.enabled and (
+            self.reuses_pages
+            or (
+                self.resolved_packed_dtype == "k4v3"
+                and self.decode.budget is None
+                and "interval" in self.decode.model_fields_set
+            )
         )
 
     @property

@@ -11,7 +11,6 @@ from vllm_kvcompress.settings.protection import PROTECT
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
 PACKED_DTYPE = "kv_packed_dtype"
-BY_ROLE = "kv_by_role"
 
 
 class RequestKey(NamedTuple):
@@ -66,11 +65,6 @@ _KEYS = (
         "",
         "`system`, `tools`, `question` or spans of tokens such as `0:200`, separated by commas; or"
         " `none`. Without `--kv-allow-override`, at most about half of the budget.",
-    ),
-    RequestKey(
-        BY_ROLE,
-        f"{_OVERRIDE}, `--kv-usage`",
-        "`true` reports in the usage which share of each role's tokens was kept.",
     ),
     RequestKey(
         ALIAS,

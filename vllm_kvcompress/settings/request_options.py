@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from vllm_kvcompress.errors import ConfigError, OverrideError, shorten
-from vllm_kvcompress.methods.spans import Roles, Spans
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import packed_dtypes
 from vllm_kvcompress.settings.packed_dtype import PACKED_DTYPES, PackedDtype
@@ -15,7 +15,6 @@ from vllm_kvcompress.settings.protection import Protection, protection_of
 from vllm_kvcompress.settings.request_keys import (
     ALIAS,
     BUDGET,
-    BY_ROLE,
     COMPRESS,
     DECODE_BUDGET,
     LOOKAHEAD,
@@ -61,18 +60,14 @@ class RequestOptions:
         choice: the choices, which are the same in every process.
         settings: the settings of the request on this engine; None if its prompt stays uncompressed.
         protection: what the request protects in its prompt.
-        by_role: whether it asks for the share of kept tokens per role.
         spans: protected tokens of its prompt.
-        roles: tokens of each role in its prompt; empty if it does not ask for them.
-        has_spans: whether `spans` and `roles` have been searched for in the rendered prompt.
+        has_spans: whether `spans` have been searched for in the rendered prompt.
     """
 
     choice: RequestChoices = field(default=RequestChoices())
     settings: CompressionConfig | None = field(default=None, repr=False)
     protection: Protection = field(default=Protection(), repr=False)
-    by_role: bool = False
     spans: Spans = ()
-    roles: Roles = field(default_factory=dict)
     has_spans: bool = False
 
     @classmethod
@@ -109,7 +104,6 @@ class RequestOptions:
             choice=choice,
             settings=choice.resolve(settings),
             protection=protection_of(settings.protection.words, extra_args, may_choose=may_choose),
-            by_role=_parse_by_role(settings, extra_args),
         )
         budget = None if options.settings is None else choice.budget
         if isinstance(budget, int) and max_model_len is not None and budget > max_model_len:
@@ -153,20 +147,17 @@ def check_form(extra_args: Mapping[str, Any]) -> None:
     refuse_unknown(extra_args)
     _parse_choice(extra_args)
     protection_of((), extra_args, may_choose=True)
-    _by_role(extra_args)
 
 
 def _refuse_without_compression(extra_args: Mapping[str, Any]) -> None:
     """Raise OverrideError if the request chooses anything but `off`."""
     choice = _parse_choice(extra_args)
     is_off = choice == RequestChoices() or (choice.compress == "off" and choice.alias is None)
-    if is_off and not extra_args.get(BY_ROLE):
-        return
-    setting = BY_ROLE if extra_args.get(BY_ROLE) else f"{COMPRESS} or {BUDGET}"
-    raise OverrideError.not_allowed(
-        f"this server runs without KV-cache compression, but the request sets {setting};"
-        " remove them, or ask the operator for --kv-allow-override",
-    )
+    if not is_off:
+        raise OverrideError.not_allowed(
+            "this server runs without KV-cache compression, but the request sets"
+            f" {COMPRESS} or {BUDGET}; remove them, or ask the operator for --kv-allow-override",
+        )
 
 
 def _parse_choice(extra_args: Mapping[str, Any]) -> RequestChoices:
@@ -217,36 +208,6 @@ def _whole_number(extra_args: Mapping[str, Any], key: str) -> int | None:
             f" {shorten(extra_args[key])}",
         )
     return value
-
-
-def _parse_by_role(settings: CompressionConfig, extra_args: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for the share of kept tokens per role.
-
-    Raises:
-        OverrideError: the value is not a bool, the server does not report usage, or requests may
-            not choose settings: the report takes CPU time of the API server.
-    """
-    by_role = _by_role(extra_args)
-    if by_role and not settings.usage:
-        raise OverrideError.not_allowed(
-            f"{BY_ROLE} adds to the usage report, which this server does not send; remove"
-            f" {BY_ROLE}, or ask the operator for --kv-usage",
-        )
-    if by_role and not settings.allow_override:
-        raise OverrideError.not_allowed(
-            f"this server does not let requests set {BY_ROLE}; remove it, or ask the operator for"
-            " --kv-allow-override",
-        )
-    return by_role
-
-
-def _by_role(extra_args: Mapping[str, Any]) -> bool:
-    """Return the value of BY_ROLE; raise OverrideError if it is not a bool."""
-    by_role = extra_args.get(BY_ROLE, False)
-    # Some clients send `true` as 1.
-    if by_role not in (True, False):
-        raise OverrideError.invalid(f"{BY_ROLE} must be true or false, got {shorten(by_role)}")
-    return bool(by_role)
 
 
 @lru_cache(maxsize=4096)

@@ -1,8 +1,12 @@
 """``kvcompress plan``: forecast the memory and the concurrency of a model on a GPU.
 
-`command` makes a forecast in four steps. `model_shape` reads the layers and heads from the model's
-config.json. `weights` and `gpu_memory` estimate the memory that is left for the KV cache.
-`concurrency` counts the blocks of one request with the scheduler's own packing schedules, and how
-many requests fit; its results are the classes of `forecast`. `report` prints them. `options`
-declares the command's flags.
+`command` turns the options into one result, `forecast.PlanResult`:
+
+1. `model_shape` reads the layers and heads from the model's config.json. `weights` and
+   `gpu_memory` estimate the memory that is left for the KV cache.
+2. `request` plans one request with the scheduler's own packing schedules and counts its blocks.
+3. `concurrency` computes from that how many requests fit, and `next_turn` what stays in the prefix
+   cache between the turns of a chat.
+
+`report` prints the result. `options` declares the command's flags.
 """

@@ -1,17 +1,10 @@
-"""``kvcompress plan``: compute and show the forecast for a model and a workload."""
+"""``kvcompress plan``: compute the forecast for a model and a workload."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
-from vllm_kvcompress.commands.plan.concurrency import forecast, next_hits, sizes_on_rank
-from vllm_kvcompress.commands.plan.forecast import (
-    Forecast,
-    NextHits,
-    WarmConversations,
-    Workload,
-)
+from vllm_kvcompress.commands.plan.concurrency import forecast, sizes_on_rank
+from vllm_kvcompress.commands.plan.forecast import DEVICES_WITH_K4V3, PlanResult, Workload
 from vllm_kvcompress.commands.plan.gpu_memory import GIB, Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.plan.model_shape import (
     ITEMSIZE,
@@ -20,16 +13,9 @@ from vllm_kvcompress.commands.plan.model_shape import (
     read_config,
     shape_of,
 )
+from vllm_kvcompress.commands.plan.next_turn import next_hits, warm_conversations
 from vllm_kvcompress.commands.plan.options import PlanOptions
-from vllm_kvcompress.commands.plan.report import (
-    DEVICES_WITH_K4V3,
-    default_line,
-    estimate_line,
-    next_turn_line,
-    recommended_notes,
-    show_forecast,
-)
-from vllm_kvcompress.commands.plan.warm import warm_conversations
+from vllm_kvcompress.commands.plan.request import plan_request
 from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
@@ -53,125 +39,6 @@ from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 # vLLM's default block sizes.
 _BLOCK_SIZE = {"cuda": 16, "cpu": 128}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
-    """Forecast of ``kvcompress plan`` with the inputs that it is for.
-
-    Args:
-        model: folder or name as given.
-        device: "cuda" or "cpu".
-        shape: shape of the model.
-        settings: compression settings.
-        ranks: tensor-parallel size.
-        stages: pipeline-parallel size.
-        forecast: the forecast.
-        next_hits: what a next turn finds in the prefix cache. None without that cache, and for
-            models with sliding windows or states.
-        warm: conversations that stay warm with ``--kv-reuse``. None without it, or where
-            `next_hits` is None.
-        default_note: note about the default of --max-num-seqs. None if it was given.
-        estimated: estimate of the KV pool. None if its size was given or is unknown.
-    """
-
-    model: str
-    device: str
-    shape: ModelShape
-    settings: CompressionConfig
-    ranks: int
-    stages: int
-    forecast: Forecast
-    next_hits: NextHits | None
-    warm: WarmConversations | None
-    default_note: str | None
-    estimated: Estimate | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "device": self.device,
-            "shape": asdict(self.shape),
-            "settings": self.settings.to_additional_config(),
-            "budget": self.settings.budget,
-            "window": self.settings.resolved_window,
-            "tensor_parallel_size": self.ranks,
-            "pipeline_parallel_size": self.stages,
-            "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
-            "next_hits": None if self.next_hits is None else asdict(self.next_hits),
-            "warm": None if self.warm is None else asdict(self.warm),
-            **self.forecast.to_json(),
-        }
-
-    def show(self) -> None:
-        """Print the forecast as text."""
-        load, shape = self.forecast.load, self.shape
-        gpus = f", {self.ranks * self.stages} GPUs" if self.ranks * self.stages > 1 else ""
-        title = (
-            f"{self.model.rstrip('/').rsplit('/', 1)[-1]} ({_layers(shape)},"
-            f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{gpus}):"
-            f" {load.prompt:,} tokens, --kv-compress {self.settings.compress}"
-            f" --kv-budget {self.settings.budget}"
-        )
-        console = Console()
-        if load.protected:
-            title += f", {load.protected:,} protected tokens"
-        if self.settings.packed.dtype is not None:
-            title += f" --kv-packed-dtype {self.settings.packed.dtype}"
-        if self.settings.lookahead.tokens is not None:
-            title += f" --kv-lookahead {self.settings.lookahead.tokens}"
-        if self.settings.decode.budget is not None:
-            title += f" --kv-decode-budget {self.settings.decode.budget}"
-        if self.settings.reuses_pages:
-            title += f" --kv-reuse {self.settings.packed.reuse}"
-        elif self.settings.packs_outputs:
-            title += f" --kv-decode-interval {self.settings.decode.interval}"
-        if self.settings.pieces.max_whole is not None:
-            pieces = self.settings.pieces
-            title += f" --kv-max-whole {pieces.max_whole} --kv-piece {pieces.length}"
-            first, last = self.settings.scoring_query_counts
-            title += f" --kv-probe {last}"
-            if first:
-                title += f" --kv-probe-first {first}"
-        show_forecast(
-            self.forecast,
-            title,
-            console,
-            device=self.device,
-            estimated=self.estimated is not None,
-            packs_outputs=self.settings.decode.budget is not None or self.settings.packs_outputs,
-            stages=self.stages,
-            warm=self.warm,
-        )
-        if self.next_hits is not None and self.next_hits.on != self.next_hits.off:
-            console.print(next_turn_line(load, self.next_hits), highlight=False)
-        for line in (
-            *recommended_notes(self.device, shape),
-            self.default_note,
-            self.estimated and estimate_line(self.estimated),
-        ):
-            if line:
-                console.print(line, highlight=False)
-        if shape.longest is not None and load.cached > shape.longest:
-            console.print(
-                f"This model supports {shape.longest:,} tokens; vLLM refuses longer requests.",
-                highlight=False,
-            )
-
-
-def _layers(shape: ModelShape) -> str:
-    groups = shape.groups
-    if not groups.num_uncompressed:
-        return f"{shape.layers} layers"
-    if groups.stateful:
-        return (
-            f"{shape.layers} layers, {len(groups.full)} of them compressed and {groups.stateful}"
-            " with a recurrent state"
-        )
-    return (
-        f"{shape.layers} layers, {len(groups.full)} of them compressed and {groups.windowed} with a"
-        f" sliding window of {groups.window:,} tokens"
-    )
 
 
 def make_plan(options: PlanOptions) -> PlanResult:
@@ -227,13 +94,11 @@ def _plan(options: PlanOptions) -> PlanResult:
     load = Workload(prompt=options.length, output=options.output, protected=options.protected)
     # vLLM caches windows and states only at boundaries of the prompt.
     caches_output = options.prefix_caching is not False and not shape.groups.num_uncompressed
-    planned = forecast(sizes, settings, load, pool_bytes=pool_bytes, tables_from_pool=on_gpu)
+    request = plan_request(settings, sizes, load)
+    planned = forecast(request, pool_bytes=pool_bytes, tables_from_pool=on_gpu)
     warm = None
     if caches_output and settings.reuses_pages:
         warm = warm_conversations(settings, sizes, planned)
-    default_note = None
-    if options.requests is None:
-        default_note = default_line(options.device, options.gpu_gib, defaults)
     return PlanResult(
         model=options.model,
         device=options.device,
@@ -242,9 +107,10 @@ def _plan(options: PlanOptions) -> PlanResult:
         ranks=options.ranks,
         stages=options.stages,
         forecast=planned,
-        next_hits=next_hits(settings, sizes, load) if caches_output else None,
+        next_hits=next_hits(request) if caches_output else None,
         warm=warm,
-        default_note=default_note,
+        gpu_gib=options.gpu_gib,
+        defaults=defaults if options.requests is None else None,
         estimated=estimated,
     )
 

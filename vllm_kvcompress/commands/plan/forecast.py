@@ -1,4 +1,4 @@
-"""Data types of ``kvcompress plan``: the workload, its blocks, and how many requests fit.
+"""The result of ``kvcompress plan``, `PlanResult`, and its parts.
 
 The field names are keys of the JSON output.
 """
@@ -6,7 +6,13 @@ The field names are keys of the JSON output.
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from vllm_kvcompress.commands.plan.gpu_memory import Defaults, Estimate
+from vllm_kvcompress.commands.plan.model_shape import ModelShape
 from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.settings.config import CompressionConfig
+
+DEVICES_WITH_K4V3 = frozenset({"cpu"})
+"""Devices on which k4v3 has run, so that it may be recommended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,3 +209,54 @@ class Forecast:
     def _with_bytes(self, blocks: dict[str, int]) -> dict[str, int]:
         sizes = {f"{name}_bytes": round(n * self.block_bytes) for name, n in blocks.items()}
         return {**{f"{name}_blocks": count for name, count in blocks.items()}, **sizes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """Forecast of ``kvcompress plan`` with the inputs that it is for.
+
+    Args:
+        model: folder or name as given.
+        device: "cuda" or "cpu".
+        shape: shape of the model.
+        settings: compression settings.
+        ranks: tensor-parallel size.
+        stages: pipeline-parallel size.
+        forecast: the forecast.
+        next_hits: what a next turn finds in the prefix cache. None without that cache, and for
+            models with sliding windows or states.
+        warm: conversations that stay warm with ``--kv-reuse``. None without it, or where
+            `next_hits` is None.
+        gpu_gib: all memory of one GPU in GiB. None if it was not given.
+        defaults: vLLM's defaults, if --max-num-seqs has its default. None if it was given.
+        estimated: estimate of the KV pool. None if its size was given or is unknown.
+    """
+
+    model: str
+    device: str
+    shape: ModelShape
+    settings: CompressionConfig
+    ranks: int
+    stages: int
+    forecast: Forecast
+    next_hits: NextHits | None
+    warm: WarmConversations | None
+    gpu_gib: float | None
+    defaults: Defaults | None
+    estimated: Estimate | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "device": self.device,
+            "shape": asdict(self.shape),
+            "settings": self.settings.to_additional_config(),
+            "budget": self.settings.budget,
+            "window": self.settings.resolved_window if self.settings.enabled else None,
+            "tensor_parallel_size": self.ranks,
+            "pipeline_parallel_size": self.stages,
+            "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
+            "next_hits": None if self.next_hits is None else asdict(self.next_hits),
+            "warm": None if self.warm is None else asdict(self.warm),
+            **self.forecast.to_json(),
+        }

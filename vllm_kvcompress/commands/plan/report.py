@@ -5,10 +5,12 @@ from rich.table import Table
 
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.commands.plan.forecast import (
+    DEVICES_WITH_K4V3,
     Concurrency,
     Forecast,
     InPieces,
     NextHits,
+    PlanResult,
     RequestBlocks,
     WarmConversations,
     Workload,
@@ -19,37 +21,89 @@ from vllm_kvcompress.commands.plan.model_shape import ModelShape
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS, RECOMMENDED_MEMORY
 from vllm_kvcompress.settings.config import CompressionConfig
 
-DEVICES_WITH_K4V3 = frozenset({"cpu"})
-"""Devices on which k4v3 has run, so that it may be recommended."""
 _ROUNDING = 0.05
 """Share by which kept tokens must differ from the budget to be mentioned."""
 _SMALL_BLOCK = 32
 """Tokens of a block below which a smaller --block-size is not suggested."""
 
 
-def show_forecast(
-    forecast: Forecast,
-    title: str,
-    console: Console,
-    *,
-    device: str,
-    estimated: bool = False,
-    packs_outputs: bool = False,
-    stages: int = 1,
-    warm: WarmConversations | None = None,
-) -> None:
-    """Print the blocks and memory of a request, without and with compression, and how many fit.
+def show_plan(result: PlanResult) -> None:
+    """Print the blocks and memory of a request, without and with compression, and how many fit."""
+    console, device, shape = Console(), result.device, result.shape
+    load, hits = result.forecast.load, result.next_hits
+    console.print(_title(result), style="bold", highlight=False)
+    console.print(_table(result))
+    lines: list[str] = []
+    if result.forecast.lookahead:
+        lines.append(_lookahead_note(result.forecast))
+    lines += _notes(result.forecast, result.stages, device)
+    if result.warm is not None:
+        lines += _warm_notes(load, result.warm)
+    if hits is not None and hits.on != hits.off:
+        lines.append(_next_turn_note(load, hits))
+    lines += _recommended_notes(device, shape)
+    if result.defaults is not None:
+        lines.append(_default_note(device, result.gpu_gib, result.defaults))
+    if result.estimated is not None:
+        lines.append(_estimate_note(result.estimated))
+    if shape.longest is not None and load.cached > shape.longest:
+        lines.append(f"This model supports {shape.longest:,} tokens; vLLM refuses longer requests.")
+    for line in lines:
+        console.print(line, highlight=False)
 
-    Args:
-        device: "cuda" or "cpu".
-        estimated: whether the pool size is an estimate.
-        packs_outputs: whether outputs are packed too, so that a request may hold the most blocks
-            before its end.
-        stages: pipeline-parallel size. The figures are of one stage.
-        warm: conversations that stay warm between turns. None unless pages are reused.
-    """
+
+def _title(result: PlanResult) -> str:
+    load, shape, settings = result.forecast.load, result.shape, result.settings
+    gpus = f", {result.ranks * result.stages} GPUs" if result.ranks * result.stages > 1 else ""
+    title = (
+        f"{result.model.rstrip('/').rsplit('/', 1)[-1]} ({_model_layers(shape)},"
+        f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{gpus}):"
+        f" {load.prompt:,} tokens, --kv-compress {settings.compress}"
+        f" --kv-budget {settings.budget}"
+    )
+    if load.protected:
+        title += f", {load.protected:,} protected tokens"
+    if settings.packed.dtype is not None:
+        title += f" --kv-packed-dtype {settings.packed.dtype}"
+    if settings.lookahead.tokens is not None:
+        title += f" --kv-lookahead {settings.lookahead.tokens}"
+    if settings.decode.budget is not None:
+        title += f" --kv-decode-budget {settings.decode.budget}"
+    if settings.reuses_pages:
+        title += f" --kv-reuse {settings.packed.reuse}"
+    elif settings.packs_outputs:
+        title += f" --kv-decode-interval {settings.decode.interval}"
+    if settings.pieces.max_whole is not None:
+        pieces = settings.pieces
+        title += f" --kv-max-whole {pieces.max_whole} --kv-piece {pieces.length}"
+        first, last = settings.scoring_query_counts
+        title += f" --kv-probe {last}"
+        if first:
+            title += f" --kv-probe-first {first}"
+    return title
+
+
+def _model_layers(shape: ModelShape) -> str:
+    groups = shape.groups
+    if not groups.num_uncompressed:
+        return f"{shape.layers} layers"
+    if groups.stateful:
+        return (
+            f"{shape.layers} layers, {len(groups.full)} of them compressed and {groups.stateful}"
+            " with a recurrent state"
+        )
+    return (
+        f"{shape.layers} layers, {len(groups.full)} of them compressed and {groups.windowed} with a"
+        f" sliding window of {groups.window:,} tokens"
+    )
+
+
+def _table(result: PlanResult) -> Table:
+    """Return the table of blocks and memory, and of the requests that fit if the pool is known."""
+    forecast, device, warm, settings = result.forecast, result.device, result.warm, result.settings
+    # A request may hold the most blocks before its end if outputs are packed too.
+    packs_outputs = settings.decode.budget is not None or settings.packs_outputs
     block, load = forecast.block_bytes, forecast.load
-    console.print(title, style="bold", highlight=False)
     auto = forecast.auto
     untested = "" if device in DEVICES_WITH_K4V3 else ", untested"
     compressed = ["compressed"] if auto is None else ["auto", forecast.packed_dtype + untested]
@@ -84,27 +138,22 @@ def show_forecast(
         blocks = [*[warm.blocks_off] * len(on), warm.blocks_on]
         ratio = _ratio(blocks[0], blocks[-1])
         table.add_row("blocks cached between turns", *(f"{n:,}" for n in blocks), ratio)
-    table.add_row(memory_row, *(size_text(request.end * block) for request in requests), "")
+    table.add_row(memory_row, *(_size_text(request.end * block) for request in requests), "")
     pools = [forecast.pool_off, *(each.pool_on for each in on)]
     known_pools = [pool for pool in pools if pool is not None]
     if len(known_pools) == len(pools):
         table.add_section()
-        _add_pools(table, known_pools, requests, " (estimated)" if estimated else "")
+        _add_pools(
+            table, known_pools, requests, " (estimated)" if result.estimated is not None else ""
+        )
         if warm is not None and warm.off is not None and warm.on is not None:
             counts = [*[warm.off] * len(on), warm.on]
             ratio = _ratio(counts[-1], counts[0])
             table.add_row("idle conversations kept warm", *(f"{n:,}" for n in counts), ratio)
-    console.print(table)
-    if forecast.lookahead:
-        console.print(_lookahead_note(forecast), highlight=False)
-    notes = _notes(forecast, stages, device)
-    if warm is not None:
-        notes += _warm_notes(load, warm)
-    for line in notes:
-        console.print(line, highlight=False)
+    return table
 
 
-def recommended_notes(device: str, shape: ModelShape) -> list[str]:
+def _recommended_notes(device: str, shape: ModelShape) -> list[str]:
     """Return notes about the recommended settings for a device, and about fp8 with a model."""
     rows = k4v3.rows_per_group(shape.itemsize)
     packs = shape.cache is None and not k4v3.refusal(shape.head_dim, rows, shape.itemsize)
@@ -154,7 +203,7 @@ def _add_pools(
         min(int(pool.blocks / request.mean), pool.most) if pool.decoding else 0
         for pool, request in zip(pools, requests, strict=True)
     ]
-    table.add_row(f"KV pool{mark}", *(size_text(pool.pool_bytes) for pool in pools), "")
+    table.add_row(f"KV pool{mark}", *(_size_text(pool.pool_bytes) for pool in pools), "")
     for name, counts in (
         ("blocks in the pool", [pool.blocks for pool in pools]),
         ("requests at once, all decoding", [pool.decoding for pool in pools]),
@@ -173,7 +222,7 @@ def _notes(forecast: Forecast, stages: int, device: str) -> list[str]:
         notes.append(_pieces_note(forecast, forecast.in_pieces))
     notes.append(
         f"A block holds {forecast.block_size} tokens of {_layers(forecast, stages)}:"
-        f" {size_text(forecast.block_bytes)}{place}."
+        f" {_size_text(forecast.block_bytes)}{place}."
         " Uncompressed requests that share a prefix hold fewer blocks."
     )
     if forecast.page_tokens > forecast.block_size:
@@ -184,9 +233,9 @@ def _notes(forecast: Forecast, stages: int, device: str) -> list[str]:
     if (rounding := _rounding_note(forecast)) is not None:
         notes.append(rounding)
     notes.append(
-        f"Compression needs up to {size_text(forecast.extra_bytes)}{place} besides the pool,"
-        f" including {size_text(forecast.table_bytes)} of page tables. A lower --max-num-seqs makes"
-        " the tables smaller."
+        f"Compression needs up to {_size_text(forecast.extra_bytes)}{place} besides the pool,"
+        f" including {_size_text(forecast.table_bytes)} of page tables. A lower --max-num-seqs"
+        " makes the tables smaller."
     )
     if forecast.pays_from is not None:
         notes.append(
@@ -215,7 +264,7 @@ def _lookahead_note(forecast: Forecast) -> str:
     return (
         f"During the look-ahead, the first {forecast.lookahead:,} of {output:,} output tokens, a"
         f" request holds {on.looking:,} blocks instead of {on.decoding:,}."
-        " --kv-lookahead-on-pressure controls early compression when the pool is short."
+        " If the pool is short, prompts are compressed before their look-ahead ends."
     )
 
 
@@ -254,14 +303,14 @@ def _worst_case_note(forecast: Forecast, worst: WorstCase) -> str:
     blocks = worst.blocks
     line = (
         f"The largest request that clients may choose ({worst.asks}) holds {blocks.end:,} blocks,"
-        f" {size_text(blocks.end * forecast.block_bytes)}"
+        f" {_size_text(blocks.end * forecast.block_bytes)}"
     )
     if worst.pool is None:
         return f"{line}."
     return f"{line}. If all requests choose it, {worst.pool.decoding:,} fit while decoding."
 
 
-def next_turn_line(load: Workload, hits: NextHits) -> str:
+def _next_turn_note(load: Workload, hits: NextHits) -> str:
     """Return a note about the tokens that the next turn of a chat need not compute."""
     return (
         f"Next turn of a chat: {hits.on:,} of this request's {load.prompt + load.output:,} tokens"
@@ -277,12 +326,12 @@ def _warm_notes(load: Workload, warm: WarmConversations) -> list[str]:
     return [
         f"A conversation is a prompt and its output, {load.prompt + load.output:,} tokens. Between"
         f" turns it stays warm until running requests take its blocks.{fp8}",
-        f"Reuse reserves {size_text(warm.scratch_bytes)} of scratch memory at startup: one layer's"
+        f"Reuse reserves {_size_text(warm.scratch_bytes)} of scratch memory at startup: one layer's"
         " keys and values for --max-model-len tokens.",
     ]
 
 
-def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
+def _default_note(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
     """Return a note about the default of --max-num-seqs."""
     if device == "cpu":
         return f"--max-num-seqs defaults to {defaults.max_num_seqs}, as in vLLM's server on a CPU."
@@ -293,12 +342,12 @@ def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
     )
 
 
-def estimate_line(memory: Estimate) -> str:
+def _estimate_note(memory: Estimate) -> str:
     """Return a note about how the pool size was estimated."""
     return (
-        f"The pool size is an estimate: {memory.utilization:g} of {size_text(memory.gpu_bytes)},"
-        f" minus {size_text(memory.weights_bytes)} of weights (from {memory.weights_source}) and"
-        f" about {size_text(memory.working_bytes)} for activations and the CUDA runtime. vLLM"
+        f"The pool size is an estimate: {memory.utilization:g} of {_size_text(memory.gpu_bytes)},"
+        f" minus {_size_text(memory.weights_bytes)} of weights (from {memory.weights_source}) and"
+        f" about {_size_text(memory.working_bytes)} for activations and the CUDA runtime. vLLM"
         " measures it at startup: pass the value that it logs as --kv-memory."
     )
 
@@ -307,7 +356,7 @@ def _ratio(larger: int, smaller: int) -> str:
     return f"{larger / smaller:.1f}x" if smaller and larger != smaller else ""
 
 
-def size_text(num_bytes: float) -> str:
+def _size_text(num_bytes: float) -> str:
     """Return a number of bytes with a binary unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if num_bytes < 1024:

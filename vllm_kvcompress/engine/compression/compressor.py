@@ -14,7 +14,6 @@ from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
 from vllm_kvcompress.engine.compression.packer import Packer, PackJob
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
-from vllm_kvcompress.engine.compression.role_counts import RoleCounts
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.step_state import (
     BatchSpan,
@@ -69,8 +68,6 @@ class PromptCompressor:
         )
         self.packer = Packer(mover, scales=scales, num_layers=num_layers)
         self._queries, self.queries_dtype = queries, queries[2]
-        self._role_counts = RoleCounts()
-        self.packer.observers.append(self._role_counts.packed)
         self.adder = AttentionAdder(self.packer)
         self._prefills: dict[str, PrefillState] = {}
         self._step: StepState | None = None
@@ -90,7 +87,6 @@ class PromptCompressor:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
         self.reports.stages.wait_for_sent()
-        self._role_counts.begin_step(output)
         plan = plan_of(output)
         if plan is not None and plan.zero_blocks:
             self.pool.zero(plan.zero_blocks)
@@ -492,8 +488,7 @@ class PromptCompressor:
         """
         self._prefills.pop(pack_request.request_id, None)
         self.compressed += 1
-        counted = self._role_counts.take(pack_request.request_id)
-        self.reports.add(pack_request, pages, stopwatch, counted)
+        self.reports.add(pack_request, pages, stopwatch)
 
     @torch.inference_mode()
     def warm_up(self, max_tokens: int) -> None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvcompress.engine.compression.role_counts import RolePairCounts
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, RoleKept
+from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest
 from vllm_kvcompress.errors import quoted_id
 
 logger = init_logger("vllm.kvcompress")
@@ -65,15 +64,12 @@ class _Pending:
 
     Args:
         pack_request: its entry in the scheduler's plan.
-        layer_counts: ``[L, 1 + R]`` int32, for each layer its pages and then its kept pairs of each
-            role.
-        role_counts: the roles of these columns; None if the request did not ask for them.
+        pages: ``[L]`` int32, pages that each compressed layer of the model keeps.
         stopwatch: measures scoring and packing.
     """
 
     pack_request: PackRequest
-    layer_counts: torch.Tensor
-    role_counts: RolePairCounts | None
+    pages: torch.Tensor
     stopwatch: Stopwatch
 
 
@@ -90,35 +86,23 @@ class Reports:
     log: bool = False
     _pending: deque[_Pending] = field(default_factory=deque)
 
-    def add(
-        self,
-        pack_request: PackRequest,
-        pages: torch.Tensor,
-        stopwatch: Stopwatch,
-        role_counts: RolePairCounts | None = None,
-    ) -> None:
+    def add(self, pack_request: PackRequest, pages: torch.Tensor, stopwatch: Stopwatch) -> None:
         """Queue a prompt whose packing (of the last piece, if in pieces) has been launched.
 
         Args:
             pack_request: its entry in the scheduler's plan.
             pages: ``[L]``, pages that each layer keeps, on the device.
             stopwatch: measures scoring and packing.
-            role_counts: kept pairs of each role; None if the request did not ask for them.
         """
-        stage_counts = pages[:, None]
-        if role_counts is not None:
-            stage_counts = torch.cat(
-                [stage_counts, role_counts.pairs.to(stage_counts.dtype)], dim=1
-            )
-        layer_counts = self.stages.gather(stage_counts)
-        if layer_counts is None:
+        all_pages = self.stages.gather(pages)
+        if all_pages is None:
             return
         # This copy is the last work on the device, so the stopwatch is done when it has arrived.
         with stopwatch.running():
-            if layer_counts.is_cuda:
-                pinned = torch.empty(layer_counts.shape, dtype=layer_counts.dtype, pin_memory=True)
-                layer_counts = pinned.copy_(layer_counts, non_blocking=True)
-        self._pending.append(_Pending(pack_request, layer_counts, role_counts, stopwatch))
+            if all_pages.is_cuda:
+                pinned = torch.empty(all_pages.shape, dtype=all_pages.dtype, pin_memory=True)
+                all_pages = pinned.copy_(all_pages, non_blocking=True)
+        self._pending.append(_Pending(pack_request, all_pages, stopwatch))
 
     def take(self) -> list[PackedPrompt]:
         """Return the prompts that the device has finished since the last call."""
@@ -139,11 +123,6 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
     """
     pack_request, plan = pending.pack_request, pending.pack_request.plan
     output_tokens = pack_request.output_tokens or 0
-    layer_counts: list[list[int]] = pending.layer_counts.tolist()
-    by_role = tuple[RoleKept, ...]()
-    if pending.role_counts is not None:
-        layer_pairs = [pairs for _, *pairs in layer_counts]
-        by_role = pending.role_counts.shares(pack_request, layer_pairs)
     return PackedPrompt(
         request_id=pack_request.request_id,
         method=pack_request.settings.compress,
@@ -152,10 +131,9 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> PackedPrompt:
         layers=layers,
         # With a window shorter than the look-ahead, a layer may keep fewer tokens than that.
         layer_tokens=tuple(
-            max(plan.layer_tokens(pages) - output_tokens, 0) for pages, *_ in layer_counts
+            max(plan.layer_tokens(pages) - output_tokens, 0) for pages in pending.pages.tolist()
         ),
         seconds=pending.stopwatch.seconds,
-        by_role=by_role,
     )
 
 

@@ -39,10 +39,10 @@ class Stages:
         """Return the counts of all stages' layers on the last stage; send them elsewhere.
 
         Args:
-            counts: ``[L, n]`` integers for this stage's layers, on the device that computed them.
+            counts: ``[L]`` integers for this stage's layers, on the device that computed them.
 
         Returns:
-            ``[stages * L, n]`` on the last stage, None on the others.
+            ``[stages * L]`` on the last stage, None on the others.
         """
         if self._num_stages == 1:
             return counts

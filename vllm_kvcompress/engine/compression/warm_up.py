@@ -57,13 +57,12 @@ class WarmUp:
                     self.pack_again(
                         rows, prefill=True, probe=rows, allocator_window=allocator_window
                     )
-        if settings.pieces.max_whole is not None or settings.lookahead.on_pressure != "never":
-            # Prompts packed in pieces, or early under memory pressure, are packed again after
-            # their look-ahead, with the queries of their output.
-            for window, output_queries in self._lookahead_windows():
-                self.pack_again(
-                    window, prefill=True, allocator_window=output_queries, scored_by_output=True
-                )
+        # Prompts packed in pieces, or early under memory pressure, are packed again after their
+        # look-ahead, with the queries of their output.
+        for window, output_queries in self._lookahead_windows():
+            self.pack_again(
+                window, prefill=True, allocator_window=output_queries, scored_by_output=True
+            )
 
     def _query(self, rows: int) -> torch.Tensor:
         """Return dummy queries ``[rows, Hq, D]``."""

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.checks import Check
-from vllm_kvcompress.doctor.kept_map import KeptMap
+from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.doctor.kept_recorder import record, recorded, repacked
 from vllm_kvcompress.engine.doctor.trial_prompt import TrialPrompt

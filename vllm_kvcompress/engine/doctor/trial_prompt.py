@@ -10,14 +10,22 @@ from vllm.renderers.params import ChatParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.probe_prompt import Limits
-from vllm_kvcompress.engine.frontend.modalities import modalities_of, refuse_untested
-from vllm_kvcompress.engine.frontend.protection.by_role import role_spans
-from vllm_kvcompress.engine.frontend.protection.chat_parts import parts_of
+from vllm_kvcompress.engine.frontend.modalities import (
+    modalities_of,
+    placeholder_spans,
+    refuse_untested,
+)
+from vllm_kvcompress.engine.frontend.protection.chat_parts import REPORTED, ChatParts, parts_of
+from vllm_kvcompress.engine.frontend.protection.renderings import PartError
 from vllm_kvcompress.engine.frontend.protection.spans import protected_spans
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.methods.spans import Spans, clip_spans, complement, merge_spans
 from vllm_kvcompress.settings.request_options import RequestOptions
+
+TEMPLATE, OTHER = "template", "other"
+"""Keys for tokens that belong to no reported role. `OTHER` replaces `TEMPLATE` if some of these
+tokens may belong to messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,36 @@ def prompt_of(
         protected=protected,
         parts={} if parts is None else role_spans(parts, prompt),
     )
+
+
+def role_spans(parts: ChatParts, prompt: Mapping[str, Any]) -> dict[str, Spans]:
+    """Return the token spans of each role, of the tools and of the rest; no token is in two.
+
+    Images have their own entries. `OTHER` has the tokens of roles that are not in `ROLES` and of
+    roles that could not be found, for example in a chat with images.
+
+    Args:
+        parts: parts of the chat.
+        prompt: the chat as it goes to the engine.
+    """
+    num_tokens = len(prompt["prompt_token_ids"])
+    rest_key = OTHER if parts.has_other_roles else TEMPLATE
+    spans_by_role = placeholder_spans(prompt)
+    taken = merge_spans(span for spans in spans_by_role.values() for span in spans)
+    for role in REPORTED:
+        try:
+            spans = parts.spans(role)
+        except PartError:
+            rest_key = OTHER
+            continue
+        # A token at the border of two parts belongs to the first one.
+        free = complement(taken, num_tokens)
+        if new_spans := merge_spans(part for gap in free for part in clip_spans(spans, *gap)):
+            spans_by_role[role] = new_spans
+            taken = merge_spans([*taken, *new_spans])
+    if remaining := complement(taken, num_tokens):
+        spans_by_role[rest_key] = remaining
+    return spans_by_role
 
 
 def _refuse_too_long(ids: list[int], limits: Limits) -> None:

@@ -38,8 +38,7 @@ from vllm_kvcompress.engine.frontend.modalities import (
     waits_for_rendering,
 )
 from vllm_kvcompress.engine.frontend.prompt_limits import check_fits_pool
-from vllm_kvcompress.engine.frontend.protection.by_role import requested_roles
-from vllm_kvcompress.engine.frontend.protection.chat_parts import REPORTED, needed_parts
+from vllm_kvcompress.engine.frontend.protection.chat_parts import needed_parts
 from vllm_kvcompress.engine.frontend.protection.spans import protected_spans
 from vllm_kvcompress.engine.frontend.transfers import (
     PARAMETERS,
@@ -53,7 +52,6 @@ from vllm_kvcompress.engine.messages.settings import active_settings, has_settin
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_keys import (
-    BY_ROLE,
     OPTIONS,
     XARGS,
     misplaced,
@@ -250,10 +248,8 @@ def _with_options(extra_args: Mapping[str, Any] | None, options: RequestOptions)
 
 
 def _needed_parts(options: RequestOptions) -> tuple[str, ...]:
-    """Return the parts of a chat to find: protected parts, and parts that a role report counts."""
-    # Uncompressed requests search for roles too, so that comparisons measure the same work.
-    reported = REPORTED if options.by_role else ()
-    return reported if options.settings is None else (*options.protection.words, *reported)
+    """Return the protected parts of a chat, which must be found."""
+    return () if options.settings is None else options.protection.words
 
 
 # -- check ----------------------------------------------------------------------------------------
@@ -329,7 +325,6 @@ def _with_spans(
     options = replace(
         options,
         spans=protected_spans(config, settings, options, prompt, max_tokens),
-        roles=requested_roles(options, prompt),
         has_spans=is_rendered,
     )
     check_fits_pool(config, settings, options, tokens)
@@ -353,14 +348,9 @@ def _check_beams(
     unless it is compressed piece by piece. The operator's protected parts apply to chats only.
     """
     protection = options.protection
-    if options.by_role:
-        problem = (
-            f"beam search starts other requests, which do not report {BY_ROLE};"
-            f" send the request without use_beam_search, or without {BY_ROLE}"
-        )
-    elif not settings.enabled or settings.pieces.max_whole is None:
+    if not settings.enabled or settings.pieces.max_whole is None:
         return
-    elif chat and has_more_than_text(request.messages):
+    if chat and has_more_than_text(request.messages):
         problem = (
             "a prompt with more than text must be compressed after its prefill, and beam search"
             " makes longer prompts from this one, which this server may compress piece by"

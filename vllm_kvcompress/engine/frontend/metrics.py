@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.layers import groups_of, stages_of
-from vllm_kvcompress.engine.messages.counts import Counts, take_counts
+from vllm_kvcompress.engine.messages.outputs import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS

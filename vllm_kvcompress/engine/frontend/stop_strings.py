@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from vllm_kvcompress.engine.messages.stop_strings import mark_stopped
+from vllm_kvcompress.engine.messages.outputs import mark_stopped
 
 _INSTALLED = "_kvcompress_stop_strings"
 

@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from vllm_kvcompress.engine.messages.usage import (
+from vllm_kvcompress.engine.messages.outputs import (
     USAGE_KEY,
     CompressionUsage,
     same_compression,
@@ -87,20 +87,7 @@ class Collected:
                 total[key] = sum(each.get(key, 0) for each in kept)
         if len(layers) == len(kept):
             total["layer_tokens"] = [sum(tokens) for tokens in zip(*layers, strict=True)]
-        if all("by_role" in each for each in kept):
-            total["by_role"] = _by_role([each["by_role"] for each in kept])
         return total
-
-
-def _by_role(prompts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return each role's tokens in all prompts and the share of them that was kept."""
-    total = dict[str, dict[str, Any]]()
-    for role in dict.fromkeys(role for each in prompts for role in each):
-        reports = [each[role] for each in prompts if role in each]
-        tokens = sum(each["tokens"] for each in reports)
-        kept = sum(each["tokens"] * each["kept"] for each in reports)
-        total[role] = {"tokens": tokens, "kept": round(kept / tokens, 4)}
-    return total
 
 
 _collected: ContextVar[Collected | None] = ContextVar("kvcompress_collected", default=None)

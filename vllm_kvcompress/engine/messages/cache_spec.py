@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.planning.memory import uncompressed_prompt_blocks
 from vllm_kvcompress.planning.obstacles import block_multiple_refusal, packed_shape_refusal
-from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 

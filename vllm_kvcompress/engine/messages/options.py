@@ -11,7 +11,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.errors import OverrideError, shorten
-from vllm_kvcompress.methods.spans import Roles, Spans
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_keys import OPTIONS
 from vllm_kvcompress.settings.request_options import RequestChoices, RequestOptions
@@ -27,7 +27,6 @@ def attach_options(params: SamplingParams, options: RequestOptions) -> None:
     message = {
         "choice": list(options.choice),
         "spans": [list(span) for span in options.spans],
-        "roles": {role: [list(span) for span in spans] for role, spans in options.roles.items()},
     }
     params.extra_args = {**(params.extra_args or {}), OPTIONS: message}
 
@@ -49,21 +48,14 @@ def options_of(settings: CompressionConfig | None, params: SamplingParams | None
     try:
         choice, spans = RequestChoices(*message["choice"]), _parse_spans(message["spans"])
         hash(choice)
-        roles = roles_of(params)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError) as e:
         raise OverrideError.invalid(
             f"{OPTIONS} must be as the API server writes it, got {shorten(message)}; send the"
             " request through the server, or leave the key out"
         ) from e
     return RequestOptions(
-        choice=choice, settings=choice.resolve(settings), spans=spans, roles=roles, has_spans=True
+        choice=choice, settings=choice.resolve(settings), spans=spans, has_spans=True
     )
-
-
-def roles_of(params: SamplingParams | None) -> Roles:
-    """Return the tokens of each role of a request; {} if it does not ask for them."""
-    message = _message(params) or {"roles": {}}
-    return {role: _parse_spans(spans) for role, spans in message["roles"].items()}
 
 
 def _message(params: SamplingParams | None) -> Mapping[str, Any] | None:

@@ -10,14 +10,11 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import KEYS, CompressionConfig
-from vllm_kvcompress.settings.lookahead import RENAMED_KEYS
 
 _KEY = "kvcompress"
 _MIN_SIMILARITY = 0.82
 """Least `difflib` ratio (0 to 1) of a misspelling of ``kvcompress``; ``compressor`` is below."""
-_SETTING_BY_LETTERS = {
-    f"kv{name.replace('_', '')}": RENAMED_KEYS.get(name, name) for name in (*KEYS, *RENAMED_KEYS)
-}
+_SETTING_BY_LETTERS = {f"kv{name.replace('_', '')}": name for name in KEYS}
 _parsed: dict[str, CompressionConfig] = {}
 """Parsed settings by their `repr`. Settings are frozen, so one parse per process is enough."""
 

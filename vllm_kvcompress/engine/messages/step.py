@@ -181,20 +181,6 @@ class StepPlan:
         )
 
 
-class RoleKept(NamedTuple):
-    """How much of one role's tokens is kept.
-
-    Args:
-        role: name of the role in the chat.
-        tokens: tokens of the role in the prompt.
-        share: kept share of these tokens, mean over all layers and KV heads.
-    """
-
-    role: str
-    tokens: int
-    share: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPrompt:
     """A worker's report about one packed prompt. Pickled with the step's output.
@@ -208,8 +194,6 @@ class PackedPrompt:
             are not among them: they all count as kept.
         seconds: device time to score and pack.
         output_tokens: as in `PackRequest`.
-        by_role: kept tokens by role. Empty unless the request asks for it and nothing of its prompt
-            was dropped before.
     """
 
     request_id: str
@@ -219,7 +203,6 @@ class PackedPrompt:
     layer_tokens: tuple[int, ...]
     seconds: float
     output_tokens: int | None = None
-    by_role: tuple[RoleKept, ...] = ()
 
     @property
     def kept_tokens(self) -> float:

@@ -217,7 +217,7 @@ class Coordination:
         free_blocks = self._step_builder.free_blocks_now()
         hit_ids = {block.block_id for block in hit_blocks}
         reserved = lookaheads.reserved_blocks(free_blocks - needed, hit_ids)
-        if is_running or not next_step.is_pipelined or lookaheads.on_pressure == "never":
+        if is_running or not next_step.is_pipelined:
             return reserved
         reserved += next_step.blocks_for_running(lookaheads.request_ids)
         return reserved + next_step.blocks_after_admission(request_id, tokens)

@@ -1,6 +1,6 @@
 """Pack prompts whose look-ahead is over, and compress others early if the KV pool is short.
 
-If the pool runs short, `--kv-lookahead-on-pressure` allows prompts in their look-ahead to be
+Before the short pool makes vLLM preempt a running request, prompts in their look-ahead are
 compressed early: to half of the prompt if that is enough, otherwise to the budget. A prompt can
 only be packed after a step that its request takes part in, and the freed blocks can be allocated in
 the next step. So the decision is made once a step is scheduled, from the blocks that the next step
@@ -35,7 +35,7 @@ def pack_lookaheads(step_builder: StepBuilder, next_step: NextStep) -> None:
         # If the pool has too few blocks, the next step tries again.
         if plan is None or not step_builder.pack_lookahead(state, plan, ""):
             remaining.append(state)
-    if remaining and lookaheads.on_pressure != "never":
+    if remaining:
         _pack_early(remaining, step_builder, next_step)
 
 
@@ -46,11 +46,7 @@ def _pack_early(
     lookaheads = step_builder.lookaheads
     free_blocks = step_builder.free_blocks_after_step()
     needed = next_step.blocks_for_running(lookaheads.request_ids)
-    admits_waiting = lookaheads.on_pressure == "waiting"
-    waiting_blocks = 0
-    if admits_waiting and free_blocks >= needed:
-        waiting_blocks = next_step.blocks_for_waiting()
-    if free_blocks >= needed + waiting_blocks + lookaheads.max_reserved_blocks:
+    if free_blocks >= needed + lookaheads.max_reserved_blocks:
         return
     candidates = list(_candidates(in_step, overlaps=next_step.overlaps))
     reserved_for_others = lookaheads.reserved_blocks(0) - sum(
@@ -58,13 +54,7 @@ def _pack_early(
     )
     free_now = step_builder.free_blocks_now() - reserved_for_others
     needed += reserved_for_others
-    choices, is_enough = choose_packs(candidates, free_now, free_blocks, needed)
-    if admits_waiting and is_enough and (waiting_blocks := next_step.blocks_for_waiting()):
-        more_choices, is_enough = choose_packs(
-            candidates, free_now, free_blocks, needed + waiting_blocks
-        )
-        choices = more_choices if is_enough else choices
-    for choice in choices:
+    for choice in choose_packs(candidates, free_now, free_blocks, needed):
         if not step_builder.pack_lookahead(*choice) and choice.early_target == HALF:
             candidate = next(each for each in candidates if each.state is choice.state)
             step_builder.pack_lookahead(*candidate.to_budget())
@@ -155,22 +145,19 @@ def _candidates(in_step: Sequence[RequestState], *, overlaps: bool) -> Iterator[
 
 def choose_packs(
     candidates: Sequence[_Candidate], free_now: int, free_after: int, needed: int
-) -> tuple[list[_PackChoice], bool]:
-    """Choose the prompts to compress early so that `needed` blocks are free after the step.
+) -> list[_PackChoice]:
+    """Return the prompts to compress early so that `needed` blocks are free after the step.
 
     First choice: pack as few of the oldest prompts as possible, each to half. If packing all
     prompts to half does not free enough, pack the oldest ones to the budget, again as few as
-    possible, and all others to half.
+    possible, and all others to half. If that does not free enough either, pack all of them to the
+    budget.
 
     Args:
         candidates: prompts that can be packed, oldest first.
         free_now: blocks that the packings may take before they return any.
         free_after: free blocks after the step, without these packings.
         needed: blocks needed after the step, in addition to those reserved for candidates.
-
-    Returns:
-        The choices, and whether they free enough blocks. If not, the choices pack every candidate
-        to the budget.
     """
     to_half = [candidate.to_half() for candidate in candidates]
     to_budget = [candidate.to_budget() for candidate in candidates]
@@ -188,5 +175,5 @@ def choose_packs(
         # A prompt packed to half must not take blocks that are reserved for another prompt.
         can_start = not choices or free_now >= fresh_blocks + still_reserved
         if free_blocks >= needed + still_reserved and can_start:
-            return choices, True
-    return to_budget, False
+            return choices
+    return to_budget

@@ -24,7 +24,6 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec
 from vllm_kvcompress.errors import VllmHookError
@@ -121,7 +120,6 @@ class GroupBlocks:
         self.compressed: CompressedManager = compressed[0]
         self.compressed_index = managers.index(compressed[0])
         self.others = others
-        self._find_longest_cache_hit = coordinator.find_longest_cache_hit
 
     def other_layer_blocks(self, request_id: str) -> int:
         """Return the number of blocks that a request holds in the uncompressed layers."""
@@ -145,16 +143,6 @@ class GroupBlocks:
             needed = max(-(-num_tokens // int(manager.block_size)) - held, 0)
             missing += min(needed, num_steps) if isinstance(manager, MambaManager) else needed
         return missing
-
-    def shared_prefix_blocks(self, request: Request, longest_hit: int) -> int:
-        """Return how many blocks of a waiting prompt's prefix are held by running requests.
-
-        Args:
-            request: the waiting request, with block hashes.
-            longest_hit: tokens that may come from the prefix cache.
-        """
-        found = self._find_longest_cache_hit(request.block_hashes, longest_hit)
-        return sum(block.ref_cnt > 0 for block in found[0][self.compressed_index])
 
 
 # Registered on import, which the scheduler class needs. It has no effect until a worker returns

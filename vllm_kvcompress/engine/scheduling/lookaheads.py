@@ -22,11 +22,10 @@ class LookAheads:
 
     Args:
         num_slots: maximum number of requests whose latest queries the workers store.
-        on_pressure: when prompts are compressed early, one of `ON_PRESSURE`.
     """
 
-    def __init__(self, num_slots: int, on_pressure: str) -> None:
-        self.num_free_slots, self.on_pressure = num_slots, on_pressure
+    def __init__(self, num_slots: int) -> None:
+        self.num_free_slots = num_slots
         self._active: dict[str, RequestState] = {}
         # Upper bound on the reserved blocks. They are counted only if fewer blocks are free.
         self.max_reserved_blocks = 0
@@ -89,15 +88,14 @@ class LookAheads:
     ) -> int:
         """Return the blocks to leave in the pool for packing the active look-aheads.
 
-        Other requests may share blocks of a prompt, and packing cannot overwrite those blocks. With
-        `--kv-lookahead-on-pressure never`, nothing is reserved.
+        Other requests may share blocks of a prompt, and packing cannot overwrite those blocks.
 
         Args:
             free_blocks: blocks available for allocation. If they cover the upper bound, nothing is
                 counted and 0 is returned.
             newly_shared: ids of blocks that another request is about to share.
         """
-        if self.on_pressure == "never" or free_blocks >= self.max_reserved_blocks:
+        if free_blocks >= self.max_reserved_blocks:
             return 0
         return sum(reserved_for(state, newly_shared) for state in self._active.values())
 

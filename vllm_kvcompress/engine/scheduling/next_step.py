@@ -31,7 +31,6 @@ class NextStep:
     ) -> None:
         self._scheduler, self._groups, self._step_builder = scheduler, groups, step_builder
         self._states, self._schedules = step_builder.states, step_builder.schedules
-        self._admissions = step_builder.admissions
 
         stages = int(scheduler.vllm_config.parallel_config.pipeline_parallel_size)
         # Blocks whose frees are deferred become available only one step later.
@@ -175,22 +174,3 @@ class NextStep:
         missing = self._groups.missing_blocks(request_id, end, 1 + num_steps)
         missing -= self._groups.missing_blocks(request_id, tokens)
         return missing + taken.must_be_fresh + taken.may_be_fresh
-
-    def blocks_for_waiting(self) -> int:
-        """Return the blocks needed to admit the next waiting request, 0 if none can be admitted."""
-        scheduler = self._scheduler
-        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
-            return 0
-        request = scheduler.waiting.peek_request()
-        state = self._states.of(request)
-        blocks, prefill = (
-            self._schedules.max_prefill_blocks(state),
-            self._schedules.of(state).prefill,
-        )
-        if request.block_hashes and (prefill is None or not prefill.in_pieces):
-            self._admissions.refresh_decision(state)
-            longest_hit = self._schedules.longest_prefix_hit(state, int(request.num_tokens) - 1)
-            blocks -= self._groups.shared_prefix_blocks(request, longest_hit)
-        other_blocks = self._admissions.other_layer_blocks(int(request.num_tokens))
-        watermark = int(scheduler.kv_cache_manager.watermark_blocks)
-        return max(blocks, 1) + other_blocks + watermark

@@ -22,11 +22,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.layers import other_layers_of
-from vllm_kvcompress.engine.messages.counts import attach_counts
+from vllm_kvcompress.engine.messages.outputs import attach_counts, stopped_ids
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
-from vllm_kvcompress.engine.messages.stop_strings import stopped_ids
 from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILED, Admissions
-from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
+from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats, UsageNotes
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.early_compression import pack_lookaheads
@@ -37,7 +36,6 @@ from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
-from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import VllmHookError, quoted_id, shorten
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -64,7 +62,7 @@ class _CompressingMixin:
             spec.dtype.itemsize,
         )
         self.states = RequestStates(scheduler.requests, self.admissions.new_state)
-        self.lookaheads = LookAheads(spec.ring_slots, spec.settings.lookahead.on_pressure)
+        self.lookaheads = LookAheads(spec.ring_slots)
         self.schedules = RequestSchedules(self.admissions, self.lookaheads, num_layers, block_size)
         deferred_free = DeferredFree(manager.block_pool, self)
         self.step_builder = StepBuilder(
@@ -359,7 +357,6 @@ class _CompressingMixin:
         """Set the engine's settings. Benchmarks change them while no request holds blocks."""
         assert not self.lookaheads, list(self.lookaheads.request_ids)
         self.admissions.settings = settings
-        self.lookaheads.on_pressure = settings.lookahead.on_pressure
         self.states.clear()
 
 

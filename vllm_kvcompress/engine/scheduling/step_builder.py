@@ -111,9 +111,9 @@ class StepBuilder:
             # Reserved from now on, and allocated when the look-ahead is packed.
             full_blocks = num_tokens // self._block_size
             unshared = self._unshared_blocks(request_id, full_blocks, new_computed_blocks)
-            counts_required_only = self.lookaheads.on_pressure != "never"
+            counts_required_only = True
             # If no block is shared, the prompt is packed in place and needs no reservation.
-            if counts_required_only and unshared < full_blocks:
+            if unshared < full_blocks:
                 plan = state.budget_plan(num_tokens)
         if plan is None:
             return NO_DESTINATIONS

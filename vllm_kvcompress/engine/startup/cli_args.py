@@ -22,8 +22,6 @@ from vllm_kvcompress.engine.messages.settings import (
 )
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
-from vllm_kvcompress.settings.declared import flag_of
-from vllm_kvcompress.settings.lookahead import RENAMED_KEYS
 from vllm_kvcompress.settings.off_switch import (
     OFF_SWITCH,
     is_switched_off,
@@ -120,8 +118,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help=COMPRESS_CONFIG_FLAG.help,
     )
-    for old, key in RENAMED_KEYS.items():
-        group.add_argument(flag_of(old), type=_parsed_as(key), default=None, help=argparse.SUPPRESS)
     action = parser._option_string_actions.get("--additional-config")
     if action is not None and callable(action.type):
         action.type = _without_repeated_settings(action.type)
@@ -131,11 +127,11 @@ def fold(args: argparse.Namespace) -> None:
     """Move our flags into ``args.additional_config["kvcompress"]``, and check the settings.
 
     Raises:
-        ConfigError: settings contradict each other or name no method, a renamed flag is set under
-            both names, or an alias is already a name of the model; not with the off switch.
+        ConfigError: settings contradict each other or name no method, or an alias is already a name
+            of the model; not with the off switch.
     """
     typed = dict(getattr(args, "kv_compress_config", None) or {})
-    for key in (*KEYS, *RENAMED_KEYS):
+    for key in KEYS:
         value = getattr(args, f"kv_{key}", None)
         if value is not None:
             typed[key] = value

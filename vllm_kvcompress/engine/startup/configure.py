@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.messages.outputs import default_usage_to_none
 from vllm_kvcompress.engine.messages.settings import (
     attach_settings,
     has_settings,
@@ -22,7 +23,6 @@ from vllm_kvcompress.engine.messages.settings import (
     raw_settings,
     refuse_misspelt_settings,
 )
-from vllm_kvcompress.engine.messages.usage import default_usage_to_none
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all

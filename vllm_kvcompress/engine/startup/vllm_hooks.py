@@ -128,7 +128,7 @@ VLLM_HOOKS = (
         "vllm.v1.request:Request(abort_immediately)",
     ),
     *vllm_hooks(
-        "scheduling.usage_notes",
+        "scheduling.compression_stats",
         "wrap",
         _USAGE,
         "vllm.v1.engine:EngineCoreOutput(request_id, kv_transfer_params)",

@@ -1,12 +1,12 @@
-"""Find the prompt tokens of protected chat parts, and of each role for the usage report.
+"""Find the prompt tokens of protected chat parts.
 
-A request, or the operator, protects parts of a chat by name, and a request can ask how much of each
-role was kept. Only the chat template knows where these parts are:
+A request, or the operator, protects parts of a chat by name. Only the chat template knows where
+these parts are:
 
 1. `chat_parts` renders the chat again with a placeholder in one part.
 2. `renderings` compares the two renderings and turns the difference into token spans.
 3. `spans` merges the protected parts and the request's own spans, and checks that they fit the
-   budget. `by_role` assigns every token of the prompt to one role.
+   budget.
 
 Related modules: `settings.protection` parses the names of parts, `methods.protected` changes the
 scores, and `engine.compression.protected_slots` finds the protected tokens in packed pages.

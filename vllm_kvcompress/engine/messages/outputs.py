@@ -1,0 +1,149 @@
+"""What the scheduler reports to the front end, and which aborts are due to a stop string.
+
+The scheduler sends counts for the metrics with `SchedulerStats`, and each request's compression
+result with its `EngineCoreOutput`. Both travel under a key of their own in fields for a KV
+connector, `kv_connector_stats` and `kv_transfer_params`. vLLM serialises these fields as plain
+values, so the messages hold only plain values.
+
+vLLM's front end detects stop strings. It then aborts the request in the engine, as it also does
+when the client hangs up, and an abort carries only request ids. The front end lists an id twice to
+mean "ended by a stop string". vLLM routes and aborts such a list like any other.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypedDict
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.metrics.stats import SchedulerStats
+
+_KEY = "kvcompress"
+
+# -- counts for the metrics ------------------------------------------------------------------------
+
+
+class Counts(TypedDict):
+    """Changes since the last report. Sums over reports are right whichever API server gets them."""
+
+    planned: dict[str, int]
+    """Requests whose prompts the scheduler told the workers to compress, by method."""
+    packed: dict[str, int]
+    """Planned requests that the workers have compressed, by method."""
+    skipped: dict[str, int]
+    """Requests whose prompts stayed uncompressed, by reason."""
+    in_place: int
+    """Prompts packed into their own blocks."""
+    freed_blocks: int
+    """Blocks of uncompressed prompts that went back to the pool."""
+    packed_blocks: int
+    """Blocks taken from the pool for kept tokens."""
+    prompt_tokens: int
+    """Tokens of the compressed prompts before compression."""
+    kept_tokens: float
+    """Tokens of the compressed prompts after compression, mean over the layers."""
+    layer_tokens: dict[str, int]
+    """Tokens that each layer keeps of the compressed prompts, by the layer's index in the model."""
+    ratios: list[float]
+    """Share of each compressed prompt that is kept."""
+    seconds: list[float]
+    """Device time to score and pack a prompt, one entry per packing."""
+    repacked_answers: int
+    """Times that a request's cache was packed again during decoding."""
+    freed_answer_blocks: int
+    """Blocks that these repackings returned to the pool."""
+    packed_pieces: int
+    """Times that a prompt under ``max_whole`` was packed, its last packing included."""
+    slotless_lookaheads: int
+    """Prompts that found no free look-ahead slot."""
+    protected_tokens: int
+    """Tokens of compressed prompts that are kept regardless of their score."""
+    raised_budgets: int
+    """Prompts whose budget was raised to hold their protected tokens."""
+    cut_lookaheads: dict[str, int]
+    """Prompts packed before their look-ahead was over, by target (`half` or `budget`)."""
+    packed_hit_tokens: int
+    """Tokens of new requests that were read from packed pages in the prefix cache."""
+
+
+def attach_counts(stats: SchedulerStats, counts: Counts) -> None:
+    """Add the counts to a step's statistics."""
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: counts}
+
+
+def take_counts(stats: SchedulerStats) -> Counts | None:
+    """Remove and return the counts of a step's statistics, None if there are none.
+
+    vLLM's loggers expect only a connector's statistics in that field.
+    """
+    if not stats.kv_connector_stats:
+        return None
+    counts: Counts | None = stats.kv_connector_stats.pop(_KEY, None)
+    stats.kv_connector_stats = stats.kv_connector_stats or None
+    return counts
+
+
+# -- compression results for the usage -------------------------------------------------------------
+
+USAGE_KEY = "kv_compress"
+"""The attribute that vLLM's RequestOutput gets, and the key in a response's usage."""
+
+CompressionUsage = dict[str, Any]
+"""What a request's usage says about its compression.
+
+A new compression has ``method``, ``budget``, ``packed_dtype``, ``prompt_tokens``, ``kept_tokens``,
+``kept_bytes`` and ``uncompressed_bytes``, and where they apply ``lookahead`` and
+``protected_tokens``. ``kept_bytes`` are the bytes of the KV blocks that the request then holds, on
+all GPUs, and ``uncompressed_bytes`` those that it would hold uncompressed. The workers add
+``layer_tokens`` later, with their mean as ``kept_tokens``.
+"""
+
+
+def same_compression(kept: CompressionUsage, update: CompressionUsage) -> bool:
+    """Return whether both are of one compression of a prompt.
+
+    A preempted prompt is compressed again with its output, and one whose look-ahead ended early may
+    be compressed again after more output tokens.
+    """
+    return all(kept.get(key) == update.get(key) for key in ("prompt_tokens", "lookahead"))
+
+
+def default_usage_to_none() -> None:
+    """Give every `RequestOutput` of this process a ``kv_compress`` of None. Idempotent.
+
+    Offline code can then read the attribute of any output. The outputs of a compressed prompt
+    override it.
+    """
+    setattr(RequestOutput, USAGE_KEY, None)
+
+
+def attach_usage(output: EngineCoreOutput, usage: CompressionUsage) -> None:
+    """Attach a compression result to one of the request's outputs."""
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), _KEY: usage}
+
+
+def take_usage(output: EngineCoreOutput) -> CompressionUsage | None:
+    """Remove and return the compression result of an output, None if there is none.
+
+    vLLM passes everything left in that field to the client as the connector's parameters.
+    """
+    params = output.kv_transfer_params
+    if not params or _KEY not in params:
+        return None
+    usage: CompressionUsage = params[_KEY]
+    output.kv_transfer_params = {key: value for key, value in params.items() if key != _KEY} or None
+    return usage
+
+
+# -- aborts ----------------------------------------------------------------------------------------
+
+
+def mark_stopped(request_ids: Iterable[str]) -> list[str]:
+    """Return the request ids of an abort, each listed twice."""
+    return [request_id for request_id in request_ids for _ in range(2)]
+
+
+def stopped_ids(request_ids: Iterable[str]) -> frozenset[str]:
+    """Return the request ids of an abort that `mark_stopped` has marked."""
+    listed = Counter(request_ids)
+    return frozenset(request_id for request_id, times in listed.items() if times > 1)
