@@ -93,8 +93,6 @@ class FakeVllm:
                 f"kv_compress must be one of {self.allowed_methods} on this server, got {method!r}"
             )
             return 400, json.dumps({"error": {"message": message}})
-        if self.has_plugin and not self.reports_usage and "kv_by_role" in body["vllm_xargs"]:
-            return 400, '{"error": {"message": "kv_by_role needs --kv-usage"}}'
         if self.refused_text in text:
             return 400, json.dumps({"error": {"message": f"{self.refusal_reason}: {text}"}})
         return 200, self._stream(body, method, text)
@@ -118,8 +116,6 @@ class FakeVllm:
                     "kept_bytes": budget * (1000 if is_k4v3 else 4000),
                     "uncompressed_bytes": 4000,
                 }
-                if body["vllm_xargs"].get("kv_by_role"):
-                    kept["by_role"] = {"user": {"tokens": num_words, "kept": budget}}
                 details = {"prompt_tokens_details": {"kv_compress": kept}}
         events: list[dict[str, Any]] = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]}

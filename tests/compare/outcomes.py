@@ -11,18 +11,10 @@ def outcome(key: str = "k", cell: Cell | None = None, **figures) -> Outcome:
     """
     cell = cell or Cell(method="snapkv", budget=0.2)
     defaults = dict(
-        task="prompts", group=None, prompt_tokens=100, kept_tokens=20.0, by_role={}, exact=True,
+        task="prompts", group=None, prompt_tokens=100, kept_tokens=20.0, exact=True,
         shared=8,
         similarity=1.0, length=8, full_length=8, loops=False, full_loops=False,
         by_place=None, places=7, same_first=7, kl=0.0, score=1.0, full_score=1.0, rules={},
         first_token_s=0.5, token_s=0.02, full_first_token_s=0.4, full_token_s=0.03,
     )  # fmt: skip
-    return Outcome(
-        key=key,
-        method=cell.method,
-        budget=cell.budget,
-        protect=cell.protect,
-        lookahead=cell.lookahead,
-        packed_dtype=cell.packed_dtype,
-        **{**defaults, **figures},
-    )
+    return Outcome(key=key, cell=cell, **{**defaults, **figures})

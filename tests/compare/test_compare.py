@@ -91,8 +91,8 @@ def test_each_method_runs_with_every_lookahead_and_protection(compare, fake, tmp
     assert "…" not in result.out
     assert "+ system, tools" in " ".join(result.out.split())
     requested = [b["vllm_xargs"] for b in fake.prompt_requests]
-    each = {"kv_compress": "snapkv", "kv_budget": 0.2, "kv_by_role": True}
-    full = {"kv_compress": "off", "kv_by_role": True}
+    each = {"kv_compress": "snapkv", "kv_budget": 0.2}
+    full = {"kv_compress": "off"}
     ways = [
         each | {"kv_protect": parts, "kv_lookahead": tokens}
         for tokens in (0, 32)
@@ -235,18 +235,6 @@ def test_without_sizes_there_is_no_chart(run_compare, fake, tmp_path):
     assert not (tmp_path / "out/report.png").exists()
 
 
-def test_report_has_the_kept_share_of_each_role(run_compare, fake, tmp_path):
-    """Both sides request it, so that both do the same work before their first token."""
-    result = run_compare("--methods", "snapkv", "--budgets", "0.5,0.2", "--no-baselines")
-    assert {body["vllm_xargs"]["kv_by_role"] for body in fake.prompt_requests} == {True}
-    cells = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
-    tokens = cells[0]["asked"] * 11
-    shares = [cell["roles"]["user"] for cell in cells]
-    assert shares == [[tokens, pytest.approx(budget)] for budget in (0.5, 0.2)]
-    assert any(line.split() == ["snapkv", "0.2", "20%"] for line in result.out.splitlines())
-    assert f"| snapkv | 0.2 | 20% of {tokens} |" in (tmp_path / "out" / "report.md").read_text()
-
-
 def test_without_kv_usage_the_number_of_compressed_prompts_is_unknown(run_compare, fake, tmp_path):
     fake.reports_usage = False
     result = run_compare("--max-drop", "0.3")
@@ -337,8 +325,7 @@ def test_tables_fit_80_columns_without_cutting_names(run_compare, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     tables = [line for line in run_compare().out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80
-    # The roles have a table of their own.
-    assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == len(TABLES) + 1
+    assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == len(TABLES)
 
 
 def test_model_names_with_markup_are_printed_and_drawn(run_compare, fake, tmp_path):

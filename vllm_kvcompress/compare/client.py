@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
-from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable, error_message, printable
+from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable, error_message
 from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.protection import NONE, PROTECT
 from vllm_kvcompress.settings.request_keys import (
     BUDGET,
-    BY_ROLE,
     COMPRESS,
     LOOKAHEAD,
     PACKED_DTYPE,
@@ -21,8 +20,6 @@ from vllm_kvcompress.settings.request_keys import (
 
 _K4V3_FACTOR = 4
 """Tokens in k4v3 that take the memory of a 16-bit token."""
-_MAX_ROLE = 40
-"""Most characters of a role's name in the report."""
 _RETRY_DELAYS_S = (0.5, 2.0, 8.0)
 
 
@@ -120,7 +117,6 @@ class Completion:
             report it, because the prompt was not compressed or ``--kv-usage`` is off.
         bytes_share: bytes of the prompt's KV blocks after compression, relative to an uncompressed
             cache in the same dtype. None as `kept_tokens`.
-        by_role: prompt tokens and kept share of each role. Empty if the server does not report it.
         replies: content of the outputs of the earlier turns.
     """
 
@@ -132,7 +128,6 @@ class Completion:
     prompt_tokens: int
     kept_tokens: float | None
     bytes_share: float | None
-    by_role: Mapping[str, tuple[int, float]]
     replies: Sequence[str] = ()
 
     @property
@@ -149,7 +144,6 @@ class Client:
         model: name of the served model.
         top_logprobs: most likely tokens to request at each position.
         timeout_s: seconds without data from the server after which a request fails.
-        report_roles: request the kept share of each role.
         dtype_bytes: bytes of a token in the server's KV cache, relative to the model's dtype. None
             if not known.
         should_stop: returns True once no more requests may be sent.
@@ -159,7 +153,6 @@ class Client:
     model: str
     top_logprobs: int = 20
     timeout_s: float = 600.0
-    report_roles: bool = False
     dtype_bytes: float | None = 1.0
     should_stop: Callable[[], bool] = lambda: False
 
@@ -225,9 +218,7 @@ class Client:
             "top_logprobs": self.top_logprobs,
             "return_tokens_as_token_ids": True,
             "cache_salt": salt,
-            # The full cache gets kv_by_role too, so that both sides do the same work before their
-            # first token.
-            "vllm_xargs": cell.xargs | ({BY_ROLE: True} if self.report_roles else {}),
+            "vllm_xargs": cell.xargs,
         }
         if item.tools:
             # Tool calls are parsed from the output text, so the server needs no tool parser.
@@ -277,10 +268,6 @@ class Client:
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             kept_tokens=kept.get("kept_tokens"),
             bytes_share=_share_of_bytes(kept),
-            by_role={
-                printable(role, _MAX_ROLE): (int(of_role["tokens"]), float(of_role["kept"]))
-                for role, of_role in (kept.get("by_role") or {}).items()
-            },
         )
 
     def _sleep(self, seconds: float) -> None:

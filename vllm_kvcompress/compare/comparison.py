@@ -256,14 +256,6 @@ class Comparison:
                 "The server does not report which prompts it compressed: start it with --kv-usage."
                 " The figures cover all prompts, including uncompressed ones."
             )
-        compressed = [o for o in self._outcomes if o.kept_tokens is not None]
-        if missing := sum(not o.by_role for o in compressed):
-            notes.append(
-                f"The kept share of each role is missing for {missing:,} of {len(compressed):,}"
-                " compressed prompts. The server does not report it for prompts that it compressed"
-                " in pieces or in two steps, for outputs that ended before the GPU reported, or if"
-                " it does not support kv_by_role."
-            )
         uncompressed = [str(s.cell) for s in measured if s.compressed == 0 and not s.baseline]
         if uncompressed:
             min_prompt = self._server.settings.get("min_prompt")

@@ -9,7 +9,7 @@ from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import share_of_bytes
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, printable
-from vllm_kvcompress.settings.request_keys import BY_ROLE, PACKED_DTYPE
+from vllm_kvcompress.settings.request_keys import PACKED_DTYPE
 
 _PAGE_TIMEOUT_S = 10.0
 _MAX_NAME = 60
@@ -78,11 +78,8 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
     packed_dtype = settings.get("packed_dtype")
     if packed_dtype and not all(cell.packed_dtype for cell in cells):
         notes.append(f"The server packs kept tokens in its default format {packed_dtype}.")
-    client = dataclasses.replace(
-        client,
-        report_roles=_reports_roles(client),
-        dtype_bytes=share_of_bytes(_cache_dtype(metrics) or "auto"),
-    )
+    dtype_bytes = share_of_bytes(_cache_dtype(metrics) or "auto")
+    client = dataclasses.replace(client, dtype_bytes=dtype_bytes)
     if not client.complete(_TINY, FULL).token_names:
         notes.append(
             "The server does not report every output token, so outputs are compared by characters"
@@ -159,17 +156,6 @@ def _with_top_logprobs(client: Client) -> tuple[Client, list[str]]:
             f" {_TOP_LOGPROBS[0]} (--max-logprobs): KL is a weaker lower bound."
         ]
     raise AssertionError("the last attempt returns or raises")
-
-
-def _reports_roles(client: Client) -> bool:
-    """Return whether requests may ask for the kept share of each role. Needs --kv-usage."""
-    try:
-        dataclasses.replace(client, report_roles=True).complete(_TINY, FULL)
-    except Refused as e:
-        if e.status != 400 or BY_ROLE not in e.reason:
-            raise
-        return False
-    return True
 
 
 def _require_plugin(client: Client, metrics: Metrics | None) -> None:

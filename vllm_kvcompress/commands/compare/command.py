@@ -26,7 +26,6 @@ from vllm_kvcompress.compare.report import (
     Column,
     Report,
     markdown,
-    role_columns,
     rule_columns,
 )
 from vllm_kvcompress.compare.summary import Measure
@@ -425,8 +424,6 @@ def _print_report(report: Report, folder: Path) -> None:
         console.print(_table(columns, report))
     if any(summary.obeyed for summary in report.summaries):
         console.print(_table(rule_columns(report.summaries, by_rule=False), report))
-    if any(summary.roles for summary in report.summaries):
-        console.print(_table(role_columns(report.summaries, counts=False), report))
     # Without a terminal, keep each sentence on one line.
     soft_wrap = not console.is_terminal
     for note in report.notes:
