@@ -25,7 +25,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -150,14 +150,7 @@ class GrowingCache:
 
     def copy(self) -> "GrowingCache":
         """Return a copy that can grow on its own."""
-        return GrowingCache(
-            model=self.model,
-            batch=self.batch.select(torch.tensor([0])),
-            computed=self.computed,
-            cell=self.cell,
-            exact_tokens=self.exact_tokens,
-            packed_end=self.packed_end,
-        )
+        return replace(self, batch=self.batch.select(torch.tensor([0])))
 
     def add(self, tokens: Sequence[int]) -> torch.Tensor:
         """Compute tokens, pack full cells, and return the tokens' hidden states ``[T, d]``."""
