@@ -49,7 +49,11 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
     Panels of scores are over all tasks; methods that are not highlighted are thin lines. Panels of
     KL over bytes are over all ordinary requests, if the results have bytes.
     """
-    by_bytes = [cell for cell in found if cell.task == ORDINARY and cell.bytes is not None]
+    by_bytes = [
+        cell
+        for cell in found
+        if cell.task == ORDINARY and cell.bytes is not None and AFTER_LOOKAHEAD in cell.along
+    ]
     styles = _styles(by_bytes)
     scored = [cell for cell in found if cell.task == ALL]
     groups: list[tuple[Sequence[Cell], Draw, str]] = [
