@@ -1,14 +1,13 @@
 """Tables of `benchmarks.chats`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import fmean, median, quantiles
 
-from benchmarks.evidence.cells import lines
+from benchmarks.jsonl import Line, by_key, lines
 from vllm_kvcompress.compare.statistics import Estimate, estimate
+from vllm_kvcompress.compare.tables import markdown_table, with_interval
 
-Line = Mapping[str, Any]
 ALONE = "vLLM alone"
 PRESSURE, WARM = "pressure", "warm"
 
@@ -28,12 +27,12 @@ def report(paths: Sequence[Path]) -> str:
 def pressure_table(found: Sequence[Line]) -> str:
     """Return a table with a column for each system, about turns that have a history."""
     columns = [["", *_PRESSURE_ROWS]]
-    for system in dict.fromkeys(line["system"] for line in found):
-        of_system = [line for line in found if line["system"] == system]
+    for system, of_system in by_key(found, "system").items():
         totals = [line for line in of_system if "wall_s" in line]
         turns = [line for line in of_system if "turn" in line]
         columns.append([system, *_figures(turns, totals)])
-    return _markdown(list(zip(*columns, strict=True)))
+    header, *rows = zip(*columns, strict=True)
+    return markdown_table(header, rows)
 
 
 _PRESSURE_ROWS = (
@@ -53,21 +52,16 @@ _PRESSURE_ROWS = (
 def _figures(turns: Sequence[Line], totals: Sequence[Line]) -> list[str]:
     """Return a system's cells of the pressure table; `totals` is empty in an unfinished run."""
     later = [line for line in turns if line["turn"] > 1]
-    by_turn = [
-        [line for line in later if line["turn"] == turn]
-        for turn in sorted({line["turn"] for line in later})
-    ]
+    by_turn = [of_turn for _, of_turn in sorted(by_key(later, "turn").items())]
     first_token = [line["first_token_s"] for line in later]
     computed = [line["prompt_tokens"] - line["cached_tokens"] for line in later]
     total = totals[-1] if totals else None
     return [
         str(total["blocks"]) if total else "",
-        _percentage(hit_rate(later)),
+        with_interval(hit_rate(later), ".0%"),
         ", ".join(f"{sum(map(is_warm, of_turn))} of {len(of_turn)}" for of_turn in by_turn),
-        ", ".join(
-            f"{_mean([line['cached_tokens'] for line in of_turn]):.0f}" for of_turn in by_turn
-        ),
-        f"{_mean(computed):.0f}",
+        ", ".join(f"{fmean(line['cached_tokens'] for line in turn):.0f}" for turn in by_turn),
+        f"{fmean(computed):.0f}",
         f"{median(first_token):.2f} s",
         f"{quantiles(first_token, n=10, method='inclusive')[-1]:.2f} s",
         f"{total['prefix_cache_hits']:,} of {total['prefix_cache_queries']:,}" if total else "",
@@ -96,9 +90,8 @@ def warm_table(found: Sequence[Line]) -> str:
     for line in found:
         if line.get("turn", 1) > 1:
             by_system.setdefault(line["system"], {})[line["chat"], line["turn"]] = line
-    rows: list[Sequence[str]] = [
-        ("", "warm turns", "computed tokens, mean", "first token, median", "of vLLM alone's")
-    ]
+    header = ("", "warm turns", "computed tokens, mean", "first token, median", "of vLLM alone's")
+    rows = []
     for system, requests in by_system.items():
         times = {key: line["first_token_s"] for key, line in requests.items()}
         alone = by_system[ALONE]
@@ -109,23 +102,9 @@ def warm_table(found: Sequence[Line]) -> str:
             (
                 system,
                 f"{sum(map(is_warm, requests.values()))} of {len(requests)}",
-                f"{_mean(computed):.0f}",
+                f"{fmean(computed):.0f}",
                 f"{median(times.values()):.2f} s",
                 f"{middle:.2f} times (quartiles {low:.2f} and {high:.2f})",
             )
         )
-    return _markdown(rows)
-
-
-def _percentage(value: Estimate) -> str:
-    return f"{value.mean:.0%} ({value.low:.0%} to {value.high:.0%})"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    titles, *others = rows
-    ruled = [titles, ["---", *["---:"] * (len(titles) - 1)], *others]
-    return "\n".join("| " + " | ".join(row) + " |" for row in ruled) + "\n"
+    return markdown_table(header, rows)

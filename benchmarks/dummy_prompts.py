@@ -218,9 +218,6 @@ def replaced_launches(device: str) -> Iterator[list[str]]:
     def upload(values: Any, device: Any, dtype: Any = None, out: Any = None) -> torch.Tensor:
         return out if out is not None else torch.empty(len(values), dtype=dtype, device=device)
 
-    def on_meta(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(values.shape, dtype=dtype, device=device)
-
     with ExitStack() as stack:
 
         def patch(owner: Any, name: str, value: Any) -> None:

@@ -10,8 +10,7 @@ interrupted run.
 
 A method with a look-ahead, such as `ahead={"compress": "cake-chunk", "lookahead": 32}`, compresses
 the prompt after the full cache's first 32 output tokens. If the output ends earlier, the prompt
-stays uncompressed and the line has `"packed": false`. Add `protect` to protect parts of each chat:
-`kept={"compress": "cake-chunk", "protect": "system,tools"}`.
+stays uncompressed and the line has `"packed": false`.
 
 Other number formats: `"packed_dtype": "k4v3"` packs the kept tokens into 4-bit keys and 3-bit
 values, also at a budget of 1.0. `"cache": "fp8"` gives the engine's KV cache a format of vLLM,
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
-from benchmarks.evidence.cells import FULL, lines
+from benchmarks.evidence.cells import FULL
 from benchmarks.evidence.compressed_cache import (
     CompressedCache,
     PromptCompressor,
@@ -47,19 +46,18 @@ from benchmarks.evidence.outputs import (
     compare_outputs,
     full_cache_output,
 )
-from benchmarks.evidence.parts import protected_parts
 from benchmarks.evidence.reference_model import PrefilledPrompt, ReferenceModel
-from benchmarks.evidence.systems import systems
+from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD, systems
 from benchmarks.evidence.texts import TASK, text_items
-from benchmarks.evidence.variants import VARIANTS
 from benchmarks.field import FIELD_TASKS, field_items
 from benchmarks.field.data import FieldData
+from benchmarks.jsonl import append, lines
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import loops, similarity
 from vllm_kvcompress.compare.tasks import SCORED, TASKS, Item, build_items
 from vllm_kvcompress.compare.tasks.short_answers import exact_match, final_answer, token_f1
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.registry import PRESETS
+from vllm_kvcompress.methods.registry import PRESETS, RECOMMENDED
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 PROMPTS_PER_RESULT = 4
@@ -75,7 +73,6 @@ PREAMBLE = (
 )
 """Start of the output with ``--question late``: longer than a look-ahead, without the answer."""
 GROUPS_OF_METHODS: Mapping[str, Mapping[str, str]] = {
-    "parts": VARIANTS,
     "systems": systems(lookahead=True),
     "prefill-systems": systems(lookahead=False),
 }
@@ -115,10 +112,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=list(PRESETS),
         metavar="NAME[=JSON]",
-        help="presets; parts (all variants of the recommended preset); systems (all systems at"
-        " equal bytes); prefill-systems (the same without a look-ahead); names of vLLM's low-bit"
-        " caches; or NAME=JSON with settings as in --kv-compress-config, measured only at their own"
-        " budget, or list of budgets, if they have one",
+        help=f"presets; {WITHOUT_LOOKAHEAD!r}; systems (all systems at equal bytes);"
+        " prefill-systems (the same without a look-ahead); names of vLLM's low-bit caches; or"
+        " NAME=JSON with settings as in --kv-compress-config, measured only at their own budget, or"
+        " list of budgets, if they have one",
     )
     parser.add_argument(
         "--attempts",
@@ -164,7 +161,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "commit": commit(),
         "machine": machine(),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     for task in args.tasks:
         measure_task(model, args, task, methods, origin)
 
@@ -175,7 +171,8 @@ def parse_methods(names: Sequence[str]) -> dict[str, str]:
     The name of a cache format stands for an engine that evicts nothing.
     """
     alone = {"compress": "off", "budget": 1.0}
-    named = {name: json.dumps({**alone, "cache": name}) for name in CACHE_FORMATS} | dict(VARIANTS)
+    named = {name: json.dumps({**alone, "cache": name}) for name in CACHE_FORMATS}
+    named[WITHOUT_LOOKAHEAD] = json.dumps({"compress": RECOMMENDED, "lookahead": 0})
     methods: dict[str, str] = {}
     for argument in names:
         name, _, raw = argument.partition("=")
@@ -254,10 +251,8 @@ def measure_task(
         full_score = next(r["score"] for r in results if r["method"] == FULL)
         if (FULL, 1.0) in done:
             results = [r for r in results if r["method"] != FULL]
-        with args.out.open("a") as out:
-            for result in results:
-                line = {**origin, "task": task, "item": item.name, "group": item.group, **result}
-                out.write(json.dumps(line) + "\n")
+        common = {**origin, "task": task, "item": item.name, "group": item.group}
+        append(args.out, [{**common, **result} for result in results])
         num_answered += full_score > 0 or not needs_full_answer(item)
         seconds = time.perf_counter() - start
         print(f"{item.name}: {num_answered} of {args.count} answered, {seconds:.0f} s", flush=True)
@@ -404,8 +399,6 @@ def measure(
     if needs_full_answer(item) and not full_score:
         return results
     decode_fully = decode_fully or needs_full_answer(item)
-    protects = any(settings_at(raw, 0.5).protection.words for raw in methods.values())
-    protected = protected_parts(model.tokenizer, item, prompt.ids) if protects else {}
     stored: dict[str, PrefilledPrompt] = {}
     for lookahead, by_format in by_prefill(pending, methods).items():
         extended = full.prompt_with_output(lookahead)
@@ -427,7 +420,7 @@ def measure(
                 prefilled = stored[cache_name] = model.stored_as(
                     extended, CACHE_FORMATS[cache_name], prefix=stored.get(cache_name)
                 )
-            compressor = PromptCompressor(prefilled, output_tokens=lookahead, protected=protected)
+            compressor = PromptCompressor(prefilled, output_tokens=lookahead)
             for name, budget in pairs:
                 settings = settings_at(methods[name], budget)
                 if "bytes" in method_settings(methods[name]):

@@ -1,16 +1,16 @@
 """Summarise result lines as cells: means with confidence intervals per method and budget."""
 
-import json
-import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.field import reading, ruler
+from benchmarks.jsonl import Line, lines
 from vllm_kvcompress.compare import measures, tasks
-from vllm_kvcompress.compare.statistics import Estimate, estimate
+from vllm_kvcompress.compare.statistics import Estimate, mean
 
 FULL = "full"
 ALL = "all tasks"
@@ -101,21 +101,6 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return list(last.values())
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a results file, skipping incomplete lines. No file means no lines.
-
-    Args:
-        path: a ``.jsonl`` file, or ``.jsonl.xz`` for results that git keeps.
-    """
-    if path.exists():
-        raw = path.read_bytes()
-        for line in (lzma.decompress(raw) if path.suffix == ".xz" else raw).splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
-
-
 def cells(results: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """Return a cell per method and budget, for each task and for all tasks together."""
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -140,22 +125,11 @@ def _combined_task(line: Mapping[str, Any]) -> str | None:
     return ORDINARY if line["task"] in tasks.ORDINARY else None
 
 
-def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
+def _cell(key: tuple[Any, ...], found: Sequence[Line]) -> Cell:
     model, question, tokens, task, method, budget = key
-    groups = _sampling_groups(found)
-    score = None
-    if any(line["full"] for line in found):
-        score = estimate(
-            [line["score"] for line in found], groups, sizes=[line["full"] for line in found]
-        )
-    with_kl = [line for line in found if line["kl"] is not None]
-    kl = None
-    if with_kl:
-        kl = estimate([line["kl"] for line in with_kl], _sampling_groups(with_kl))
-    complete = [line for line in found if "similarity" in line]
-    complete_groups = _sampling_groups(complete)
     packed = [line for line in found if line.get("packed", True)]
-    with_bytes = [line["bytes"] for line in packed or found if "bytes" in line]
+    same = _mean_of("same", found)
+    assert same is not None
     return Cell(
         model=model,
         question=question,
@@ -163,68 +137,109 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
         task=task,
         method=method,
         budget=budget,
-        score=score,
-        same=estimate([float(line["same"]) for line in found], groups),
-        kl=kl,
+        score=_mean_of("score", found, "full") if any(line["full"] for line in found) else None,
+        same=same,
+        kl=_mean_of("kl", found),
         kept=fmean(line["kept"] for line in packed or found),
-        bytes=fmean(with_bytes) if with_bytes else None,
+        bytes=_share_of("bytes", packed or found),
         packed=len(packed) / len(found),
         along=_position_stats(found),
-        similarity=estimate([line["similarity"] for line in complete], complete_groups)
-        if complete
-        else None,
-        length=estimate(
-            [line["length"] for line in complete],
-            complete_groups,
-            sizes=[line["full_length"] for line in complete],
-        )
-        if complete
-        else None,
-        loops=fmean(line["loops"] for line in complete) if complete else None,
-        full_loops=fmean(line["full_loops"] for line in complete) if complete else None,
+        similarity=_mean_of("similarity", found),
+        length=_mean_of("length", found, "full_length"),
+        loops=_share_of("loops", found),
+        full_loops=_share_of("full_loops", [line for line in found if "similarity" in line]),
         answer_f1=_mean_of("answer_f1", found),
         answer_same=_mean_of("answer_same", found),
     )
 
 
-def _mean_of(key: str, found: Sequence[Mapping[str, Any]]) -> Estimate | None:
-    """Return the mean of a field over the lines that have it."""
-    with_key = [line for line in found if key in line]
-    if not with_key:
-        return None
-    return estimate([float(line[key]) for line in with_key], _sampling_groups(with_key))
+def _mean_of(key: str, found: Sequence[Line], size: str | None = None) -> Estimate | None:
+    """Return the mean of a field over the lines that have it, perhaps per unit of another field."""
+    return mean(
+        [line for line in found if line.get(key) is not None],
+        lambda line: float(line[key]),
+        sampling_group,
+        None if size is None else lambda line: line[size],
+    )
 
 
-def _sampling_groups(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the sampling group of each line."""
-    return [sampling_group(line) for line in found]
+def _share_of(key: str, found: Sequence[Line]) -> float | None:
+    values = [line[key] for line in found if key in line]
+    return fmean(values) if values else None
 
 
-def sampling_group(line: Mapping[str, Any]) -> str:
+def sampling_group(line: Line) -> str:
     """Return the group of a line: lines with one seed and text are not independent samples."""
     return f"{line.get('seed')}:{line['group'] or line['item']}"
 
 
-def _position_stats(found: Sequence[Mapping[str, Any]]) -> dict[str, PositionStats]:
+def compared_tokens(line: Line, positions: slice) -> tuple[int, float, int]:
+    """Return the equal tokens, the sum of KL, and the number of tokens at these positions."""
+    # The fields leave out the first token: the prefill computes it, so it always agrees.
+    agreed, kl = ("1" + line["agreed_at"])[positions], [0.0, *line["kl_at"]][positions]
+    return agreed.count("1"), sum(kl), len(agreed)
+
+
+def _position_stats(found: Sequence[Line]) -> dict[str, PositionStats]:
     """Return statistics by POSITION_RANGES, without ranges that no output reaches."""
     stats = {}
     for name, positions in POSITION_RANGES.items():
-        # The lists leave out the first token: the prefill computes it, so it always agrees.
         parts = [
-            (line, [0.0, *line["kl_at"]][positions], ("1" + line["agreed_at"])[positions])
+            (sampling_group(line), *compared_tokens(line, positions))
             for line in found
             if "kl_at" in line
         ]
-        parts = [part for part in parts if part[1]]
-        if not parts:
-            continue
-        groups = _sampling_groups([line for line, _, _ in parts])
-        sizes = [len(kl) for _, kl, _ in parts]
-        stats[name] = PositionStats(
-            kl=estimate([sum(kl) for _, kl, _ in parts], groups, sizes=sizes),
-            top1=estimate([agreed.count("1") for _, _, agreed in parts], groups, sizes=sizes),
-        )
+        parts = [part for part in parts if part[3]]
+        top1 = mean(parts, lambda part: part[1], lambda part: part[0], lambda part: part[3])
+        kl = mean(parts, lambda part: part[2], lambda part: part[0], lambda part: part[3])
+        if kl is not None and top1 is not None:
+            stats[name] = PositionStats(kl=kl, top1=top1)
     return stats
+
+
+BOTH = "first and last"
+"""Stands for the question's position in lines that `pooled` returns."""
+AFTER_FIRST = slice(1, None)
+"""All output tokens that the compressed cache computes: the prefill computes the first one."""
+System = tuple[str, float]
+"""Method and budget."""
+
+
+def pooled(results: Sequence[Line]) -> list[dict[str, Any]]:
+    """Return the lines of ordinary requests as if the question had one position in all."""
+    return [
+        {**line, "question": BOTH, "item": f"{line['question']}:{line['item']}"}
+        for line in results
+        if line["task"] in tasks.ORDINARY
+    ]
+
+
+def differences(
+    found: Sequence[Line], positions: slice = POSITION_RANGES[AFTER_LOOKAHEAD]
+) -> dict[tuple[System, System], tuple[Estimate, Estimate, int]]:
+    """Return by pair of systems the difference of equal tokens and of KL, and the token count.
+
+    Args:
+        found: results of one model over ordinary requests.
+        positions: the output tokens that count.
+    """
+    systems: dict[System, dict[Any, Line]] = {}
+    for line in found:
+        if "kl_at" in line:
+            key = (line["question"], line["seed"], line["item"])
+            systems.setdefault((line["method"], line["budget"]), {})[key] = line
+    result = {}
+    for one, other in combinations(systems, 2):
+        pairs = [
+            (sampling_group(line), a, compared_tokens(systems[other][key], positions))
+            for key, line in systems[one].items()
+            if key in systems[other] and (a := compared_tokens(line, positions))[2]
+        ]
+        top1 = mean(pairs, lambda p: p[1][0] - p[2][0], lambda p: p[0], lambda p: p[1][2])
+        kl = mean(pairs, lambda p: p[1][1] - p[2][1], lambda p: p[0], lambda p: p[1][2])
+        if top1 is not None and kl is not None:
+            result[one, other] = top1, kl, sum(a[2] for _, a, _ in pairs)
+    return result
 
 
 def answered_counts(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int, str], str]:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
-from vllm_kvcompress.methods.spans import Spans, merge_spans
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
@@ -65,19 +63,12 @@ class PromptCompressor:
             Must have column sums if a method reads them.
         block_size: tokens per page.
         output_tokens: number of output tokens at the end of `prompt`; their queries score it.
-        protected: token spans of each part of the prompt that settings may protect, by name.
     """
 
     def __init__(
-        self,
-        prompt: PrefilledPrompt,
-        block_size: int = BLOCK,
-        *,
-        output_tokens: int = 0,
-        protected: Mapping[str, Spans] = MappingProxyType({}),
+        self, prompt: PrefilledPrompt, block_size: int = BLOCK, *, output_tokens: int = 0
     ) -> None:
         self.prompt = prompt
-        self.protected = protected
         self.output_tokens = output_tokens
         self.layers = prompt.full_layers
         self.block_size = block_size
@@ -181,9 +172,6 @@ class PromptCompressor:
             prompt=tokens - self.output_tokens,
             max_tokens=tokens + 2,
             prefilled=tokens - self.output_tokens,
-            spans=merge_spans(
-                span for part in settings.protection.words for span in self.protected.get(part, ())
-            ),
             page_tokens=packed_page_tokens(settings, self.block_size, ITEMSIZE),
         )
         assert lookahead.due == tokens
@@ -314,7 +302,6 @@ class PromptCompressor:
             index: index among the full-attention layers.
             kept: ``[Hkv, n]`` int64.
         """
-        assert not plan.spans, "this benchmark measures merging methods without protection"
         paged, count = self.paged_layers[index], kept.shape[1]
         merged = merge_evicted(
             paged.key_pages,
@@ -418,8 +405,16 @@ def settings_at(raw: str, budget: float) -> CompressionConfig:
     Args:
         raw: as in `method_settings`.
         budget: share of the prompt's tokens to keep; replaces a budget in `raw`.
+
+    Raises:
+        SystemExit: `raw` protects parts of a chat.
     """
     settings = {k: value for k, value in method_settings(raw).items() if k not in _OWN_KEYS}
+    if settings.get("protect"):
+        raise SystemExit(
+            f'"protect" is not measured here, got {settings["protect"]!r}: remove it, or measure a'
+            " server with kvcompress compare --protect"
+        )
     return CompressionConfig.parse({**settings, "budget": budget, "min_prompt": 0})
 
 

@@ -9,19 +9,11 @@ In benchmarks/results, with the repository's root in PYTHONPATH:
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-from benchmarks.evidence.cells import (
-    AFTER_LOOKAHEAD,
-    FULL,
-    REASONS,
-    RULER,
-    SECOND_TURNS,
-    Cell,
-    cells,
-    read,
-)
+from benchmarks.evidence.cells import FULL, REASONS, RULER, SECOND_TURNS, Cell, cells, read
 from benchmarks.evidence.picture import save_bytes_picture
+from benchmarks.evidence.report import late_kl, late_top1
 from benchmarks.evidence.systems import (
     FP8_EVICTING,
     K4V3,
@@ -31,7 +23,9 @@ from benchmarks.evidence.systems import (
     SIXTEEN_BITS,
 )
 from benchmarks.field import FIELD_TASKS
+from benchmarks.jsonl import Line
 from vllm_kvcompress.compare.statistics import Estimate
+from vllm_kvcompress.compare.tables import markdown_table, with_interval
 
 COMPARED_BYTES = (0.2, 0.1)
 """Bytes at which the table of tasks compares evicting systems."""
@@ -66,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     save_bytes_picture(reasons, args.out.with_suffix(".png"))
 
 
-def markdown(found: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> str:
+def markdown(found: Sequence[Cell], results: Sequence[Line]) -> str:
     """Return the report: for each model a table by bytes and a table by task."""
     origin = {
         key: ", ".join(sorted({str(line[key]) for line in results}))
@@ -88,97 +82,83 @@ def markdown(found: Sequence[Cell], results: Sequence[Mapping[str, Any]]) -> str
     return "\n".join(parts)
 
 
-_SUMMARY: Mapping[str, tuple[str, float]] = {
-    "fp8 alone, 0.5": ("fp8", 1.0),
-    "k4v3, all tokens, 0.26": (K4V3_ALL, 1.0),
-    **{
+Columns = Mapping[str, tuple[str, float]]
+"""By column title: the method and budget of its cells."""
+
+
+def _evicting(*names: str) -> Columns:
+    return {
         f"{name.removesuffix(', evicting')}, {share:g}": (name, share)
         for share in COMPARED_BYTES
-        for name in _EVICTING
-    },
+        for name in names
+    }
+
+
+_SUMMARY: Columns = {
+    "fp8 alone, 0.5": ("fp8", 1.0),
+    "k4v3, all tokens, 0.26": (K4V3_ALL, 1.0),
+    **_evicting(*_EVICTING),
 }
-"""Columns of the summary: a system, and its bytes."""
 
 
 def summary_table(found: Sequence[Cell]) -> str:
     """Return the table of the documentation: figures of each model at equal bytes."""
     figures: Mapping[str, tuple[str, Callable[[Cell], str]]] = {
-        "RULER": (RULER, lambda cell: _percent(cell.score, with_interval=False)),
-        "reasons, F1": (REASONS, lambda cell: _percent(cell.answer_f1, with_interval=False)),
-        "reasons, KL": (REASONS, lambda cell: f"{cell.along[AFTER_LOOKAHEAD].kl.mean:.3f}"),
-        "second turn, F1": (
-            SECOND_TURNS,
-            lambda cell: _percent(cell.answer_f1, with_interval=False),
-        ),
+        "RULER": (RULER, lambda cell: _mean(cell.score)),
+        "reasons, F1": (REASONS, lambda cell: _mean(cell.answer_f1)),
+        "reasons, KL": (REASONS, lambda cell: _mean(late_kl(cell), ".3f")),
+        "second turn, F1": (SECOND_TURNS, lambda cell: _mean(cell.answer_f1)),
     }
     rows = []
     for model in dict.fromkeys(cell.model for cell in found):
         for title, (task, text) in figures.items():
             of_task = {(c.method, c.budget): c for c in found if (c.model, c.task) == (model, task)}
-            cells_of_row = [of_task.get(key) for key in _SUMMARY.values()]
-            values = ["" if cell is None else text(cell) for cell in cells_of_row]
-            rows.append([f"{model}: {title}", *values])
-    return _table(["model: task", *_SUMMARY], rows)
+            of_row = [of_task.get(key) for key in _SUMMARY.values()]
+            rows.append([f"{model}: {title}", *("" if c is None else text(c) for c in of_row)])
+    return markdown_table(["model: task", *_SUMMARY], rows)
 
 
 def _by_bytes(found: Sequence[Cell]) -> str:
     """Return a table with a line per system and bytes, most bytes first."""
-    families = {
-        name: {(c.method, c.budget): c for c in found if c.task == name}
-        for name in (RULER, REASONS, SECOND_TURNS)
+    figures: Mapping[str, tuple[str, Callable[[Cell], str]]] = {
+        "RULER": (RULER, lambda cell: with_interval(cell.score, ".0%")),
+        "reasons: F1": (REASONS, lambda cell: with_interval(cell.answer_f1, ".0%")),
+        "same": (REASONS, lambda cell: _mean(cell.answer_same)),
+        "KL": (REASONS, lambda cell: with_interval(late_kl(cell), ".3f")),
+        "equal tokens": (REASONS, lambda cell: _mean(late_top1(cell))),
+        "second turn: F1": (SECOND_TURNS, lambda cell: with_interval(cell.answer_f1, ".0%")),
     }
-    keys = dict.fromkeys(key for of_family in families.values() for key in of_family)
+    by_key: dict[tuple[str, float], dict[str, Cell]] = {}
+    for family in (RULER, REASONS, SECOND_TURNS):
+        for cell in found:
+            if cell.task == family:
+                by_key.setdefault((cell.method, cell.budget), {})[family] = cell
     rows = []
-    for key in keys:
-        ruler, reasons, turns = (families[name].get(key) for name in families)
-        shares = [c.bytes for c in (ruler, reasons, turns) if c is not None and c.bytes is not None]
-        stats = reasons.along.get(AFTER_LOOKAHEAD) if reasons else None
-        rows.append(
-            (
-                sum(shares) / len(shares),
-                [
-                    key[0],
-                    f"{sum(shares) / len(shares):.2f}",
-                    _percent(ruler.score if ruler else None),
-                    _percent(reasons.answer_f1 if reasons else None),
-                    _percent(reasons.answer_same if reasons else None, with_interval=False),
-                    ""
-                    if stats is None
-                    else f"{stats.kl.mean:.3f} ({stats.kl.low:.3f} to {stats.kl.high:.3f})",
-                    _percent(stats.top1 if stats else None, with_interval=False),
-                    _percent(turns.answer_f1 if turns else None),
-                ],
-            )
-        )
-    header = ["system", "bytes", "RULER", "reasons: F1", "same", "KL", "equal tokens"]
-    ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
-    return _table([*header, "second turn: F1"], ordered)
-
-
-Columns = Mapping[str, tuple[str, float]]
-"""By column title: the method and budget of its cells."""
+    for (method, _), of_system in by_key.items():
+        share = fmean(cell.bytes for cell in of_system.values() if cell.bytes is not None)
+        texts = (text(of_system[f]) if f in of_system else "" for f, text in figures.values())
+        rows.append((share, [method, f"{share:.2f}", *texts]))
+    rows.sort(key=lambda row: -row[0])
+    return markdown_table(["system", "bytes", *figures], [row for _, row in rows])
 
 
 def _task_columns(found: Sequence[Cell]) -> list[tuple[str, Columns]]:
     """Return a title and the columns of each table of tasks."""
     measured = {(cell.method, cell.budget) for cell in found}
-
-    def present(columns: Columns) -> Columns:
-        return {title: key for title, key in columns.items() if key in measured}
-
-    evicting = {
-        f"{name.removesuffix(', evicting')}, {share:g}": (name, share)
-        for share in COMPARED_BYTES
-        for name in (*_EVICTING, RANDOM)
-    }
     alone = {name: (name, 1.0) for name in (*_ALONE, *LOW_BIT_CACHES)}
     return [
-        ("Tasks, evicting systems at 0.2 and 0.1 of the bytes:\n", present(evicting)),
-        ("Tasks, formats that keep all tokens, at their own bytes:\n", present(alone)),
+        (title, {name: key for name, key in columns.items() if key in measured})
+        for title, columns in (
+            (
+                "Tasks, evicting systems at 0.2 and 0.1 of the bytes:\n",
+                _evicting(*_EVICTING, RANDOM),
+            ),
+            ("Tasks, formats that keep all tokens, at their own bytes:\n", alone),
+        )
     ]
 
 
-def _by_task(found: Sequence[Cell], results: Sequence[Mapping[str, Any]], columns: Columns) -> str:
+def _by_task(found: Sequence[Cell], results: Sequence[Line], columns: Columns) -> str:
     """Return a table with a line per task.
 
     A cell is the share of the uncompressed model's score, or the F1 with its answer.
@@ -189,28 +169,16 @@ def _by_task(found: Sequence[Cell], results: Sequence[Mapping[str, Any]], column
         full = [
             line["score"] for line in results if line["task"] == task and line["method"] == FULL
         ]
-        if not full:
-            continue
-        scored = sum(score > 0 for score in full)
-        cells_of_task = (of_task.get(key) for key in columns.values())
-        values = [
-            "" if cell is None else _percent(cell.answer_f1 or cell.score, with_interval=False)
-            for cell in cells_of_task
-        ]
-        rows.append([f"`{task}`", f"{sum(full) / len(full):.2f}, {scored} of {len(full)}", *values])
-    return _table(["task", "uncompressed: score, prompts", *columns], rows)
+        if full:
+            scored = sum(score > 0 for score in full)
+            of_row = (of_task.get(key) for key in columns.values())
+            texts = ("" if c is None else _mean(c.answer_f1 or c.score) for c in of_row)
+            rows.append([f"`{task}`", f"{fmean(full):.2f}, {scored} of {len(full)}", *texts])
+    return markdown_table(["task", "uncompressed: score, prompts", *columns], rows)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _percent(estimate: Estimate | None, *, with_interval: bool = True) -> str:
-    if estimate is None:
-        return ""
-    interval = f" ({estimate.low:.0%} to {estimate.high:.0%})" if with_interval else ""
-    return f"{estimate.mean:.0%}{interval}"
+def _mean(found: Estimate | None, form: str = ".0%") -> str:
+    return "" if found is None else format(found.mean, form)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 In benchmarks/results, with the repository's root in PYTHONPATH, these commands write the reports:
 
-    python -m benchmarks.evidence.report evidence_smollm2.jsonl.xz evidence_qwen2.jsonl.xz \\
-        --out evidence
     python -m benchmarks.evidence.report ordinary_qwen2.jsonl.xz late_smollm2.jsonl.xz \\
         late_qwen2.jsonl.xz texts_gemma3.jsonl.xz --out ordinary
     python -m benchmarks.evidence.report formats_smollm2.jsonl.xz formats_qwen2.jsonl.xz \\
@@ -12,31 +10,76 @@ In benchmarks/results, with the repository's root in PYTHONPATH, these commands 
         formats_tasks_qwen2.jsonl.xz --out formats_tasks
     python -m benchmarks.evidence.report settings_qwen2.jsonl.xz --pooled --out settings
 
-Git keeps the .md files, evidence.png and formats.png. It ignores the other files, which follow from
-the raw files.
+Git keeps the .md files and formats.png. It ignores the other files, which follow from the raw
+files.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.evidence.bytes_table import LEGEND as OF_BYTES
-from benchmarks.evidence.bytes_table import bytes_tables
-from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered_counts, as_json, cells, read
+from benchmarks.evidence.cells import (
+    AFTER_FIRST,
+    AFTER_LOOKAHEAD,
+    ALL,
+    ORDINARY,
+    POSITION_RANGES,
+    Cell,
+    answered_counts,
+    as_json,
+    cells,
+    differences,
+    pooled,
+    read,
+    sampling_group,
+)
 from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.pooled_table import AFTER_FIRST, differences, differences_table, pooled
-from benchmarks.evidence.pooled_table import LEGEND as OF_POOLED
-from benchmarks.evidence.position_tables import LEGEND, position_tables
-from benchmarks.evidence.rules_table import LEGEND as OF_RULES
-from benchmarks.evidence.rules_table import rules_table
-from benchmarks.evidence.variants import VARIANTS, WITHOUT_LOOKAHEAD
+from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
+from benchmarks.evidence.texts import TASK as TEXTS
+from benchmarks.jsonl import Line
+from vllm_kvcompress.compare.statistics import Estimate, RuleResults, shares_obeyed
+from vllm_kvcompress.compare.tables import markdown_table, with_interval
+from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
 from vllm_kvcompress.compare.tasks import SCORED
 from vllm_kvcompress.methods.registry import RECOMMENDED
 
-PromptKey = tuple[str, str, int]
-"""Model name, question position and maximum prompt tokens."""
+Columns = Mapping[str, Callable[[Cell], str]]
+"""By title, the text of a cell."""
+_LEGEND = (
+    "Score: of what the uncompressed model's output names, the share that the compressed"
+    " model's greedy output names, too. Only prompts where the uncompressed model names"
+    " something count. Brackets have the 95 % interval of a bootstrap over texts. It cannot"
+    " know of losses that no text showed: if 20 texts show none, up to 14 % of all texts may"
+    " have one. A cell of fewer prompts than the others in its table gives their number. KL:"
+    " nats per token from the uncompressed model's distributions, along its own output without"
+    " the first token, which is the same for all.\n\n"
+)
+_OF_POSITIONS = (
+    "Outputs without a known right answer, by the position of a token in the uncompressed model's"
+    " output after its first token. Cells have KL in nats per token and the share of tokens that"
+    " the compressed model would choose, too, each with its 95 % interval. Tokens before the end of"
+    " a look-ahead are the uncompressed model's. The other columns, where there are any, are about"
+    " greedy outputs: how similar their words are to the uncompressed output's, their length"
+    " relative to it, and how many end in a loop, with the uncompressed share in brackets.\n"
+)
+_OF_BYTES = (
+    "Bytes: what the compressed prompt takes, relative to the same prompt in 16 bits. Scales and"
+    " partly filled pages count. The output tokens of a look-ahead are part of the prompt. Later"
+    " output tokens do not count: they have 16 bits, or the format of a low-bit cache. For outputs"
+    " without a known right answer, KL and equal tokens are those from the 33rd output token on.\n"
+)
+_OF_RULES = (
+    "Rules that a program checks: of the prompts in which the uncompressed model obeys the rule,"
+    " the share in which the compressed model obeys it, too, with its 95 % interval. Prompts: the"
+    " number of prompts in which the uncompressed model obeys the rule.\n"
+)
+_OF_POOLED = (
+    "Instruction first and last together. Both prompts over one text are drawn together. Outputs"
+    " that end before the tokens that count do not count. A difference is of the same tokens under"
+    " both systems: the first minus the second, in percentage points of equal tokens and in nats"
+    " per token. Its order is real if the interval excludes 0.\n"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,10 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("results", nargs="+", type=Path, help="outputs of benchmarks.evidence")
     parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="where to write .json, .md and .png",
+        "--out", type=Path, required=True, help="where to write .json, .md and .png"
     )
     parser.add_argument(
         "--pooled",
@@ -72,142 +112,209 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def markdown(
-    found: Sequence[Cell], results: Sequence[dict[str, Any]], origin: dict[str, list[str]]
+    found: Sequence[Cell], results: Sequence[Line], origin: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the report: per model the presets, the variants, the rules and each task."""
-    parts = ["# Output quality by method\n", _legend(origin)]
-    prompt_keys = list(dict.fromkeys(_cell_key(cell) for cell in found))
-    for prompt_key in prompt_keys:
-        of_prompts = [cell for cell in found if _cell_key(cell) == prompt_key]
+    """Return the report: for each model, question position and length its tables."""
+    machines, commits, seeds = (", ".join(origin[key]) for key in ("machine", "commit", "seed"))
+    parts = [
+        "# Output quality by method\n",
+        f"{_LEGEND}Float32, greedy, pages of 16 tokens; {machines}; commit {commits}; seed"
+        f" {seeds}.\n",
+    ]
+    counts = answered_counts(results)
+    for prompt_key in dict.fromkeys((c.model, c.question, c.tokens) for c in found):
         model, question, tokens = prompt_key
+        of_prompts = [c for c in found if (c.model, c.question, c.tokens) == prompt_key]
+        of_lines = [
+            line
+            for line in results
+            if (line["model"], line["question"], line["tokens"]) == prompt_key
+        ]
         parts.append(f"## {model}, question {question}, up to {tokens:,} tokens\n")
-        counts = answered_counts(results)
-        ordinary = [cell for cell in of_prompts if cell.along]
-        if ordinary:
-            parts += [LEGEND, *position_tables(ordinary)]
+        if ordinary := [cell for cell in of_prompts if cell.along]:
+            parts += [_OF_POSITIONS, *position_tables(ordinary)]
         if any(cell.bytes is not None for cell in of_prompts):
-            parts.append(OF_BYTES)
-            parts += bytes_tables(of_prompts)
+            parts += [_OF_BYTES, *bytes_tables(of_prompts)]
         of_prompts = [cell for cell in of_prompts if cell.task != ORDINARY]
         tasks = list(dict.fromkeys(cell.task for cell in of_prompts if cell.task != ALL))
-        known = [task for task in tasks if task in SCORED]
-        right = ", ".join(f"`{task}` {counts[(*prompt_key, task)]}" for task in known)
-        if right:
-            parts.append(f"The uncompressed model gets right, at least in part: {right}.\n")
-        all_tasks = [cell for cell in of_prompts if cell.task == ALL]
-        presets = [c for c in all_tasks if c.method not in _only_variants()]
-        if presets:
-            parts.append(_table(presets))
-        variants = [cell for cell in all_tasks if cell.method in VARIANTS]
-        if len({cell.method for cell in variants}) > 1:
-            parts.append("The recommended preset with one part replaced, on the same prompts:\n")
-            parts.append(_table(_on_the_same_prompts(results, prompt_key)))
-        if rules := rules_table([line for line in results if _line_key(line) == prompt_key]):
-            parts += [OF_RULES, rules]
-        if len(tasks) > 1 or not all_tasks:
-            for task in tasks:
-                parts.append(f"`{task}`:\n")
-                of_task = [
-                    c for c in of_prompts if c.task == task and c.method not in _only_variants()
-                ]
-                parts.append(_table(of_task))
+        known = [f"`{task}` {counts[(*prompt_key, task)]}" for task in tasks if task in SCORED]
+        if known:
+            parts.append(
+                f"The uncompressed model gets right, at least in part: {', '.join(known)}.\n"
+            )
+        if all_tasks := [cell for cell in of_prompts if cell.task == ALL]:
+            parts.append(budget_table(all_tasks))
+        if rules := rules_table(of_lines):
+            parts += [_OF_RULES, rules]
+        for task in tasks if len(tasks) > 1 or not all_tasks else ():
+            of_task = [cell for cell in of_prompts if cell.task == task]
+            parts += [f"`{task}`:\n", budget_table(of_task)]
     return "\n".join(parts)
 
 
-def pooled_markdown(results: Sequence[dict[str, Any]]) -> str:
+def pooled_markdown(results: Sequence[Line]) -> str:
     """Return tables of `pooled` lines: each system by bytes, and the differences between them."""
     parts = []
     for model in dict.fromkeys(line["model"] for line in results):
         of_model = [line for line in results if line["model"] == model]
-        parts += [f"## {model}, question first and last together\n", OF_POOLED]
+        parts += [f"## {model}, question first and last together\n", _OF_POOLED]
         parts += bytes_tables(cells(of_model))
-        for title, found in (
-            ("from the 33rd output token on", differences(of_model)),
-            ("over all output tokens after the first", differences(of_model, AFTER_FIRST)),
+        for title, positions in (
+            ("from the 33rd output token on", POSITION_RANGES[AFTER_LOOKAHEAD]),
+            ("over all output tokens after the first", AFTER_FIRST),
         ):
-            parts += [f"Differences {title}:\n", differences_table(found)]
+            rows = [
+                [
+                    *(f"`{method}`, {budget:g}" for method, budget in systems),
+                    str(top1.prompts),
+                    f"{tokens:,}",
+                    with_interval(top1, "+.2%").replace("%", ""),
+                    with_interval(kl, "+.4f"),
+                ]
+                for systems, (top1, kl, tokens) in differences(of_model, positions).items()
+            ]
+            header = ["first", "second", "prompts", "tokens", "equal tokens", "KL"]
+            table = markdown_table(header, rows, text_columns=2)
+            parts += [f"Differences {title}:\n", table]
     return "\n".join(parts)
 
 
-def _only_variants() -> set[str]:
-    return set(VARIANTS) - {WITHOUT_LOOKAHEAD}
+def cell_table(found: Sequence[Cell], columns: Columns) -> str:
+    """Return a table with a row per cell, without columns that are empty in all rows."""
+    rows = [{title: text(cell) for title, text in columns.items()} for cell in found]
+    header = [title for title in columns if any(row[title] for row in rows)]
+    return markdown_table(header, [[row[title] for title in header] for row in rows])
 
 
-def _on_the_same_prompts(results: Sequence[dict[str, Any]], prompt_key: PromptKey) -> list[Cell]:
-    """Return cells of the variants over the prompts that have results for all of them."""
-    lines = [
-        line for line in results if _line_key(line) == prompt_key and line["method"] in VARIANTS
-    ]
-    others = _only_variants() & {line["method"] for line in lines}
-    budgets = {line["budget"] for line in lines if line["method"] in others}
-    measured: dict[str, set[tuple[str, float]]] = {}
-    for line in lines:
-        measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-    wanted = {(name, budget) for name in (*others, WITHOUT_LOOKAHEAD) for budget in budgets}
-    shared = {item for item, have in measured.items() if wanted <= have}
-    kept = [line for line in lines if line["item"] in shared and line["budget"] in budgets]
-    return [cell for cell in cells(kept) if cell.task == ALL]
+_SYSTEM: Columns = {
+    "method": lambda cell: f"`{cell.method}`",
+    "budget": lambda cell: f"{cell.budget:g}",
+}
 
 
-def _line_key(line: Mapping[str, Any]) -> PromptKey:
-    return line["model"], line["question"], line["tokens"]
+def _at(positions: str) -> Callable[[Cell], str]:
+    def text(cell: Cell) -> str:
+        stats = cell.along.get(positions)
+        if stats is None:
+            return ""
+        return f"{with_interval(stats.kl, '.2f')}; {with_interval(stats.top1, '.0%')}"
+
+    return text
 
 
-def _cell_key(cell: Cell) -> PromptKey:
-    return cell.model, cell.question, cell.tokens
+_BY_POSITION: Columns = {
+    **_SYSTEM,
+    **{f"tokens {name}": _at(name) for name in POSITION_RANGES},
+    "similarity": lambda cell: with_interval(cell.similarity, ".2f"),
+    "length": lambda cell: with_interval(cell.length, ".2f"),
+    "loops": lambda c: "" if c.loops is None else f"{c.loops:.0%} ({c.full_loops:.0%})",
+}
 
 
-def _legend(origin: dict[str, list[str]]) -> str:
-    return (
-        "Score: of what the uncompressed model's output names, the share that the compressed"
-        " model's greedy output names, too. Only prompts where the uncompressed model names"
-        " something count. Brackets have the 95 % interval of a bootstrap over texts. It cannot"
-        " know of losses that no text showed: if 20 texts show none, up to 14 % of all texts may"
-        " have one. A cell of fewer prompts than the others in its table gives their number. KL:"
-        " nats per token from the uncompressed model's distributions, along its own output without"
-        " the first token, which is the same for all.\n\n"
-        f"Float32, greedy, pages of 16 tokens; {', '.join(origin['machine'])};"
-        f" commit {', '.join(origin['commit'])}; seed {', '.join(origin['seed'])}.\n"
-    )
+def position_tables(found: Sequence[Cell]) -> list[str]:
+    """Return a title and a table for all ordinary requests together, and for plain texts.
+
+    Without ordinary requests, each task gets its own table.
+    """
+    tasks = dict.fromkeys(cell.task for cell in found)
+    if ORDINARY in tasks:
+        # One task alone has too few prompts for a table of its own.
+        tasks = dict.fromkeys([ORDINARY, *(task for task in tasks if task == TEXTS)])
+    parts = []
+    for task in tasks:
+        of_task = sorted((c for c in found if c.task == task), key=lambda cell: -cell.budget)
+        prompts = max(cell.same.prompts for cell in of_task)
+        parts += [f"{task}, {prompts} prompts:\n", cell_table(of_task, _BY_POSITION)]
+    return parts
 
 
-def _table(found: Sequence[Cell]) -> str:
+def late_kl(cell: Cell) -> Estimate | None:
+    """Return the KL behind a look-ahead; that of all tokens if it is not known by position."""
+    return cell.along[AFTER_LOOKAHEAD].kl if AFTER_LOOKAHEAD in cell.along else cell.kl
+
+
+def late_top1(cell: Cell) -> Estimate | None:
+    """Return the share of equal tokens behind a look-ahead."""
+    return cell.along[AFTER_LOOKAHEAD].top1 if AFTER_LOOKAHEAD in cell.along else None
+
+
+_BY_BYTES: Columns = {
+    **_SYSTEM,
+    "bytes": lambda cell: f"{cell.bytes or 0.0:.3f}",
+    "score": lambda cell: with_interval(cell.score, ".1%"),
+    "KL": lambda cell: with_interval(late_kl(cell), ".3f"),
+    "equal tokens": lambda cell: with_interval(late_top1(cell), ".1%"),
+}
+
+
+def bytes_tables(found: Sequence[Cell]) -> list[str]:
+    """Return a title and a table for all ordinary requests together, and for each other task.
+
+    Args:
+        found: cells of one model, prompt length and question position.
+    """
+    parts = []
+    for task in dict.fromkeys(cell.task for cell in found if cell.bytes is not None):
+        if task == ALL or task in INSTRUCTIONS:
+            continue
+        of_task = [cell for cell in found if cell.task == task and cell.bytes is not None]
+        of_task.sort(key=lambda cell: -(cell.bytes or 0.0))
+        prompts = max(cell.same.prompts for cell in of_task)
+        parts += [f"{task}, {prompts} prompts, by bytes:\n", cell_table(of_task, _BY_BYTES)]
+    return parts
+
+
+def rules_table(results: Sequence[Line]) -> str:
+    """Return a table with a row per task and rule, or "" if no task has rules.
+
+    Args:
+        results: lines of one model, prompt length and question position.
+    """
+    by_cell: dict[tuple[str, float], list[RuleResults]] = {}
+    for line in results:
+        if "rules" in line:
+            ruled = RuleResults(line["task"], line["rules"], sampling_group(line))
+            by_cell.setdefault((line["method"], line["budget"]), []).append(ruled)
+    if not by_cell:
+        return ""
+    shares = [shares_obeyed(prompts) for prompts in by_cell.values()]
+    rows = []
+    for name in dict.fromkeys(name for by_rule in shares for name in by_rule):
+        found = [by_rule.get(name) for by_rule in shares]
+        counts = dict.fromkeys(str(share.prompts) for share in found if share)
+        rows.append([name, ", ".join(counts), *(with_interval(share, ".0%") for share in found)])
+    header = ["rule", "prompts", *(f"`{method}` {budget:g}" for method, budget in by_cell)]
+    return markdown_table(header, rows)
+
+
+def budget_table(found: Sequence[Cell]) -> str:
+    """Return a table with a row per method and a column per budget, the best method first."""
     budgets = sorted({cell.budget for cell in found}, reverse=True)
     by = {(cell.method, cell.budget): cell for cell in found}
-    methods = list(dict.fromkeys(cell.method for cell in found))
-    smallest = budgets[-1] if budgets else 0.0
-    middle = budgets[len(budgets) // 2] if budgets else 0.0
+    scored = any(cell.score for cell in found)
+    max_prompts = max((cell.score.prompts for cell in found if cell.score), default=0)
 
-    def rank(method: str) -> tuple[float, float]:
-        cells_of = [by.get((method, budget)) for budget in (middle, smallest)]
+    def rank(method: str) -> tuple[float, ...]:
+        cells_of = [by.get((method, b)) for b in (budgets[len(budgets) // 2], budgets[-1])]
         scores = [-cell.score.mean if cell and cell.score else 0.0 for cell in cells_of]
         if not any(scores):
             scores = [cell.kl.mean if cell and cell.kl else 0.0 for cell in cells_of]
-        return scores[0], scores[1]
+        return tuple(scores)
 
-    scored = any(cell.score for cell in found)
-    max_prompts = max((cell.score.prompts for cell in found if cell.score), default=0)
-    header = ["method", *(f"score, {b:g}" for b in budgets if scored)]
-    header += [f"KL, {b:g}" for b in budgets]
+    def score(cell: Cell | None) -> str:
+        if cell is None or cell.score is None:
+            return ""
+        text, prompts = with_interval(cell.score, ".0%"), cell.score.prompts
+        return text if prompts == max_prompts else f"{text[:-1]}, of {prompts} prompts)"
+
     rows = []
-    for method in sorted(methods, key=rank):
+    for method in sorted(dict.fromkeys(cell.method for cell in found), key=rank):
         label = f"**`{method}`**" if method in (RECOMMENDED, WITHOUT_LOOKAHEAD) else f"`{method}`"
         of_method = [by.get((method, budget)) for budget in budgets]
-        scores = [_score(cell, max_prompts) for cell in of_method if scored]
-        rows.append([label, *scores, *(_kl(cell) for cell in of_method)])
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _score(cell: Cell | None, max_prompts: int) -> str:
-    if cell is None or cell.score is None:
-        return ""
-    fewer = "" if cell.score.prompts == max_prompts else f", of {cell.score.prompts} prompts"
-    return f"{cell.score.mean:.0%} ({cell.score.low:.0%} to {cell.score.high:.0%}{fewer})"
-
-
-def _kl(cell: Cell | None) -> str:
-    return "" if cell is None or cell.kl is None else f"{cell.kl.mean:.3f}"
+        kl = [f"{cell.kl.mean:.3f}" if cell and cell.kl else "" for cell in of_method]
+        rows.append([label, *(score(cell) for cell in of_method if scored), *kl])
+    titles = [*(f"score, {b:g}" for b in budgets if scored), *(f"KL, {b:g}" for b in budgets)]
+    return markdown_table(["method", *titles], rows)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ engine's with KV blocks of 16 tokens in 16 bits.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,13 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS, CacheFormat
-from benchmarks.evidence.cells import lines
 from benchmarks.evidence.compressed_cache import packed
 from benchmarks.evidence.outputs import decode_text, divergence
 from benchmarks.evidence.reference_model import CacheBatch, ReferenceModel
 from benchmarks.evidence.second_turns_table import report
 from benchmarks.field import field_items
 from benchmarks.field.data import FieldData
+from benchmarks.jsonl import append, lines
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import ORDINARY, Item, Message, build_items
 
@@ -151,14 +150,7 @@ class GrowingCache:
 
     def copy(self) -> "GrowingCache":
         """Return a copy that can grow on its own."""
-        return GrowingCache(
-            model=self.model,
-            batch=self.batch.select(torch.tensor([0])),
-            computed=self.computed,
-            cell=self.cell,
-            exact_tokens=self.exact_tokens,
-            packed_end=self.packed_end,
-        )
+        return replace(self, batch=self.batch.select(torch.tensor([0])))
 
     def add(self, tokens: Sequence[int]) -> torch.Tensor:
         """Compute tokens, pack full cells, and return the tokens' hidden states ``[T, d]``."""
@@ -247,7 +239,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "commit": commit(),
         "machine": machine(),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     of_chat: dict[str, set[str]] = {}
     for line in lines(args.out):
         if all(line[key] == origin[key] for key in ("model", "tokens", "seed")):
@@ -258,11 +249,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         pending = [system for system in args.systems if system not in measured]
         if pending:
             replies = full_cache_replies(model, chat)
-            with args.out.open("a") as out:
-                for system in pending:
-                    result = compared(model, chat, replies, system)
-                    line = {**origin, "kind": chat.kind, "chat": chat.name, "system": system}
-                    out.write(json.dumps({**line, **result}) + "\n")
+            for system in pending:
+                line = {**origin, "kind": chat.kind, "chat": chat.name, "system": system}
+                append(args.out, [{**line, **compared(model, chat, replies, system)}])
         seconds = time.perf_counter() - start
         print(f"{chat.name}: {number + 1} of {len(chats)}, {seconds:.0f} s", flush=True)
 

@@ -1,26 +1,22 @@
 """Tables of `benchmarks.evidence.second_turns`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.evidence.cells import lines
-from vllm_kvcompress.compare.statistics import Estimate, estimate
+from benchmarks.jsonl import Line, by_key, lines
+from vllm_kvcompress.compare.statistics import Estimate, mean
+from vllm_kvcompress.compare.tables import markdown_table, with_interval
 
-Line = Mapping[str, Any]
 BASELINE = "fp8"
 _TITLES = ("system", "chats, tokens", "KL", f"minus `{BASELINE}`'s", "equal tokens", "numbers")
 
 
 def report(paths: Sequence[Path]) -> str:
     """Return Markdown tables: for each model, one of all chats and one of each kind."""
-    results = [line for path in paths for line in lines(path)]
-    parts = []
-    for model in dict.fromkeys(line["model"] for line in results):
-        of_model = [line for line in results if line["model"] == model]
+    parts, results = [], [line for path in paths for line in lines(path)]
+    for model, of_model in by_key(results, "model").items():
         parts += [f"**{model}, all chats**\n", table(of_model)]
-        for kind in dict.fromkeys(line["kind"] for line in of_model):
-            of_kind = [line for line in of_model if line["kind"] == kind]
+        for kind, of_kind in by_key(of_model, "kind").items():
             parts += [f"**{model}, {kind}**\n", table(of_kind)]
     return "\n".join(parts)
 
@@ -32,36 +28,27 @@ def table(found: Sequence[Line]) -> str:
     with 95 % intervals over chats. The difference is the system's KL minus the baseline's for the
     same chats.
     """
-    by_system: dict[str, list[Line]] = {}
-    for line in found:
-        by_system.setdefault(line["system"], []).append(line)
+    by_system = by_key(found, "system")
     baseline = {line["chat"]: sum(line["kl"]) for line in by_system.get(BASELINE, ())}
-    rows: list[Sequence[str]] = [_TITLES, ["---", *["---:"] * (len(_TITLES) - 1)]]
+
+    def per_token(of: Sequence[Line], value: Callable[[Line], float]) -> Estimate | None:
+        return mean(of, value, lambda line: line["chat"], lambda line: len(line["kl"]))
+
+    rows = []
     for system, of_system in by_system.items():
         paired = [line for line in of_system if line["chat"] in baseline and system != BASELINE]
-        differences = [sum(line["kl"]) - baseline[line["chat"]] for line in paired]
         with_numbers = [line["found"] for line in of_system if "found" in line]
+        kl = per_token(of_system, lambda line: sum(line["kl"]))
+        more = per_token(paired, lambda line: sum(line["kl"]) - baseline[line["chat"]])
+        equal = per_token(of_system, lambda line: line["agreed"].count("1"))
         rows.append(
             [
                 f"`{system}`",
                 f"{len(of_system)}, {sum(len(line['kl']) for line in of_system)}",
-                _interval(_per_token([sum(line["kl"]) for line in of_system], of_system), ".4f"),
-                _interval(_per_token(differences, paired), "+.4f") if paired else "",
-                _interval(
-                    _per_token([line["agreed"].count("1") for line in of_system], of_system), ".1%"
-                ),
+                with_interval(kl, ".4f"),
+                with_interval(more, "+.4f"),
+                with_interval(equal, ".1%"),
                 f"{sum(with_numbers)} of {len(with_numbers)}" if with_numbers else "",
             ]
         )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
-def _per_token(sums: Sequence[float], found: Sequence[Line]) -> Estimate:
-    """Return the mean per token of sums over the tokens of each chat."""
-    groups = [line["chat"] for line in found]
-    return estimate(sums, groups, sizes=[len(line["kl"]) for line in found])
-
-
-def _interval(value: Estimate, form: str) -> str:
-    mean, low, high = (format(number, form) for number in (value.mean, value.low, value.high))
-    return f"{mean} ({low} to {high})"
+    return markdown_table(_TITLES, rows)

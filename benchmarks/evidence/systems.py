@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from vllm_kvcompress.methods.registry import RECOMMENDED
 
 BYTES = (0.5, 0.25, 0.2, 0.125, 0.1)
@@ -26,8 +25,18 @@ SIXTEEN_BITS, FP8_EVICTING, K4V3, K4V3_ALL = (
     "k4v3, all tokens",
 )
 RANDOM, SIXTEEN_BITS_ALL = "16 bits, random", "16 bits, all tokens"
-LOW_BIT_CACHES = tuple(name for name in CACHE_FORMATS if name != "fp8_per_token_head")
+LOW_BIT_CACHES = (
+    "fp8",
+    "int8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+)
 """vLLM's caches to compare with: fp8 per token and head rounds about as int8 does."""
+WITHOUT_LOOKAHEAD = f"{RECOMMENDED}, lookahead 0"
+"""Name of the recommended preset without its look-ahead, as all other presets run."""
 
 
 def systems(*, lookahead: bool) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
     python -m benchmarks.peers --peers .cache/peers/bin/python
 
-Four processes share a folder. One makes the prompts, one compresses them with kvpress's presses in
-kvpress's own environment, one with our methods, and one runs vLLM with an fp8 cache. Results stay
-in the folder, so an interrupted run continues. The outputs are a JSON file, a Markdown report and a
-picture.
+Three processes share a folder. One makes the prompts, one compresses them with kvpress's presses in
+kvpress's own environment, and one with our methods. Results stay in the folder, so an interrupted
+run continues. The outputs are a JSON file, a Markdown report and a picture.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from benchmarks.peers import exchange
 from benchmarks.peers.report import markdown, picture, summaries
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("prompts", "kvpress", "ours", "engine")
+STAGES = ("prompts", "kvpress", "ours")
 _VERSIONS = "import importlib.metadata as m; print(*(m.version(n) for n in {names!r}))"
 
 
@@ -82,12 +81,12 @@ def stage(args: argparse.Namespace, name: str) -> None:
         SystemExit: the process failed. Its results so far stay in the folder.
     """
     python: Path | str = args.peers if name == "kvpress" else sys.executable
-    module = {"kvpress": "presses", "engine": "engine"}.get(name, "ours")
+    module = "presses" if name == "kvpress" else "ours"
     arguments = [f"benchmarks.peers.{module}", "--model", str(args.model), "--run", str(args.run)]
     arguments += ["--budgets", *(str(budget) for budget in args.budgets)]
     if module == "presses":
         arguments += ["--kvzip-tokens", str(args.kvzip_tokens)]
-    if module == "ours":
+    else:
         arguments += ["--needles", str(args.needles), "--texts", str(args.texts)]
         arguments += ["--seed", str(args.seed), *(["--prompts-only"] if name == "prompts" else [])]
     paths = [str(ROOT), str(ROOT / "kernels")]
@@ -111,7 +110,7 @@ def collect_results(args: argparse.Namespace) -> dict[str, Any]:
     prompts = exchange.read(args.run / "prompts.jsonl", exchange.Prompt)
     results = [
         result
-        for side in (exchange.KVPRESS, exchange.OURS, exchange.VLLM)
+        for side in (exchange.KVPRESS, exchange.OURS)
         for result in exchange.read(args.run / f"{side}.jsonl", exchange.Result)
     ]
     agreement: dict[str, dict[str, int]] = {}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 NEEDLE, TEXT = "needle", "text"
 FULL = "full cache"
-KVPRESS, OURS, VLLM = "kvpress", "ours", "vllm"
+KVPRESS, OURS = "kvpress", "ours"
 
 Record = TypeVar("Record", "Prompt", "Result")
 
@@ -47,7 +47,7 @@ class Result:
     """One method's cache of one prompt, and the results of decoding from it.
 
     Args:
-        side: KVPRESS, OURS or VLLM.
+        side: KVPRESS or OURS.
         budget: share of the prompt's tokens to keep.
         tokens: prompt length in tokens.
         kept: per layer the kept entries, averaged over KV heads.

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.exchange import FULL, KVPRESS, OURS, VLLM, Result
+from benchmarks.peers.exchange import FULL, KVPRESS, OURS, Result
+from vllm_kvcompress.compare.figures import new_figure
+from vllm_kvcompress.compare.tables import markdown_table
 
 Pairs = dict[tuple[str, str], dict[float, dict[str, Any]]]
 """Side and method, then budget, to that pair's summary."""
@@ -96,36 +98,11 @@ def _exceeds(theirs: float, ours: float, sign: int) -> bool:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Return the report: origin, quality, agreement of positions, and vLLM's fp8 cache."""
+    """Return the report: origin, quality, and agreement of positions."""
     budgets: list[float] = results["budgets"]
     pairs = paired(results["pairs"])
-    parts = [
-        "# kvpress and this plugin, with the same prompts and as many kept tokens",
-        "",
-        f"{results['model']}, float32; {results['prompts']}. kvpress {results['kvpress']} on"
-        f" transformers {results['transformers']['kvpress']}, ours (`vllm_kvcompress.offline`) on"
-        f" {results['transformers']['ours']}, decoded by the same loop.",
-        f"{results['machine']}; commit {results['commit']}; `{results['command']}`.",
-        "",
-        "Needles: numbers found, of those that the uncompressed model finds. KL: nats per token"
-        " from the uncompressed model's distributions, along its own text. Cache: bytes after"
-        f" compression, relative to the uncompressed cache, at {budgets[-1]:g}. Step: a decode"
-        f" step in transformers at {budgets[-1]:g}, in ms. Ours are all presets except h2o and d2o,"
-        " which have no counterpart in kvpress.",
-        "",
-        _row(
-            [
-                "",
-                *(f"needles {b:g}" for b in budgets),
-                *(f"KL {b:g}" for b in budgets),
-                "cache",
-                "step",
-                "better than every method of ours",
-            ]
-        ),
-        _row(["---", *["---:"] * (2 * len(budgets) + 2), "---"]),
-    ]
-    for side, title in ((KVPRESS, "kvpress: "), (OURS, "ours: ")):
+    rows = []
+    for side in (KVPRESS, OURS):
         for (owner, method), by_budget in pairs.items():
             if owner != side:
                 continue
@@ -133,10 +110,28 @@ def markdown(results: Mapping[str, Any]) -> str:
                 by_budget = dict.fromkeys(budgets, next(iter(by_budget.values())))
             is_press = side == KVPRESS and method != FULL
             won = better(pairs, (owner, method), budgets) if is_press else ""
-            parts.append(_row([f"{title}{method}", *_cells(by_budget, budgets), won]))
-    parts += ["", *_notes(pairs), "", *_agreement(results["agreement"])]
-    parts += ["", *_vllm(pairs)]
-    return "\n".join(parts).rstrip() + "\n"
+            rows.append([f"{side}: {method}", *_cells(by_budget, budgets), won])
+    titles = [f"needles {b:g}" for b in budgets] + [f"KL {b:g}" for b in budgets]
+    parts = [
+        "# kvpress and this plugin, with the same prompts and as many kept tokens\n",
+        f"{results['model']}, float32; {results['prompts']}. kvpress {results['kvpress']} on"
+        f" transformers {results['transformers']['kvpress']}, ours (`vllm_kvcompress.offline`) on"
+        f" {results['transformers']['ours']}, decoded by the same loop.",
+        f"{results['machine']}; commit {results['commit']}; `{results['command']}`.\n",
+        "Needles: numbers found, of those that the uncompressed model finds. KL: nats per token"
+        " from the uncompressed model's distributions, along its own text. Cache: bytes after"
+        f" compression, relative to the uncompressed cache, at {budgets[-1]:g}. Step: a decode"
+        f" step in transformers at {budgets[-1]:g}, in ms. Ours are all presets except h2o and d2o,"
+        " which have no counterpart in kvpress.\n",
+        markdown_table(["", *titles, "cache", "step", "better than every method of ours"], rows),
+        *_notes(pairs),
+        "\nKept positions of a press and of this plugin with the same settings, over all prompts,"
+        " layers and KV heads. Named: they differ because kvpress keeps complete chunks, including"
+        " the one with the window's first token. Rounding: the score is within 0.1 % of the lowest"
+        " kept score.\n",
+        _agreement(results["agreement"]),
+    ]
+    return "\n".join(parts)
 
 
 def _cells(by_budget: Mapping[float, Mapping[str, Any]], budgets: Sequence[float]) -> list[str]:
@@ -160,51 +155,18 @@ def _notes(pairs: Pairs) -> list[str]:
     return out
 
 
-def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> list[str]:
+def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> str:
     """Return the table of kept positions.
 
     Args:
         agreement: counts over all prompts by ``press@budget``.
     """
-    out = [
-        "Kept positions of a press and of this plugin with the same settings, over all prompts,"
-        " layers and KV heads. Named: they differ because kvpress keeps complete chunks, including"
-        " the one with the window's first token. Rounding: the score is within 0.1 % of the lowest"
-        " kept score.",
-        "",
-        _row(["", "kept", "equal", "named", "rounding", "unexplained"]),
-        _row(["---", *["---:"] * 5]),
-    ]
+    kinds = ("equal", "named", "rounding", "unexplained")
+    rows = []
     for key, counts in agreement.items():
-        share = [
-            f"{100 * counts[name] / counts['kept']:.3f} %"
-            for name in ("equal", "named", "rounding", "unexplained")
-        ]
-        out.append(_row([key.replace("@", " at "), str(counts["kept"]), *share]))
-    return out
-
-
-def _vllm(pairs: Pairs) -> list[str]:
-    lines = [(key[1], by_budget) for key, by_budget in pairs.items() if key[0] == VLLM]
-    if not lines:
-        return []
-    out = [
-        "In vLLM's engine, where an fp8 cache takes half the memory of a 16-bit cache. A step is"
-        " one request's after the longest text, measured once, so small differences mean nothing.",
-        "",
-        _row(["", "memory", "needles", "KL", "step, ms"]),
-        _row(["---", *["---:"] * 4]),
-    ]
-    for method, by_budget in lines:
-        for budget, line in by_budget.items():
-            kl = f"{line['kl']:.4f}" if line["kl"] is not None else "-"
-            needles = f"{line['needles_answered']}/{line['needles']}"
-            out.append(_row([method, f"{budget:g}", needles, kl, f"{line['decode_ms']:.1f}"]))
-    return out
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        shares = [f"{100 * counts[kind] / counts['kept']:.3f} %" for kind in kinds]
+        rows.append([key.replace("@", " at "), str(counts["kept"]), *shares])
+    return markdown_table(["", "kept", *kinds], rows)
 
 
 def picture(results: Mapping[str, Any], path: Path) -> None:
@@ -212,16 +174,12 @@ def picture(results: Mapping[str, Any], path: Path) -> None:
 
     Methods are sorted by KL at the smallest budget, the best on top.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     budgets: list[float] = results["budgets"]
     pairs = paired(results["pairs"])
     keys = [key for key in pairs if key[0] in (KVPRESS, OURS) and key[1] != FULL]
     keys.sort(key=lambda key: _value(pairs[key], budgets[-1], "kl") or float("inf"), reverse=True)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.2 + 0.28 * len(keys)), sharey=True)
+    figure = new_figure(11, 1.9 + 0.28 * len(keys))
+    axes = figure.subplots(1, 2, sharey=True)
     colours = {KVPRESS: "tab:orange", OURS: "tab:blue"}
     for axis, name in zip(axes, ("needles_answered", "kl"), strict=True):
         for size, budget in enumerate(budgets):
@@ -242,10 +200,8 @@ def picture(results: Mapping[str, Any], path: Path) -> None:
     axes[1].set_xlabel("KL from the full cache, nats per token")
     axes[1].set_xscale("log")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=len(budgets), frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.7 / figure.get_figheight()))
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(budgets), frameon=False)
+    figure.savefig(path, format="png")
 
 
 def _value(by_budget: Mapping[float, Mapping[str, Any]], budget: float, name: str) -> float | None:

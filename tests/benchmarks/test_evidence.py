@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
+from benchmarks.evidence.cells import differences, pooled
 from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
 from benchmarks.evidence.outputs import compare_outputs, divergence, full_cache_output
-from benchmarks.evidence.pooled_table import differences, pooled
 from benchmarks.evidence.reference_model import ReferenceModel, encode
-from benchmarks.evidence.rules_table import rules_table
+from benchmarks.evidence.report import rules_table
 from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels import k4v3
@@ -125,24 +125,17 @@ def test_a_batch_of_caches_gives_the_engines_outputs(model, folder, prompt):
     """Compare all presets and budgets in one batch with requests that the engine compresses."""
     pairs = [(preset, budget) for preset in PRESETS for budget in (0.6, 0.3, 0.15)]
     config = {"kvcompress": {"compress": "off", "allow_override": "all", "min_prompt": 128}}
-    config["kvcompress"] |= {"lookahead": 0, "protect": "system"}
-    protecting = ["cake", "snapkv"]
+    config["kvcompress"]["lookahead"] = 0
     requests = [{"kv_compress": preset, "kv_budget": budget} for preset, budget in pairs]
-    requests += [
-        {"kv_compress": preset, "kv_budget": 0.2, "kv_protect": "5:40"} for preset in protecting
-    ]
     with engine(folder, additional_config=config, enable_prefix_caching=False) as llm:
         expected = [llm.generate([IDS], NEW, extra_args=request)[0] for request in requests]
         assert llm.compressor.compressed == len(requests)
     full = full_cache_output(model, PLAIN_TEXT, prompt)
-    compressor = PromptCompressor(prompt, BLOCK, protected={"system": ((5, 40),)})
+    compressor = PromptCompressor(prompt, BLOCK)
     caches = [
         compressor.compress(settings_at(without_lookahead(preset), budget))
         for preset, budget in pairs
     ]
-    for preset in protecting:
-        raw = json.dumps({"compress": preset, "lookahead": 0, "protect": "system"})
-        caches.append(compressor.compress(settings_at(raw, 0.2)))
     outputs = compare_outputs(model, PLAIN_TEXT, prompt, caches, full)
     assert [output.tokens for output in outputs] == expected
     # Equal outputs everywhere would make this comparison meaningless.

@@ -8,14 +8,9 @@ import pytest
 from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence import report
 from benchmarks.evidence.cells import read
-from benchmarks.evidence.parts import protected_parts
-from benchmarks.evidence.reference_model import ReferenceModel
+from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
 from benchmarks.evidence.texts import text_items
-from benchmarks.evidence.variants import VARIANTS, WITHOUT_LOOKAHEAD
 from checkpoints import text_checkpoint
-from vllm_kvcompress.compare.tasks import build_items
-from vllm_kvcompress.methods.registry import PRESETS, RECOMMENDED
-from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +42,7 @@ def test_an_interrupted_run_continues(model, tmp_path):
 
 def test_the_report_writes_tables_and_a_picture(model, tmp_path):
     out = tmp_path / "results.jsonl"
-    run(model, out, "snapkv", WITHOUT_LOOKAHEAD, "chunks of 5=" + VARIANTS["chunks of 5"])
+    run(model, out, "snapkv", WITHOUT_LOOKAHEAD)
     report.main([str(out), "--out", str(tmp_path / "evidence")])
     text = (tmp_path / "evidence.md").read_text()
     assert f"**`{WITHOUT_LOOKAHEAD}`**" in text
@@ -62,40 +57,9 @@ def test_the_report_writes_tables_and_a_picture(model, tmp_path):
     assert read([out, compressed]) == read([out])
 
 
-@pytest.mark.parametrize("task", ["secret", "tool-call"])
-def test_protected_parts_contain_the_texts_of_their_messages(model, task):
-    reference = ReferenceModel(model)
-    (item,) = build_items(
-        [task], count=1, tokens=900, seed=0, question="last", count_tokens=reference.count_tokens,
-        questions_per_text=1,
-    )  # fmt: skip
-    ids = reference.encode(item.messages, item.tools)
-    spans_by_part = protected_parts(reference.tokenizer, item, ids)
-    texts_by_part = {
-        part: "".join(reference.tokenizer.decode(ids[start:stop]) for start, stop in spans)
-        for part, spans in spans_by_part.items()
-    }
-    for part, role in (("system", "system"), ("question", "user")):
-        texts = [message["content"].strip() for message in item.messages if message["role"] == role]
-        assert bool(texts) is bool(texts_by_part[part])
-        for text in texts[-1:]:
-            # Only the ends of a long question are protected.
-            assert text[:60] in texts_by_part[part]
-            assert text[-60:] in texts_by_part[part]
-    # The demo's template does not render tools.
-    assert not texts_by_part["tools"]
-
-
-def test_protected_tokens_are_kept_in_addition_to_the_budget(model, tmp_path):
-    out = tmp_path / "results.jsonl"
-    protected = '{"compress": "snapkv", "protect": "system"}'
-    argv = ["--model", model, "--tasks", "instructions", "--tokens", "400", "--count", "1"]
-    argv += ["--methods", "snapkv", f"kept={protected}", "--budgets", "0.3", "--threads", "1"]
-    evidence.main([*argv, "--out", str(out)])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    plain, kept = (line for line in lines if line["method"] != "full")
-    assert (plain["method"], kept["method"]) == ("snapkv", "kept")
-    assert plain["kept"] + 0.1 < kept["kept"] < 0.6
+def test_protected_parts_are_refused(model, tmp_path):
+    with pytest.raises(SystemExit, match=r"not measured here, got 'system'.*compare --protect"):
+        run(model, tmp_path / "results.jsonl", 'kept={"compress": "snapkv", "protect": "system"}')
 
 
 def test_ordinary_requests_diverge_only_after_the_look_ahead(model, tmp_path):
@@ -182,24 +146,6 @@ def test_texts_have_the_requested_length_and_depend_on_the_seed():
     assert [count(item.messages[0]["content"]) for item in items] == [150] * 3
     assert items == text_items(count=3, tokens=150, seed=5, count_tokens=count)
     assert items != text_items(count=3, tokens=150, seed=6, count_tokens=count)
-
-
-def test_each_variant_replaces_one_part_of_the_recommended_preset():
-    parsed = {name: CompressionConfig.parse(json.loads(raw)) for name, raw in VARIANTS.items()}
-    ours = CompressionConfig.parse({"compress": RECOMMENDED, "lookahead": 0})
-    base = parsed.pop(WITHOUT_LOOKAHEAD)
-    for part in ("build_allocator", "build_scorer", "build_selector"):
-        assert getattr(base, part)() == getattr(ours, part)()
-    assert base.resolved_window == ours.resolved_window
-    assert RECOMMENDED in PRESETS
-
-    def built(config):
-        parts = (config.build_allocator(), config.build_scorer(), config.build_selector())
-        return *parts, config.resolved_window
-
-    for name, variant in parsed.items():
-        pairs = zip(built(base), built(variant), strict=True)
-        assert sum(of_base != of_variant for of_base, of_variant in pairs) == 1, name
 
 
 def test_rules_are_scored_for_both_caches(model, tmp_path):

@@ -222,7 +222,6 @@ def pairs() -> list[dict[str, object]]:
         result(prompt="text0", answered=None, kl=(0.2, 0.4)),
         result(side=exchange.KVPRESS, method="SnapKV", answered=False, note="a note"),
         result(side=exchange.KVPRESS, method="SnapKV", prompt="text0", answered=None, kl=(0.1,)),
-        result(side=exchange.VLLM, method="fp8", budget=0.5),
     ]
     return summaries(lines)
 

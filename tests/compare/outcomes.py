@@ -17,12 +17,4 @@ def outcome(key: str = "k", cell: Cell | None = None, **figures) -> Outcome:
         by_place=None, places=7, same_first=7, kl=0.0, score=1.0, full_score=1.0, rules={},
         first_token_s=0.5, token_s=0.02, full_first_token_s=0.4, full_token_s=0.03,
     )  # fmt: skip
-    return Outcome(
-        key=key,
-        method=cell.method,
-        budget=cell.budget,
-        protect=cell.protect,
-        lookahead=cell.lookahead,
-        packed_dtype=cell.packed_dtype,
-        **{**defaults, **figures},
-    )
+    return Outcome(key=key, cell=cell, **{**defaults, **figures})

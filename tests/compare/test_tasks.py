@@ -2,13 +2,14 @@
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.compare.tasks import KNOWN, ORDINARY, TASKS, Item, build_items, score
+from vllm_kvcompress.compare.tasks import KNOWN, ORDINARY, TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.text import english
 
@@ -23,6 +24,12 @@ def prompt_words(item: Item) -> int:
     calls = [call for message in item.messages for call in message.get("tool_calls", ())]
     parts = [json.dumps(each) for each in (*item.tools, *calls)]
     return sum(map(words, [*parts, *(message["content"] for message in item.messages)]))
+
+
+def score(answers: Sequence[str], text: str) -> float:
+    """Return the score of an output of a prompt with these expected answers."""
+    item = Item(name="x", task="x", messages=(), answers=tuple(answers), max_tokens=1)
+    return item.score(text)
 
 
 def items(task: str, **changes: object) -> list[Item]:

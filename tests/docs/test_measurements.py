@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
-from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ORDINARY, cells, read
+from benchmarks.evidence.cells import (
+    AFTER_FIRST,
+    AFTER_LOOKAHEAD,
+    BOTH,
+    ORDINARY,
+    cells,
+    differences,
+    pooled,
+    read,
+)
 from benchmarks.evidence.field_report import summary_table
-from benchmarks.evidence.pooled_table import AFTER_FIRST, BOTH, differences, pooled
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

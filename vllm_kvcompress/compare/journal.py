@@ -18,7 +18,7 @@ from vllm_kvcompress.compare.outcome import OUTCOME, Outcome
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 
-_VERSION = 5
+_VERSION = 6
 _CONTROLS = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal would obey and that JSON does not escape."""
 RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"

@@ -33,7 +33,6 @@ class Outcome:
         key: SHA-256 key of the prompt (`prompts.key`).
         task: task of the prompt.
         group: shared by prompts over the same text. None if the prompt has its text for itself.
-        method, budget, protect, lookahead, packed_dtype, server: the cell (`Cell`).
         prompt_tokens: prompt length in tokens.
         kept_tokens: tokens kept per layer, mean over layers. None if the server did not report it.
         bytes: bytes of the compressed prompt, relative to an uncompressed cache in the model's
@@ -54,10 +53,7 @@ class Outcome:
     key: str
     task: str
     group: str | None
-    method: str
-    budget: int | float | None
-    protect: str
-    lookahead: Count | None
+    cell: Cell
     prompt_tokens: Count
     kept_tokens: Amount | None
     exact: bool
@@ -78,20 +74,7 @@ class Outcome:
     token_s: Amount | None
     full_first_token_s: Amount
     full_token_s: Amount | None
-    packed_dtype: str = ""
-    server: str = ""
     bytes: Amount | None = None
-
-    @property
-    def cell(self) -> Cell:
-        return Cell(
-            method=self.method,
-            budget=self.budget,
-            protect=self.protect,
-            lookahead=self.lookahead,
-            packed_dtype=self.packed_dtype,
-            server=self.server,
-        )
 
     @property
     def drawn_with(self) -> str:
@@ -129,12 +112,7 @@ class Outcome:
             key=key,
             task=item.task,
             group=item.group,
-            method=cell.method,
-            budget=cell.budget,
-            protect=cell.protect,
-            lookahead=cell.lookahead,
-            packed_dtype=cell.packed_dtype,
-            server=cell.server,
+            cell=cell,
             bytes=_bytes(cell, compressed, dtype_bytes),
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if compressed.kept_tokens is None else float(compressed.kept_tokens),

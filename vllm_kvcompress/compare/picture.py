@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from io import BytesIO
 
+from vllm_kvcompress.compare.figures import (
+    INK,
+    LINES,
+    MARKS,
+    QUIET,
+    decorate,
+    new_figure,
+    plot_estimates,
+)
 from vllm_kvcompress.compare.report import Report
 from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.summary import SCORES_NOTHING, Measure, Summary, scores_nothing
 
-_INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
-_LINES = ("#2171b5", "#d9730d", "#3f9b5f", "#8a5bb5", "#b5342f", "#7a6a53", "#c0579a", "#5f6b76")
-_BASELINE = "#9aa5b1"
-_MARKS = "osD^vPX*"
 _AXES = {
     "score": "score: share of expected answers and rules",
     "agreement": "share of outputs equal to the full cache's",
@@ -37,47 +42,33 @@ def draw(report: Report) -> bytes:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    by = report.recommendation.by
-    figure = Figure(figsize=(8.0, 5.0), dpi=160, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    by, by_bytes = report.recommendation.by, _has_bytes(report.summaries)
+    figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
     for number, (method, summaries) in enumerate(_by_method(report.summaries).items()):
-        points = _points(summaries, by, by_bytes=_has_bytes(report.summaries))
+        points = _points(summaries, by, by_bytes=by_bytes)
         if not points:
             continue
-        baseline = summaries[0].baseline
-        x, y = [kept for kept, _ in points], [quality.mean for _, quality in points]
-        errors = [
-            [max(quality.mean - quality.low, 0.0) for _, quality in points],
-            [max(quality.high - quality.mean, 0.0) for _, quality in points],
-        ]
-        axes.errorbar(
-            x, y, yerr=errors, label=method,
-            color=_BASELINE if baseline else _LINES[number % len(_LINES)],
-            marker=_MARKS[number % len(_MARKS)], markersize=3 if baseline else 5,
-            linewidth=0.8 if baseline else 1.4, linestyle=":" if baseline else "-",
-            capsize=3, elinewidth=0.5 if baseline else 0.9, zorder=1.5 if baseline else 2.5,
-        )  # fmt: skip
+        style = (
+            {"color": QUIET, "markersize": 3, "linewidth": 0.8, "linestyle": ":", "zorder": 1.5}
+            if summaries[0].baseline
+            else {"color": LINES[number % len(LINES)], "markersize": 5, "linewidth": 1.4}
+        )
+        plot_estimates(axes, points, label=method, marker=MARKS[number % len(MARKS)], **style)
     axes.axhline(
-        _full_quality(report.summaries, by), color=_INK, linewidth=0.9, linestyle=(0, (4, 3)),
+        _full_quality(report.summaries, by), color=INK, linewidth=0.9, linestyle=(0, (4, 3)),
         label="full cache",
     )  # fmt: skip
     axes.set_xlabel(
         "bytes of the prompt's KV cache, relative to an uncompressed one"
-        if _has_bytes(report.summaries)
+        if by_bytes
         else "share of prompt tokens kept"
     )
     axes.set_ylabel(_AXES[by])
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.tick_params(labelsize=8, colors=_QUIET)
-    axes.grid(color=_RULE, linewidth=0.5)
-    for spine in axes.spines.values():
-        spine.set(color=_RULE)
-    axes.set_title(report.title, size=11, color=_INK, loc="left", parse_math=False)
+    decorate(axes, report.title)
     axes.legend(fontsize=8, frameon=False)
     png = BytesIO()
     figure.savefig(png, format="png")
@@ -112,8 +103,9 @@ def _points(
             "similarity": summary.similarity,
         }[by]
         kept = summary.bytes if by_bytes else summary.kept
-        if kept is None and isinstance(summary.budget, float) and summary.compressed is None:
-            kept = summary.budget
+        budget = summary.cell.budget
+        if kept is None and isinstance(budget, float) and summary.compressed is None:
+            kept = budget
         if quality is not None and kept is not None:
             found.append((kept, quality))
     return sorted(found, key=lambda point: point[0])

@@ -1,12 +1,14 @@
 """Report of a comparison: its JSON form, its Markdown page, and the columns of its tables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from vllm_kvcompress.compare.measures import POSITION_RANGES
 from vllm_kvcompress.compare.statistics import RESAMPLES, Estimate
 from vllm_kvcompress.compare.summary import PositionStats, Recommendation, Summary
+from vllm_kvcompress.compare.tables import markdown_table
 
 MISSING = "-"
 
@@ -37,10 +39,8 @@ class Report:
             "title": self.title,
             "complete": self.complete,
             "recommendation": recommendation,
-            "cells": [asdict(summary) for summary in self.summaries],
-            "meaning": {
-                column.name: column.meaning for table in TABLES.values() for column in table
-            },
+            "cells": [summary.to_json() for summary in self.summaries],
+            "meaning": meanings(),
             "notes": list(self.notes),
             "settings": self.settings,
         }
@@ -72,7 +72,7 @@ def _with_interval(found: Estimate | None, digits: int = 3) -> str:
 
 
 def _compressed(s: Summary) -> str:
-    unknown = MISSING if s.server else "?"
+    unknown = MISSING if s.cell.server else "?"
     return f"{unknown if s.compressed is None else s.compressed} of {s.asked}"
 
 
@@ -97,7 +97,7 @@ _SCORE_COLUMNS = (
     Column(
         name="budget",
         meaning="The requested budget: a share of the prompt's tokens, or tokens per layer.",
-        text=lambda s: f"{s.budget:g}",
+        text=lambda s: f"{s.cell.budget:g}",
     ),
     Column(
         name="compressed",
@@ -256,15 +256,16 @@ def markdown(report: Report) -> str:
         parts.append("\n".join(f"* {note}" for note in report.notes))
     parts += [_table(title, columns, report.summaries) for title, columns in TABLES.items()]
     if any(summary.tasks for summary in report.summaries):
-        parts.append(_score_by_task(report.summaries))
+        columns = _task_columns(report.summaries)
+        parts.append(_table("Score by task (full cache)", columns, report.summaries))
     if any(summary.obeyed for summary in report.summaries):
         columns = rule_columns(report.summaries, by_rule=True)
         parts += [_table("Rules obeyed", columns, report.summaries), _RULES_NOTE]
     parts.append("## What the figures mean")
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
-    if any(summary.baseline and not summary.server for summary in report.summaries):
+    if any(summary.baseline and not summary.cell.server for summary in report.summaries):
         parts.append(_BASELINES_NOTE)
-    if others := dict.fromkeys(s.method for s in report.summaries if s.server):
+    if others := dict.fromkeys(s.cell.method for s in report.summaries if s.cell.server):
         parts.append(f"{', '.join(others)}: {_OTHERS_NOTE}")
     parts.append(f"{_METHOD_NOTE} {_loss_sentence(report.recommendation)}")
     return "\n\n".join(parts) + "\n"
@@ -301,46 +302,40 @@ def _loss_sentence(recommendation: Recommendation) -> str:
 
 def _table(title: str, columns: Sequence[Column], summaries: Sequence[Summary]) -> str:
     """Return a Markdown table with one row per cell, baselines in italics."""
-    lines = [
-        "| " + " | ".join(column.name for column in columns) + " |",
-        "|" + "---|" * len(columns),
-    ]
+    rows = []
     for summary in summaries:
-        texts = [column.text(summary) for column in columns]
-        if summary.baseline and not summary.server:
-            texts[0] = f"*{texts[0]}*"
-        lines.append("| " + " | ".join(texts) + " |")
-    return f"## {title}\n\n" + "\n".join(lines)
-
-
-def _score_by_task(summaries: Sequence[Summary]) -> str:
-    names = dict.fromkeys(name for summary in summaries for name in summary.tasks)
-    columns = [
-        Column(
-            name=name,
-            meaning="",
-            text=lambda s, name=name: (  # type: ignore[misc]
-                f"{s.tasks[name][0]:.3f} ({s.tasks[name][1]:.3f})" if name in s.tasks else MISSING
-            ),
-        )
-        for name in names
-    ]
-    return _table("Score by task (full cache)", [*_CELL_COLUMNS, *columns], summaries)
+        name, *figures = (column.text(summary) for column in columns)
+        is_baseline = summary.baseline and not summary.cell.server
+        rows.append([f"*{name}*" if is_baseline else name, *figures])
+    return f"## {title}\n\n{markdown_table([column.name for column in columns], rows).rstrip()}"
 
 
 def rule_columns(summaries: Sequence[Summary], *, by_rule: bool) -> list[Column]:
     """Return a column of obeyed rules for each task, and for each rule if `by_rule`."""
-    found = dict.fromkeys(name for summary in summaries for name in summary.obeyed)
-    names = [name for name in found if by_rule or ": " not in name]
-    return [
-        *_CELL_COLUMNS,
-        *(Column(name=name, meaning=_RULES_NOTE, text=_obeyed_text(name)) for name in names),
-    ]
 
-
-def _obeyed_text(name: str) -> Callable[[Summary], str]:
-    def text(summary: Summary) -> str:
+    def text(name: str, summary: Summary) -> str:
         found = summary.obeyed.get(name)
         return MISSING if found is None else f"{_with_interval(found, 2)}, {found.prompts}"
 
-    return text
+    found = dict.fromkeys(name for summary in summaries for name in summary.obeyed)
+    names = [name for name in found if by_rule or ": " not in name]
+    return _columns_by_name(names, _RULES_NOTE, text)
+
+
+def _task_columns(summaries: Sequence[Summary]) -> list[Column]:
+    def text(task: str, summary: Summary) -> str:
+        if task not in summary.tasks:
+            return MISSING
+        score, full_score = summary.tasks[task]
+        return f"{score:.3f} ({full_score:.3f})"
+
+    names = dict.fromkeys(name for summary in summaries for name in summary.tasks)
+    return _columns_by_name(names, "", text)
+
+
+def _columns_by_name(
+    names: Iterable[str], meaning: str, text: Callable[[str, Summary], str]
+) -> list[Column]:
+    """Return the columns of the cell, and one for each name; `text` gets its name."""
+    columns = (Column(name=name, meaning=meaning, text=partial(text, name)) for name in names)
+    return [*_CELL_COLUMNS, *columns]

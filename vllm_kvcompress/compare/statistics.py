@@ -1,10 +1,10 @@
 """Means over prompts with bootstrap confidence intervals, and the share of rules still obeyed."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 RESAMPLES = 4_000
 CONFIDENCE = 0.95
 _BATCH = 500
+"""Draws that are computed at a time, to bound the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,58 +62,52 @@ def estimate(
     group_numbers = np.array([order[group] for group in groups])
     numerators = np.asarray(values, dtype=np.float64)
     denominators = np.ones(len(values)) if sizes is None else np.asarray(sizes, dtype=np.float64)
-    num_groups = len(order)
-    group_sums = _by_group(group_numbers, numerators, num_groups)
-    group_sizes = _by_group(group_numbers, denominators, num_groups)
-    means = _resampled_means(group_sums, group_sizes, _draw_counts(num_groups, seed, resamples))
+    group_sums = np.bincount(group_numbers, numerators)
+    group_sizes = np.bincount(group_numbers, denominators)
+    means = []
+    for counts in np.split(_draws(len(order), seed, resamples), range(_BATCH, resamples, _BATCH)):
+        totals = counts @ group_sizes
+        # A draw whose groups all have size 0 has no mean.
+        means.append((counts @ group_sums)[totals > 0] / totals[totals > 0])
     tail = (1 - CONFIDENCE) / 2
-    low, high, upper = np.quantile(means, [tail, 1 - tail, CONFIDENCE])
+    low, high, upper = np.quantile(np.concatenate(means), [tail, 1 - tail, CONFIDENCE])
     return Estimate(
         mean=float(numerators.sum() / denominators.sum()),
         low=float(low),
         high=float(high),
         upper=float(upper),
         prompts=len(values),
-        independent=num_groups,
+        independent=len(order),
     )
 
 
-def _by_group(
-    group_numbers: npt.NDArray[np.int64], values: npt.NDArray[np.float64], num_groups: int
-) -> npt.NDArray[np.float64]:
-    return np.bincount(group_numbers, weights=values, minlength=num_groups).astype(np.float64)
-
-
 @lru_cache(maxsize=2)
-def _draw_counts(num_groups: int, seed: int, resamples: int) -> npt.NDArray[np.uint16]:
+def _draws(num_groups: int, seed: int, resamples: int) -> npt.NDArray[np.uint16]:
     """Return how often each group occurs in each bootstrap draw: [resamples, num_groups].
 
     Cached, so that all figures over the same prompts use the same draws.
     """
-    generator = np.random.default_rng(seed)
-    probabilities = np.full(num_groups, 1 / num_groups)
+    generator, shares = np.random.default_rng(seed), np.full(num_groups, 1 / num_groups)
     counts = np.empty((resamples, num_groups), dtype=np.uint16)
-    for start in range(0, resamples, _BATCH):
-        num_draws = min(_BATCH, resamples - start)
-        counts[start : start + num_draws] = generator.multinomial(
-            num_groups, probabilities, size=num_draws
-        )
+    for part in np.split(counts, range(_BATCH, resamples, _BATCH)):
+        part[:] = generator.multinomial(num_groups, shares, size=len(part))
     return counts
 
 
-def _resampled_means(
-    group_sums: npt.NDArray[np.float64],
-    group_sizes: npt.NDArray[np.float64],
-    draw_counts: npt.NDArray[np.uint16],
-) -> npt.NDArray[np.float64]:
-    """Return the mean of each draw, computed in batches to bound memory."""
-    means = []
-    for start in range(0, len(draw_counts), _BATCH):
-        counts = draw_counts[start : start + _BATCH].astype(np.float64)
-        totals = counts @ group_sizes
-        # A draw whose groups all have size 0 has no mean.
-        means.append((counts @ group_sums)[totals > 0] / totals[totals > 0])
-    return np.concatenate(means)
+Drawn = TypeVar("Drawn")
+
+
+def mean(
+    items: Sequence[Drawn],
+    value: Callable[[Drawn], float],
+    group: Callable[[Drawn], Hashable],
+    size: Callable[[Drawn], float] | None = None,
+) -> Estimate | None:
+    """Return the mean of `value` per unit of `size`, or per item; None without items."""
+    if not items:
+        return None
+    sizes = None if size is None else [size(item) for item in items]
+    return estimate([value(item) for item in items], [group(item) for item in items], sizes=sizes)
 
 
 def unseen_share(independent: int) -> float:
@@ -160,13 +155,15 @@ def shares_obeyed(prompts: Iterable[RuleResults]) -> dict[str, Estimate]:
 
 
 def _share_of_rules(prompts: Sequence[RuleResults], rules: Sequence[str]) -> Estimate | None:
-    obeyed_by_both, obeyed_by_full, groups = [], [], []
-    for prompt in prompts:
-        pairs = [prompt.rules[rule] for rule in rules if rule in prompt.rules]
-        if count := sum(full for _, full in pairs):
-            obeyed_by_both.append(sum(compressed and full for compressed, full in pairs))
-            obeyed_by_full.append(count)
-            groups.append(prompt.drawn_with)
-    if not obeyed_by_both:
-        return None
-    return estimate(obeyed_by_both, groups, sizes=obeyed_by_full)
+    def pairs(prompt: RuleResults) -> list[Sequence[bool]]:
+        return [prompt.rules[rule] for rule in rules if rule in prompt.rules]
+
+    def obeyed_by_full(prompt: RuleResults) -> int:
+        return sum(full for _, full in pairs(prompt))
+
+    return mean(
+        [prompt for prompt in prompts if obeyed_by_full(prompt)],
+        lambda prompt: sum(compressed and full for compressed, full in pairs(prompt)),
+        lambda prompt: prompt.drawn_with,
+        obeyed_by_full,
+    )

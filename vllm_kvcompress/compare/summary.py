@@ -1,9 +1,9 @@
 """Summary of each cell over all prompts, and the recommended cell."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
 
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import POSITION_RANGES
@@ -11,7 +11,7 @@ from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.statistics import (
     Estimate,
     RuleResults,
-    estimate,
+    mean,
     prompts_needed,
     shares_obeyed,
     unseen_share,
@@ -54,13 +54,12 @@ class PositionStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Figures of one cell over all prompts. The field names are keys of ``report.json``.
+    """Figures of one cell over all prompts.
 
     Figures cover compressed prompts only if the server reports which prompts it compressed, and
     all prompts otherwise.
 
     Args:
-        method, budget, protect, lookahead, packed_dtype, server: the cell (`Cell`).
         asked: prompts with a completion.
         compressed: compressed prompts among them. None if unknown.
         kept: share of their tokens that was kept. None if the server does not report it.
@@ -85,10 +84,7 @@ class Summary:
         baseline: whether the cell is a baseline, which is never recommended.
     """
 
-    method: str
-    budget: float | int
-    protect: str
-    lookahead: int | None
+    cell: Cell
     asked: int
     compressed: int | None
     kept: float | None
@@ -110,21 +106,13 @@ class Summary:
     times: Times | None
     tasks: dict[str, tuple[float, float]]
     obeyed: dict[str, Estimate]
-    baseline: bool = False
-    packed_dtype: str = ""
-    server: str = ""
-    bytes: float | None = None
+    baseline: bool
+    bytes: float | None
 
-    @property
-    def cell(self) -> Cell:
-        return Cell(
-            method=self.method,
-            budget=self.budget,
-            protect=self.protect,
-            lookahead=self.lookahead,
-            packed_dtype=self.packed_dtype,
-            server=self.server,
-        )
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures by field name, with the fields of the cell among them."""
+        fields = asdict(self)
+        return {**fields.pop("cell"), **fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +153,11 @@ def summarise(
     for outcome in sorted(outcomes, key=lambda each: each.key):
         by_cell.setdefault(outcome.cell, []).append(outcome)
     return [
-        replace(
-            _summary(
-                cell,
-                by_cell.get(cell, []),
-                by,
-                known=(reports_kept or none_compressed) and not cell.server,
-            ),
+        _summary(
+            cell,
+            by_cell.get(cell, []),
+            by,
+            known=(reports_kept or none_compressed) and not cell.server,
             baseline=cell in baselines,
         )
         for cell in cells
@@ -253,8 +239,8 @@ def best_baseline_without_extra_loss(
         s
         for s in summaries
         if s.baseline
-        and not s.server
-        and (s.budget, s.packed_dtype) == (best.budget, best.packed_dtype)
+        and not s.cell.server
+        and (s.cell.budget, s.cell.packed_dtype) == (best.cell.budget, best.cell.packed_dtype)
         and s.loss
         and s.loss.mean <= best.loss.mean
     ]
@@ -266,9 +252,9 @@ def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) 
 
     One sentence per other server, or how to measure one if there is none.
     """
-    others = [s for s in summaries if s.server and s.loss is not None and s.bound is not None]
+    others = [s for s in summaries if s.cell.server and s.loss and s.bound is not None]
     best = next((s for s in summaries if s.cell == recommendation.cell), None)
-    if not any(s.server for s in summaries):
+    if not any(s.cell.server for s in summaries):
         formats = [
             f"{name} ({share:.0%} of the bytes)"
             for name in ALTERNATIVES
@@ -282,7 +268,7 @@ def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) 
     notes = []
     for other in others:
         assert other.loss is not None
-        name, size = other.method, _size(other)
+        name, size = other.cell.method, _size(other)
         loss = (
             f"its loss by {recommendation.by} is {other.loss.mean:.3f}, at most {other.bound:.3f}"
             " at 95 % confidence"
@@ -343,13 +329,14 @@ def _may_run(best: Summary, by: Measure, max_drop: float) -> str:
     )
 
 
-def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: bool) -> Summary:
+def _summary(
+    cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: bool, baseline: bool
+) -> Summary:
     """Return the summary of one cell.
 
     Args:
         known: whether the server reports which prompts it compressed.
     """
-    assert cell.budget is not None
     compressed = [o for o in outcomes if o.kept_tokens is not None]
     measured = compressed if known else list(outcomes)
     scored = [o for o in measured if o.score is not None]
@@ -366,12 +353,8 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: Measure, *, known: boo
     diverged_at = [o.shared for o in measured if not o.exact]
     prompt_tokens = sum(o.prompt_tokens for o in compressed)
     return Summary(
-        method=cell.method,
-        budget=cell.budget,
-        protect=cell.protect,
-        lookahead=cell.lookahead,
-        packed_dtype=cell.packed_dtype,
-        server=cell.server,
+        cell=cell,
+        baseline=baseline,
         bytes=_mean_bytes(outcomes if cell.server else compressed),
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
@@ -413,30 +396,21 @@ def _by_position(outcomes: Sequence[Outcome]) -> dict[str, PositionStats]:
     for number, name in enumerate(POSITION_RANGES):
         pairs = [(o.drawn_with, o.by_place[number]) for o in outcomes if o.by_place]
         pairs = [(group, each) for group, each in pairs if each.places]
-        if not pairs:
-            continue
-        groups, sizes = [group for group, _ in pairs], [each.places for _, each in pairs]
-        found[name] = PositionStats(
-            places=sum(sizes),
-            same_first=estimate([each.same_first for _, each in pairs], groups, sizes=sizes),
-            kl=estimate([each.kl for _, each in pairs], groups, sizes=sizes),
-        )
+        same_first = mean(pairs, lambda p: p[1].same_first, lambda p: p[0], lambda p: p[1].places)
+        kl = mean(pairs, lambda p: p[1].kl, lambda p: p[0], lambda p: p[1].places)
+        if same_first is not None and kl is not None:
+            places = sum(each.places for _, each in pairs)
+            found[name] = PositionStats(places=places, same_first=same_first, kl=kl)
     return found
 
 
 def _mean(
     outcomes: Sequence[Outcome],
     value: Callable[[Outcome], float],
-    size: Callable[[Outcome], float] = lambda _: 1.0,
+    size: Callable[[Outcome], float] | None = None,
 ) -> Estimate | None:
     """Return the mean of `value` per unit of `size`, or None without outcomes."""
-    if not outcomes:
-        return None
-    return estimate(
-        [value(o) for o in outcomes],
-        [o.drawn_with for o in outcomes],
-        sizes=[size(o) for o in outcomes],
-    )
+    return mean(outcomes, value, lambda o: o.drawn_with, size)
 
 
 def _times(outcomes: Sequence[Outcome]) -> Times | None:

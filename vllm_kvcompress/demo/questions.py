@@ -3,7 +3,7 @@
 A model of 135M parameters cannot answer questions about the language reference itself. So the text
 contains short notes, and the question asks for several of them: the answer's end is written after
 the compression. `surest` chooses the question by the answers of the uncompressed model alone.
-``benchmarks/demo_question.py`` records the answers of the uncompressed and of the compressed model.
+``benchmarks/results/demo_question.json`` has the answers of both models, and the command.
 """
 
 import re

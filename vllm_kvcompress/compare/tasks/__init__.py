@@ -13,7 +13,6 @@ from vllm_kvcompress.compare.tasks.items import (
     Message,
     Question,
     QuestionAt,
-    score,
 )
 from vllm_kvcompress.compare.tasks.ordinary import ORDINARY
 from vllm_kvcompress.compare.tasks.trust import TRUST
@@ -31,7 +30,6 @@ __all__ = [
     "Message",
     "QuestionAt",
     "build_items",
-    "score",
 ]
 
 KNOWN: Mapping[str, Callable[[random.Random], Material]] = {

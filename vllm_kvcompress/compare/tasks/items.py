@@ -166,16 +166,6 @@ class CountTokens(Protocol):
     def __call__(self, text: str, /) -> int: ...
 
 
-def score(answers: Sequence[str], text: str) -> float:
-    """Return the share of `answers` that `text` names as whole words, ignoring case.
-
-    Text "41234" does not name 123. Returns 0 if `answers` is empty.
-    """
-    if not answers:
-        return 0.0
-    return sum(names(answer, text) for answer in answers) / len(answers)
-
-
 def names(answer: str, text: str) -> bool:
     """Return whether `text` contains `answer` as a whole word, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None

@@ -21,7 +21,7 @@ class CompressingCPUWorker(CompressingWorker, CPUWorker):
         """Return whether vLLM's AMX kernels run, which multiply many queries fast.
 
         Without AVX-512, `packed_attention` takes 0.6 to 0.9 of the time of vLLM's kernel
-        (benchmarks/bench_packed_attention.py). AVX-512 without AMX is not measured.
+        (benchmarks/results/packed_attention_cpu.json). AVX-512 without AMX is not measured.
         """
         amx = bool(torch.cpu.get_capabilities().get("amx_tile"))
         return amx and self.vllm_config.model_config.dtype == torch.bfloat16
