@@ -1,15 +1,21 @@
-"""The preset of a method, and refusal of invalid combinations of parts."""
+"""A method's preset, the parameters published for a model, and refusal of invalid combinations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, ScoreUse, Selector
 
+T = TypeVar("T")
+
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
 """Whether evicted tokens are merged into their nearest kept tokens; "values" merges only values."""
+
+ParamsByModel = tuple[tuple[tuple[str, ...], T], ...]
+"""Entries ``(substrings, parameters)``. An entry fits a model whose name, in lower case, contains
+all its substrings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,17 @@ class Preset:
         return names == (self.allocator, self.scorer, self.selector) and preset_params.issuperset(
             params
         )
+
+
+def params_of_model(table: ParamsByModel[T], model: str | None) -> T | None:
+    """Return the parameters of the first entry that fits the model, or None.
+
+    Args:
+        model: name or path, such as ``meta-llama/Llama-3.1-8B-Instruct``.
+    """
+    name = (model or "").lower().replace("meta-llama-", "llama-")
+    fits = (params for substrings, params in table if all(part in name for part in substrings))
+    return next(fits, None)
 
 
 def min_window(reads: Reads) -> int:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from vllm_kvcompress.methods.base import Allocator, Scorer, Selector
-from vllm_kvcompress.methods.parts import highest, topk, uniform
+from vllm_kvcompress.methods.parts.allocators import Uniform
+from vllm_kvcompress.methods.parts.topk import TopK
 from vllm_kvcompress.methods.preset import Preset
 from vllm_kvcompress.methods.published import (
     cake,
@@ -24,11 +25,11 @@ from vllm_kvcompress.methods.published import (
 )
 
 ALLOCATORS: Mapping[str, type[Allocator]] = {
-    "uniform": uniform.Uniform,
+    "uniform": Uniform,
     "pyramid": pyramidkv.Pyramid,
     "cake": cake.Cake,
     "dynamickv": dynamickv.DynamicKV,
-    "global": highest.Global,
+    "global": defensivekv.Global,
     "d2o": d2o.D2O,
 }
 """How much each layer keeps."""
@@ -49,7 +50,7 @@ SCORERS: Mapping[str, type[Scorer]] = {
 """Which tokens matter."""
 
 SELECTORS: Mapping[str, type[Selector]] = {
-    "topk": topk.TopK,
+    "topk": TopK,
     "chunks": chunkkv.Chunks,
     "heavy_recent": d2o.HeavyRecent,
 }
