@@ -9,6 +9,11 @@ from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, ScoreUse, Sel
 
 T = TypeVar("T")
 
+MAX_WINDOW = 1024
+"""Largest observation window in tokens."""
+MAX_LOOKAHEAD = 1024
+"""Longest look-ahead in output tokens."""
+
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
 """Whether evicted tokens are merged into their nearest kept tokens; "values" merges only values."""
@@ -83,6 +88,14 @@ def min_window(reads: Reads) -> int:
     return 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
 
 
+def scores_by_window(reads: Reads) -> bool:
+    """Return whether a method with these `reads` scores tokens with the latest queries alone.
+
+    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
+    """
+    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
+
+
 def refuse_window(scorer: str, reads: Reads, window: int) -> None:
     """Raise ConfigError if the observation window has too few queries for what the method reads."""
     if window >= min_window(reads):
@@ -93,6 +106,46 @@ def refuse_window(scorer: str, reads: Reads, window: int) -> None:
         f"scorer {scorer!r} reads the attention of an observation window; set window to at least"
         f" 1, got {window}"
     )
+
+
+def refuse_values(preset: Preset, reads: Reads) -> None:
+    """Raise ConfigError unless a preset's numbers and words are in their ranges.
+
+    Args:
+        reads: statistics that its allocator and scorer read.
+    """
+    limits = {
+        "window": (preset.window, MAX_WINDOW),
+        "lookahead": (preset.lookahead, MAX_LOOKAHEAD),
+        "prompt_window": (preset.prompt_window, preset.window),
+    }
+    for name, (value, limit) in limits.items():
+        if type(value) is not int or not 0 <= value <= limit:
+            raise ConfigError(
+                f"{name} of a preset must be a whole number from 0 to {limit}, got {value!r};"
+                " correct it"
+            )
+    words: Mapping[str, tuple[object, ...]] = {
+        "merge": (True, False, "values"),
+        "packed_dtype": ("auto", "k4v3"),
+    }
+    for name, allowed in words.items():
+        if (value := getattr(preset, name)) not in allowed:
+            raise ConfigError(
+                f"{name} of a preset must be one of {list(allowed)}, got {value!r}; correct it"
+            )
+    if preset.lookahead and not (
+        scores_by_window(reads) and preset.lookahead >= max(min_window(reads), 1)
+    ):
+        raise ConfigError(
+            f"a look-ahead needs a scorer that reads the window alone and at least"
+            f" {min_window(reads)} output tokens, got lookahead={preset.lookahead}; set it to 0"
+        )
+    if preset.output_scorer and not preset.lookahead:
+        raise ConfigError(
+            f"output_scorer={preset.output_scorer!r} scores after a look-ahead, got lookahead=0;"
+            " set one, or remove output_scorer"
+        )
 
 
 def refuse_meaningless_parts(

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads, choose
+from vllm_kvcompress.methods.preset import MAX_LOOKAHEAD, scores_by_window
 from vllm_kvcompress.settings.declared import Parsed, SettingsGroup, declare, flag_of
 from vllm_kvcompress.settings.parsing import TokensOrUnset
 
 logger = logging.getLogger("vllm.kvcompress")
 
-MAX_LOOKAHEAD = 1024
 OnPressure = Literal["preemption", "waiting", "never"]
 ON_PRESSURE: tuple[OnPressure, ...] = ("preemption", "waiting", "never")
 RENAMED_KEYS: Mapping[str, str] = {"lookahead_yields": "lookahead_on_pressure"}
@@ -70,14 +70,6 @@ class LookaheadSettings(SettingsGroup):
                 f"lookahead must be at least {min_window} for {compress!r}, got {self.tokens};"
                 f" set lookahead to {min_window} or more, or to 0"
             )
-
-
-def scores_by_window(reads: Reads) -> bool:
-    """Return whether a method with these `reads` scores tokens with the latest queries alone.
-
-    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
-    """
-    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
 
 
 def current_names(raw: Mapping[Any, Any]) -> Mapping[Any, Any]:
