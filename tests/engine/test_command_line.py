@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from added_methods import installed, write_package
 from checkpoints import make
 from configuring import configure
 from vllm_kvcompress.engine.startup.cli_args import add_flags
@@ -117,6 +118,15 @@ def test_the_old_flag_is_hidden_from_the_help():
     shown = parser.format_help()
     assert "--kv-lookahead-on-pressure WHEN" in shown
     assert "yields" not in shown
+
+
+def test_the_help_names_the_methods_of_other_packages(tmp_path):
+    with installed(write_package(tmp_path, code="raise OSError")):
+        parser = argparse.ArgumentParser()
+        add_flags(parser)
+        assert "random, custom. Of other packages: evens (kvcompress-evens)." in " ".join(
+            parser.format_help().split()
+        )
 
 
 def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
