@@ -5,10 +5,10 @@ import torch
 
 from host_sync import no_uploads_or_reads
 from kvcompress_kernels import contract
+from kvcompress_kernels.apportion import apportion
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, PagedKeys, PagedValues
-from vllm_kvcompress.methods.budgets import apportion, round_to_pages
-from vllm_kvcompress.methods.method import LayerObservations
+from vllm_kvcompress.methods.method import LayerObservations, round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.published.keydiff import KeyDiff
 from vllm_kvcompress.methods.published.lagkv import LagKV

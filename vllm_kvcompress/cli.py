@@ -226,6 +226,17 @@ def compare(
     )
 
 
+@app.command()
+def methods(as_json: Annotated[bool, AS_JSON] = False) -> None:
+    """List the methods and their parts, with those that other packages add. Needs no vLLM.
+
+    Exits with 1 if a package's entry is wrong. Then the server refuses to compress as well.
+    """
+    from vllm_kvcompress.commands import methods as command
+
+    command.run(as_json=as_json)
+
+
 @app.command(cls=PlainNumbers)
 def health(
     url: Annotated[str, URL] = "http://127.0.0.1:8000",

@@ -9,6 +9,7 @@ from importlib.metadata import version
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
+from added_methods import installed, write_package
 from first_layers import LAYERS, first_layers
 from site_patches import WITHOUT_VLLM, patch_on_import, without_packages
 from vllm_kvcompress.doctor.kept import KeptMap
@@ -192,6 +193,20 @@ def test_text_has_a_line_per_layer_with_the_same_tokens(explained):
     plan = plan_of(2000, 0.2)
     assert sum(shown) == plan.pages * 128 + LAYERS * plan.tail
     assert all(line.rstrip()[-1] in "▁▂▃▄▅▆▇█" for line in lines)
+
+
+def test_methods_of_other_packages_are_checked(run_doctor_in_process, tmp_path):
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.mkdir()
+    wrong.mkdir()
+    with installed(write_package(right)):
+        found = checks(run_doctor_in_process("doctor", "--json"))
+    assert found["methods"]["detail"] == "kvcompress-evens 1.0 (preset.evens, scorer.evens)"
+    with installed(write_package(wrong, code="raise OSError('no disk')")):
+        found = checks(run_doctor_in_process("doctor", "--json"))
+    assert [*found] == ["versions", "plugin", "methods"]
+    assert not found["methods"]["ok"]
+    assert "OSError: no disk" in found["methods"]["detail"]
 
 
 def test_doctor_requests_compression_if_it_is_opt_in(run_doctor_in_process, tiny):

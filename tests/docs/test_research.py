@@ -1,10 +1,10 @@
-"""docs/research.md works as printed: its scorer, its change to the table, and its programs."""
+"""docs/research.md works as printed: the package with its scorer, and its programs."""
 
 import re
-import shutil
 import subprocess
 import sys
-import types
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,69 +12,66 @@ import pytest
 import torch
 
 import methods_reference as reference
+from added_methods import installed, write_package
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.entry_points import GROUP
 from vllm_kvcompress.methods.registry import SCORERS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "research.md").read_text()
-FILES = dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
-(CHANGE,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-SCORER = "vllm_kvcompress/methods/published/vatp.py"
+FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+SCORER = "kvcompress_vatp.py"
+PROJECT = "pyproject.toml"
 PROGRAMS = ("compress.py", "try_vatp.py")
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """A copy of the sources with the changes of the page."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("vllm_kvcompress", "kernels"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    apply = ["git", "apply", "--verbose", "-"]
-    subprocess.run(apply, input=CHANGE, cwd=folder, text=True, check=True)
+def site(tmp_path_factory) -> Path:
+    """A folder with the installed package and the programs of the page."""
+    folder = tmp_path_factory.mktemp("site")
+    project = tomllib.loads(FILES[PROJECT])["project"]
+    entries = project["entry-points"][GROUP]
+    write_package(folder, entries, FILES[SCORER], project["name"], project["version"])
+    for name in PROGRAMS:
+        (folder / name).write_text(FILES[name])
     return folder
 
 
 @pytest.fixture
-def vatp(monkeypatch) -> type:
-    """The scorer of the page, registered in this process."""
-    module = types.ModuleType("vatp")
-    monkeypatch.setitem(sys.modules, "vatp", module)  # dataclasses look up their module there
-    exec(compile(FILES[SCORER], SCORER, "exec"), module.__dict__)
-    monkeypatch.setitem(SCORERS, "vatp", module.Vatp)
-    return module.Vatp
+def vatp(site) -> Iterator[type]:
+    """The scorer of the page, installed for this process."""
+    with installed(site):
+        yield SCORERS["vatp"]
 
 
-def run(folder: Path, *command: str) -> str:
+def run(site: Path, *command: str, folder: Path | None = None) -> str:
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=folder or site,
         check=False,
-        env={"PYTHONPATH": f"{folder}:{folder / 'kernels'}", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": f"{site}:{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
     )
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
 
 
-def test_the_page_has_a_file_and_two_programs():
-    assert set(FILES) == {SCORER, *PROGRAMS}
+def test_the_page_has_a_package_and_two_programs():
+    assert set(FILES) == {SCORER, PROJECT, *PROGRAMS}
 
 
 def test_a_scorer_takes_fewer_than_40_lines():
-    shown = [FILES[SCORER], CHANGE, FILES["try_vatp.py"]]
+    shown = [FILES[name] for name in (SCORER, PROJECT, "try_vatp.py")]
     assert len([line for text in shown for line in text.splitlines() if line.strip()]) < 40
 
 
-def test_the_first_program_compresses_plain_tensors(checkout):
-    output = run(checkout, sys.executable, "compress.py").splitlines()
+def test_the_first_program_compresses_plain_tensors(site):
+    output = run(site, sys.executable, "compress.py").splitlines()
     total, largest = map(int, re.findall(r"\d+", output[0]))
     assert total == 4 * 150  # exactly the budget
     assert 150 < largest < 600
@@ -82,18 +79,18 @@ def test_the_first_program_compresses_plain_tensors(checkout):
     assert output[1] == f"torch.Size([2, {first}]) torch.Size([2, {first}, 64])"
 
 
-def test_the_new_scorer_works_by_name_and_keeps_large_values(checkout):
+def test_the_new_scorer_works_by_name_and_keeps_large_values(site):
     output = dict(
-        line.split(" keeps ") for line in run(checkout, sys.executable, "try_vatp.py").splitlines()
+        line.split(" keeps ") for line in run(site, sys.executable, "try_vatp.py").splitlines()
     )
     assert output["vatp"] == "80 of 80 large values"
     assert int(output["snapkv"].split()[0]) < 40
 
 
-def test_the_new_file_and_the_table_pass_the_linter(checkout):
-    changed = [SCORER, "vllm_kvcompress/methods/registry.py"]
-    run(checkout, sys.executable, "-m", "ruff", "check", "--no-cache", *changed)
-    run(checkout, sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *changed)
+def test_the_new_file_passes_the_linter(site):
+    config = ["--no-cache", "--config", str(ROOT / "pyproject.toml"), str(site / SCORER)]
+    run(site, sys.executable, "-m", "ruff", "check", *config, folder=ROOT)
+    run(site, sys.executable, "-m", "ruff", "format", "--check", *config, folder=ROOT)
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0])

@@ -30,7 +30,7 @@ from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.budgets import round_to_pages
+from vllm_kvcompress.methods.method import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.settings.config import CompressionConfig

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from added_methods import installed, write_package
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
 from forked_workers import workers_with
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LENGTHS = (300, 700, 90)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 METHODS = ("snapkv", "cake")
+ADDED = "evens"  # the preset of another package
 ROUNDS = [(method, 12) for method in METHODS]
 Done = subprocess.CompletedProcess[str]
 FAILING = "tova"  # the method of the last round, which ends the engine
@@ -73,11 +75,19 @@ def model(tmp_path_factory):
     return make("llama-gqa", tmp_path_factory.mktemp("ranks"))
 
 
+def with_added_method() -> dict[str, Any]:
+    """Return `SETTINGS`, with which requests may choose `ADDED` as well."""
+    values = SETTINGS["kvcompress"]
+    return {"kvcompress": {**values, "allow_override": f"{values['allow_override']},{ADDED}"}}
+
+
 @contextmanager
-def two_rank_engine(model: str, executor: str) -> Iterator[Engine]:
+def two_rank_engine(
+    model: str, executor: str, config: dict[str, Any] = SETTINGS
+) -> Iterator[Engine]:
     """Run an engine in this process with two ranks in other processes."""
     options = dict(tensor_parallel_size=2, distributed_executor_backend=executor, blocks=129)
-    with engine(model, additional_config=SETTINGS, max_model_len=2048, **options) as llm:
+    with engine(model, additional_config=config, max_model_len=2048, **options) as llm:
         yield llm
 
 
@@ -102,12 +112,14 @@ def on_two(model, tmp_path_factory):
 
     The failure happens after a look-ahead.
     """
-    folder = tmp_path_factory.mktemp("two")
+    folder = write_package(tmp_path_factory.mktemp("two"))
     with (
+        installed(folder),
         workers_with(folder, SECOND_FAILS, CANNOT_PACK=f"{FAILING} ahead") as log,
-        two_rank_engine(model, "mp") as llm,
+        two_rank_engine(model, "mp", with_added_method()) as llm,
     ):
-        rounds = {method: (method, new) for method, new in ROUNDS} | {"long": ("snapkv", LONG)}
+        rounds = {method: (method, new) for method, new in [*ROUNDS, (ADDED, 12)]}
+        rounds["long"] = ("snapkv", LONG)
         outputs = {
             name: llm.generate(PROMPTS, new, extra_args=extra_args(method, new))
             for name, (method, new) in rounds.items()
@@ -123,12 +135,15 @@ def on_two(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def on_one(model):
+def on_one(model, tmp_path_factory):
     """Return the output tokens of one rank in this process, by method, ``off`` and ``long``."""
-    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
+    with (
+        installed(write_package(tmp_path_factory.mktemp("one"))),
+        engine(model, additional_config=with_added_method(), max_model_len=2048) as llm,
+    ):
         outputs = {
             method: llm.generate(PROMPTS, 12, extra_args=extra_args(method, 12))
-            for method in (*METHODS, "off")
+            for method in (*METHODS, ADDED, "off")
         }
         repacked = llm.watch_repacking()
         outputs["long"] = llm.generate(PROMPTS, LONG)
@@ -139,6 +154,14 @@ def on_one(model):
 def test_two_ranks_match_one_rank(on_two, on_one):
     """SnapKV chooses per KV head, so a head's rank makes no difference."""
     assert on_two.outputs["snapkv"] == on_one["snapkv"]
+
+
+def test_both_ranks_load_the_method_of_another_package(on_two, on_one):
+    """Each rank scores with it in its own process, and the outputs are those of one rank."""
+    processes = set(re.findall(r"evens scores in process (\d+)", on_two.log))
+    assert len(processes - {str(os.getpid())}) == 2
+    assert on_two.outputs[ADDED] == on_one[ADDED]
+    assert on_one[ADDED] != on_one["off"]
 
 
 def test_two_ranks_with_a_decode_budget_match_one_rank(on_two, on_one):
@@ -162,7 +185,7 @@ def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_equal_block_counts(
     reports = Counter(re.findall(line, on_two.log))
     compressed_lengths = [length for length in LENGTHS if length >= 128]
     assert sorted(int(tokens) for _, tokens, *_ in reports) == sorted(
-        compressed_lengths * (len(METHODS) + 1)
+        compressed_lengths * (len({*METHODS, ADDED}) + 1)
     )
     assert set(reports.values()) == {2}, reports  # both ranks report the same
     lines = compressed_requests(on_two.log)

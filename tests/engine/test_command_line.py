@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from added_methods import installed, write_package
 from checkpoints import make
 from configuring import configure
+from vllm_kvcompress.engine.startup.cli_args import add_flags
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -91,6 +93,15 @@ def test_flags_win_over_additional_config(model):
     wrong = ("--additional-config", '{"kvcompress": "cake"}', "--kv-budget", "0.1")
     with pytest.raises(SystemExit, match="2"):
         engine_args("--model", model, *wrong)
+
+
+def test_the_help_names_the_methods_of_other_packages(tmp_path):
+    with installed(write_package(tmp_path, code="raise OSError")):
+        parser = argparse.ArgumentParser()
+        add_flags(parser)
+        assert "random, custom. Of other packages: evens (kvcompress-evens)." in " ".join(
+            parser.format_help().split()
+        )
 
 
 def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):

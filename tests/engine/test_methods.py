@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from added_methods import installed, write_package
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.base import Reads
@@ -161,6 +162,32 @@ def test_engine_and_offline_keep_the_same_tokens(preset, model, plain, monkeypat
         for engine_tail, expected in zip(tails[layer], (want.keys, want.values), strict=True):
             expected_tail = expected[layer][:, count:]
             torch.testing.assert_close(engine_tail[:, :tail], expected_tail, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scorer_of_another_package_chooses_the_kept_tokens(model, tmp_path):
+    """A request names its preset; the engine keeps the even positions that it ranks first."""
+    prompt = PROMPTS[0]  # of 13 blocks and a token
+    config = settings(budget=0.4, allow_override="evens")
+    with (
+        installed(write_package(tmp_path)),
+        engine(
+            model,
+            additional_config=config,
+            max_num_batched_tokens=150,
+            max_num_seqs=4,
+            max_model_len=1024,
+        ) as llm,
+    ):
+        selections = watch_selections(llm)
+        llm.generate([prompt], NEW, extra_args={"kv_compress": "evens"})
+    # the window of 4 ends with the tail's token, which lies in no page
+    in_window = [*range(len(prompt) - 4, len(prompt) - 1)]
+    (layers,) = selections
+    for positions in layers:
+        num_past = positions.shape[1] - len(in_window)
+        assert num_past > BLOCK
+        expected = [*range(0, 2 * num_past, 2), *in_window]
+        assert positions.tolist() == [expected] * SHAPES[NAME].kv_heads
 
 
 @pytest.fixture(scope="module")

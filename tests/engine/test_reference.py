@@ -15,9 +15,9 @@ from checkpoints import HYBRIDS, MIXTURES, SHAPES, STATEFUL, WIDE, make, tokens
 from engines import BLOCK, V2, engine, settings
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.budget_spec import LayerStats
-from vllm_kvcompress.methods.budgets import round_to_pages
+from vllm_kvcompress.methods.method import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.settings.config import CompressionConfig

@@ -11,7 +11,7 @@ from kvcompress_kernels.apportion import cpu
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
-from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.methods.registry import ALLOCATORS

@@ -12,9 +12,10 @@ import methods_reference as ref
 from kvcompress_kernels.count_highest import count_highest
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
-from vllm_kvcompress.methods.parts.highest import Global, ranked, shares
+from vllm_kvcompress.methods.parts.allocators import ranked
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.d2o import D2O
+from vllm_kvcompress.methods.published.defensivekv import Global, shares
 from vllm_kvcompress.methods.published.dynamickv import DynamicKV
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)

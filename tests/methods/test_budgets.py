@@ -13,27 +13,28 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host_sync import launches
+from kvcompress_kernels import apportion as apportion_op
 from kvcompress_kernels.apportion.reference import apportioned, water_fill
-from vllm_kvcompress.methods import budgets
+from vllm_kvcompress.methods import method
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.parts.highest import Global
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.d2o import D2O
+from vllm_kvcompress.methods.published.defensivekv import Global
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def apportion(weights, total, caps, floor=0):
     weights, caps = torch.tensor(weights, dtype=torch.float64), torch.tensor(caps)
-    out = budgets.apportion(weights, total, caps, floor)
+    out = apportion_op.apportion(weights, total, caps, floor)
     assert out.dtype == torch.int64
     return out.tolist()
 
 
 def round_to_pages(tokens, plan):
-    return budgets.round_to_pages(torch.tensor(tokens), plan).tolist()
+    return method.round_to_pages(torch.tensor(tokens), plan).tolist()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from vllm_kvcompress.methods import method
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
 from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.parts.topk import TopK
-from vllm_kvcompress.methods.parts.uniform import Uniform
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.methods.published.streamingllm import StreamingLLM

@@ -9,7 +9,7 @@ from layer_scores import kept_slots, observe_layers
 from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers, attention_to_slots
-from vllm_kvcompress.methods.parts.uniform import Uniform
+from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig

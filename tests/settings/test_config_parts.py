@@ -5,14 +5,14 @@ import math
 import pytest
 
 from settings_as_written import parse, refused
-from vllm_kvcompress.methods.parts.highest import Global
+from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.parts.topk import TopK
-from vllm_kvcompress.methods.parts.uniform import Uniform
 from vllm_kvcompress.methods.preset import Preset
 from vllm_kvcompress.methods.published.cake import Cake, CakeIndicator
 from vllm_kvcompress.methods.published.caote import Caote, FastCaote
 from vllm_kvcompress.methods.published.chunkkv import Chunks
 from vllm_kvcompress.methods.published.d2o import D2O, HeavyRecent
+from vllm_kvcompress.methods.published.defensivekv import Global
 from vllm_kvcompress.methods.published.dynamickv import DynamicKV
 from vllm_kvcompress.methods.published.h2o import H2O
 from vllm_kvcompress.methods.published.keydiff import KeyDiff

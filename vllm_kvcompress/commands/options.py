@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.entry_points import added_names
 from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits, parse_json
 
 Options = TypeVar("Options")
@@ -50,7 +51,17 @@ def takes_options(
 
 
 class PlainNumbers(TyperCommand):
-    """Typer command that refuses numbers with characters that only Python accepts, as in 1_000."""
+    """Typer command that refuses numbers with characters that only Python accepts, as in 1_000.
+
+    Its help names the methods of other packages.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the methods of other packages if the command takes a method."""
+        options = {option for parameter in self.params for option in parameter.opts}
+        if options & {"--kv-compress", "--methods"} and (names := added_names("preset")):
+            self.epilog = f"Methods of other packages: {names}."
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments of the command.

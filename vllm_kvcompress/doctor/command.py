@@ -127,10 +127,10 @@ def _report(request: DoctorRequest, on_check: CheckCallback) -> Report:
 
 
 def _engine_arguments(request: DoctorRequest, settings: dict[str, Any]) -> list[str]:
-    # Report invalid settings with our own message before an engine starts.
-    CompressionConfig.parse(settings)
     if request.model is None:
         return []
+    # Report invalid settings with our own message before an engine starts.
+    CompressionConfig.parse(settings)
     compression = ["--kv-compress-config", json.dumps(settings)]
     return ["--model", request.model, *compression, *request.arguments]
 

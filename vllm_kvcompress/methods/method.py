@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
+from kvcompress_kernels import apportion as budgets
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.methods.attention import (
@@ -21,7 +22,6 @@ from vllm_kvcompress.methods.attention import (
 )
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.methods.budget_spec import AttentionStats, LayerStats, PagedKeys, PagedValues
-from vllm_kvcompress.methods.budgets import apportion, round_to_pages
 from vllm_kvcompress.methods.kept_slots import (
     append_tail,
     kept_in_pages,
@@ -463,7 +463,7 @@ def layer_pages(
     if caps is not None:
         max_past = (caps * plan.page_tokens + plan.tail - spec.always_kept).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
-        past = apportion(past, past.sum(), max_past)
+        past = budgets.apportion(past, past.sum(), max_past)
     return round_to_pages(past, plan, caps, always_kept=spec.always_kept)
 
 
@@ -473,3 +473,33 @@ def _cached_layer_pages(allocator: Allocator, plan: PagePlan) -> torch.Tensor:
     spec = plan.budget_spec
     past = allocator.allocate(spec, None)
     return round_to_pages(past, plan, None, always_kept=spec.always_kept)
+
+
+def round_to_pages(
+    tokens: torch.Tensor,
+    plan: PagePlan,
+    caps: torch.Tensor | None = None,
+    *,
+    always_kept: int = 0,
+) -> torch.Tensor:
+    """Return the pages per layer for token budgets, with sum exactly `plan.pages`.
+
+    See `kvcompress_kernels.apportion.round_to_pages`.
+
+    Args:
+        tokens: ``[L]`` int64, budget of each layer n_l, without `always_kept`.
+        plan: the prompt's plan.
+        caps: ``[L]`` int64, pages that each layer has; None means all pages of the prompt.
+        always_kept: tokens that each layer keeps in addition to `tokens`.
+
+    Returns:
+        ``[L]`` int64.
+    """
+    return budgets.round_to_pages(
+        tokens,
+        pages=plan.pages,
+        page_tokens=plan.page_tokens,
+        tail=plan.tail - always_kept,
+        floor_pages=plan.floor_pages,
+        max_pages=plan.full_pages if caps is None else caps,
+    )

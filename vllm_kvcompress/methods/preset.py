@@ -1,15 +1,26 @@
-"""The preset of a method, and refusal of invalid combinations of parts."""
+"""A method's preset, the parameters published for a model, and refusal of invalid combinations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, ScoreUse, Selector
 
+T = TypeVar("T")
+
+MAX_WINDOW = 1024
+"""Largest observation window in tokens."""
+MAX_LOOKAHEAD = 1024
+"""Longest look-ahead in output tokens."""
+
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
 """Whether evicted tokens are merged into their nearest kept tokens; "values" merges only values."""
+
+ParamsByModel = tuple[tuple[tuple[str, ...], T], ...]
+"""Entries ``(substrings, parameters)``. An entry fits a model whose name, in lower case, contains
+all its substrings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +69,31 @@ class Preset:
         )
 
 
+def params_of_model(table: ParamsByModel[T], model: str | None) -> T | None:
+    """Return the parameters of the first entry that fits the model, or None.
+
+    Args:
+        model: name or path, such as ``meta-llama/Llama-3.1-8B-Instruct``.
+    """
+    name = (model or "").lower().replace("meta-llama-", "llama-")
+    fits = (params for substrings, params in table if all(part in name for part in substrings))
+    return next(fits, None)
+
+
 def min_window(reads: Reads) -> int:
     """Return the fewest window queries that a method can score with.
 
     CAKE's variance needs two, other attention one, and a method that reads no window none.
     """
     return 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
+
+
+def scores_by_window(reads: Reads) -> bool:
+    """Return whether a method with these `reads` scores tokens with the latest queries alone.
+
+    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
+    """
+    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
 
 
 def refuse_window(scorer: str, reads: Reads, window: int) -> None:
@@ -76,6 +106,46 @@ def refuse_window(scorer: str, reads: Reads, window: int) -> None:
         f"scorer {scorer!r} reads the attention of an observation window; set window to at least"
         f" 1, got {window}"
     )
+
+
+def refuse_values(preset: Preset, reads: Reads) -> None:
+    """Raise ConfigError unless a preset's numbers and words are in their ranges.
+
+    Args:
+        reads: statistics that its allocator and scorer read.
+    """
+    limits = {
+        "window": (preset.window, MAX_WINDOW),
+        "lookahead": (preset.lookahead, MAX_LOOKAHEAD),
+        "prompt_window": (preset.prompt_window, preset.window),
+    }
+    for name, (value, limit) in limits.items():
+        if type(value) is not int or not 0 <= value <= limit:
+            raise ConfigError(
+                f"{name} of a preset must be a whole number from 0 to {limit}, got {value!r};"
+                " correct it"
+            )
+    words: Mapping[str, tuple[object, ...]] = {
+        "merge": (True, False, "values"),
+        "packed_dtype": ("auto", "k4v3"),
+    }
+    for name, allowed in words.items():
+        if (value := getattr(preset, name)) not in allowed:
+            raise ConfigError(
+                f"{name} of a preset must be one of {list(allowed)}, got {value!r}; correct it"
+            )
+    if preset.lookahead and not (
+        scores_by_window(reads) and preset.lookahead >= max(min_window(reads), 1)
+    ):
+        raise ConfigError(
+            f"a look-ahead needs a scorer that reads the window alone and at least"
+            f" {min_window(reads)} output tokens, got lookahead={preset.lookahead}; set it to 0"
+        )
+    if preset.output_scorer and not preset.lookahead:
+        raise ConfigError(
+            f"output_scorer={preset.output_scorer!r} scores after a look-ahead, got lookahead=0;"
+            " set one, or remove output_scorer"
+        )
 
 
 def refuse_meaningless_parts(

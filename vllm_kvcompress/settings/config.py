@@ -12,17 +12,21 @@ from pydantic import ValidationError, model_validator
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, closest
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
+from vllm_kvcompress.methods.entry_points import Kind
 from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.parts.topk import TopK
 from vllm_kvcompress.methods.preset import (
+    MAX_WINDOW,
     Preset,
     refuse_meaningless_parts,
     refuse_window,
+    scores_by_window,
 )
 from vllm_kvcompress.methods.published.chunkkv import Chunks
 from vllm_kvcompress.methods.registry import (
     ALLOCATORS,
+    BUILT_IN,
     CAOTES,
     CUSTOM,
     METHODS,
@@ -30,6 +34,7 @@ from vllm_kvcompress.methods.registry import (
     SCORERS,
     SELECTORS,
     fallback_window,
+    load_added_methods,
     published,
 )
 from vllm_kvcompress.methods.spans import Spans
@@ -41,7 +46,7 @@ from vllm_kvcompress.settings.declared import (
     declare,
 )
 from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
-from vllm_kvcompress.settings.lookahead import LookaheadSettings, scores_by_window
+from vllm_kvcompress.settings.lookahead import LookaheadSettings
 from vllm_kvcompress.settings.packed_dtype import AUTO, GRID, K4V3, OFF, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
@@ -61,16 +66,15 @@ from vllm_kvcompress.settings.pieces import PieceSettings
 from vllm_kvcompress.settings.protection import ProtectSettings
 from vllm_kvcompress.settings.resolved_method import ResolvedMethod
 
-MAX_WINDOW = 1024
 _REUSE_INTERVAL = 512
 """Tokens between two packings of a request whose pages are reused, rounded up to whole pages."""
 _CACHED = ("given_keys", "parts", "method")
 """Properties of `CompressionConfig` that are derived once and never copied."""
 
 
-def _names(parts: Mapping[str, object]) -> str:
-    """Return the names of parts for docs/flags.md."""
-    *names, last = (f"`{name}`" for name in parts)
+def _names(kind: Kind) -> str:
+    """Return the built-in names of a kind for docs/flags.md."""
+    *names, last = (f"`{name}`" for name in BUILT_IN[kind])
     return f"{', '.join(names)} or {last}"
 
 
@@ -147,13 +151,13 @@ class CompressionConfig(SettingsGroup):
 
     `--no-kv-usage` turns it off."""
     allocator: str | None = declare(
-        None, per_method=True, description=f"How much each layer keeps: {_names(ALLOCATORS)}."
+        None, per_method=True, description=f"How much each layer keeps: {_names('allocator')}."
     )
     scorer: str | None = declare(
-        None, per_method=True, description=f"Which tokens matter: {_names(SCORERS)}."
+        None, per_method=True, description=f"Which tokens matter: {_names('scorer')}."
     )
     selector: str | None = declare(
-        None, per_method=True, description=f"How scores become positions: {_names(SELECTORS)}."
+        None, per_method=True, description=f"How scores become positions: {_names('selector')}."
     )
     allocator_params: PartParams = declare((), per_method=True)
     """Parameters of the allocator, such as `{"beta": 10}`."""
@@ -185,6 +189,8 @@ class CompressionConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _check_combination(self) -> "CompressionConfig":
+        if self.active:
+            load_added_methods()
         if self.budget_bounds and not self.allow_override:
             raise ConfigError(
                 "budget_bounds needs allow_override, without which requests cannot choose a budget;"

@@ -5,10 +5,9 @@ This is the look-ahead of arXiv:2505.20334, not vLLM's speculative `num_lookahea
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.preset import MAX_LOOKAHEAD, scores_by_window
 from vllm_kvcompress.settings.declared import SettingsGroup, declare
 from vllm_kvcompress.settings.parsing import TokensOrUnset
-
-MAX_LOOKAHEAD = 1024
 
 
 class LookaheadSettings(SettingsGroup):
@@ -50,11 +49,3 @@ class LookaheadSettings(SettingsGroup):
                 f"lookahead must be at least {min_window} for {compress!r}, got {self.tokens};"
                 f" set lookahead to {min_window} or more, or to 0"
             )
-
-
-def scores_by_window(reads: Reads) -> bool:
-    """Return whether a method with these `reads` scores tokens with the latest queries alone.
-
-    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
-    """
-    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm_kvcompress.errors import ConfigError, shorten
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.preset import Merge, Params
-from vllm_kvcompress.methods.registry import METHODS, PRESETS, RECOMMENDED
+from vllm_kvcompress.methods.registry import CUSTOM, PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.declared import Parsed
 from vllm_kvcompress.settings.packed_dtype import PackedDtype, parse_packed_dtype
 from vllm_kvcompress.settings.text import has_plain_digits, refuse_other_digits
@@ -106,8 +106,14 @@ def parse_methods(value: Any) -> tuple[str, ...]:
         )
     names = tuple(dict.fromkeys("off" if part is False else str(part).strip() for part in parts))
     for name in names:
-        choose("allow_override", dict.fromkeys(("off", *PRESETS)), name)
+        _refuse_unknown_method("allow_override", name, "off")
     return names
+
+
+def _refuse_unknown_method(role: str, name: str, *others: str) -> None:
+    """Raise ConfigError unless `name` is a preset or one of `others`."""
+    if name not in others and name not in PRESETS:
+        choose(role, dict.fromkeys((*others, *PRESETS)), name)
 
 
 def whole_tokens(value: Any) -> Any:
@@ -153,7 +159,7 @@ def parse_compress(value: Any) -> str:
     """Parse the name of a method, or off."""
     # YAML parses a bare off as False.
     name = "off" if value is False else str(value)
-    choose("compress", dict.fromkeys(METHODS), name)
+    _refuse_unknown_method("compress", name, "off", CUSTOM)
     return name
 
 
@@ -214,7 +220,7 @@ def _alias(name: Any, meaning: Any) -> Alias:
         raise _alias_error(f"{name}={meaning}")
     name = name.strip()
     method, colon, kept = (part.strip() for part in meaning.partition(":"))
-    choose(f"alias {name!r}: method", dict.fromkeys(("off", *PRESETS)), method)
+    _refuse_unknown_method(f"alias {name!r}: method", method, "off")
     if method == "off":
         if colon:
             raise ConfigError(

@@ -15,7 +15,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.doctor.checks import Check
 from vllm_kvcompress.engine.startup.vllm_hook import TESTED, VllmHook
 from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS
-from vllm_kvcompress.errors import VllmHookError
+from vllm_kvcompress.errors import ConfigError, VllmHookError
+from vllm_kvcompress.methods.entry_points import package_summary
+from vllm_kvcompress.methods.registry import load_added_methods
 
 
 def versions() -> Check:
@@ -55,6 +57,17 @@ def plugin() -> Check:
     else:
         reason = "its entry point is not installed; install the package in this environment"
     return Check(name="plugin", ok=False, detail=f"vLLM does not load it: {reason}")
+
+
+def added_methods() -> Check | None:
+    """Return a check of the methods that other packages add; None if there are none."""
+    if not (packages := package_summary()):
+        return None
+    try:
+        load_added_methods()
+    except ConfigError as e:
+        return Check(name="methods", ok=False, detail=str(e))
+    return Check(name="methods", ok=True, detail=packages)
 
 
 def check_vllm_hooks(hooks: Sequence[VllmHook] = VLLM_HOOKS) -> Check:

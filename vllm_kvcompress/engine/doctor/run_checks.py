@@ -40,9 +40,15 @@ def examine(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] | N
     try:
         require(on_check, _checked("versions", _versions))
         # Imported late because it imports vLLM, which the check above covers.
-        from vllm_kvcompress.engine.doctor.installation import check_vllm_hooks, plugin
+        from vllm_kvcompress.engine.doctor.installation import (
+            added_methods,
+            check_vllm_hooks,
+            plugin,
+        )
 
         require(on_check, _checked("plugin", plugin))
+        if (check := added_methods()) is not None:
+            require(on_check, check)
         require(on_check, _checked("hooks", check_vllm_hooks))
         if "--model" not in spec["arguments"]:
             return None

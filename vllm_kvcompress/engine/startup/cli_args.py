@@ -21,6 +21,7 @@ from vllm_kvcompress.engine.messages.settings import (
     refuse_misspelt_settings,
 )
 from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.methods.entry_points import added_names
 from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
 from vllm_kvcompress.settings.off_switch import (
     OFF_SWITCH,
@@ -105,12 +106,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if not setting.flag:
             continue
         options: dict[str, Any] = {"type": _parsed_as(key), "metavar": setting.metavar}
+        help_text = setting.help
+        if key == "compress" and (names := added_names("preset")):
+            help_text += f" Of other packages: {names}."
         if setting.metavar == "":
             options = {"action": argparse.BooleanOptionalAction}
         # vLLM's --config file passes a list as several values of one flag.
         if setting.repeated:
             options |= {"action": "extend", "nargs": "+"}
-        group.add_argument(setting.flag, default=None, help=setting.help, **options)
+        group.add_argument(setting.flag, default=None, help=help_text, **options)
     group.add_argument(
         COMPRESS_CONFIG_FLAG.flag,
         type=_json_object,

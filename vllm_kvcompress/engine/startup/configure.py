@@ -28,6 +28,7 @@ from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupporte
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
 from vllm_kvcompress.errors import ConfigError, KVCompressError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.entry_points import package_summary
 from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -134,6 +135,8 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         f", budget {settings.budget}" if settings.enabled or named else "",
         settings.resolved_min_prompt,
     )
+    if packages := package_summary():
+        logger.info("methods of other packages: %s", packages)
     for variant in settings.variants:
         if variant.resolved_packed_dtype != AUTO:
             logger.info(

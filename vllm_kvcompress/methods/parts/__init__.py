@@ -1,1 +1,1 @@
-"""Code that published methods use: allocators, selector `topk`, pooling, published parameters."""
+"""Code that published methods share: allocator `uniform`, selector `topk`, aggregates, pooling."""

@@ -14,14 +14,14 @@ from kvcompress_kernels.apportion import apportion_by_preference
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
-from vllm_kvcompress.methods.parts import pooling, published_params
-from vllm_kvcompress.methods.preset import Preset
+from vllm_kvcompress.methods.parts import pooling
+from vllm_kvcompress.methods.preset import ParamsByModel, Preset, params_of_model
 
 MIN_TAU, MAX_TAU = 0.05, 20.0
 """Range of the temperatures. The authors tuned them between 0.2 and 3."""
 
 _Temperatures = Mapping[int, tuple[float, float]]
-TEMPERATURES: published_params.Table[_Temperatures] = (
+TEMPERATURES: ParamsByModel[_Temperatures] = (
     (("llama-3.1-8b",), {128: (1.6, 0.6), 1024: (1.6, 0.4)}),
     (("llama-2-7b", "chat"), {128: (0.9, 2.3), 1024: (1.9, 1.8)}),
     (("llama-2-13b", "chat"), {128: (1.8, 2.0), 1024: (0.5, 0.4)}),
@@ -121,7 +121,7 @@ def published(model: str | None, budget: float | int) -> Mapping[str, float]:
         model: name or path, such as ``meta-llama/Llama-3.1-8B-Instruct``.
         budget: tokens per layer (int), or a ratio (float), for which nothing is published.
     """
-    of_budgets = published_params.find(TEMPERATURES, model)
+    of_budgets = params_of_model(TEMPERATURES, model)
     if of_budgets is None or not isinstance(budget, int) or budget not in of_budgets:
         return {}
     tau1, tau2 = of_budgets[budget]

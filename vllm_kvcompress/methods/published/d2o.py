@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import torch
 
+from kvcompress_kernels.apportion import apportion
 from kvcompress_kernels.select import select
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import COUNTS_QUERIES, Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
-from vllm_kvcompress.methods.budgets import apportion
 from vllm_kvcompress.methods.parts.topk import per_row
 from vllm_kvcompress.methods.preset import Preset
 

@@ -10,16 +10,15 @@ from typing import ClassVar
 
 import torch
 
+from kvcompress_kernels.apportion import apportion
 from kvcompress_kernels.count_highest import count_highest
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import COMPARES_ALL_SCORES, Reads, ScoreUse
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
-from vllm_kvcompress.methods.budgets import apportion
-from vllm_kvcompress.methods.parts import published_params
-from vllm_kvcompress.methods.parts.highest import ranked, scores_of
-from vllm_kvcompress.methods.preset import Preset
+from vllm_kvcompress.methods.parts.allocators import ranked, scores_of
+from vllm_kvcompress.methods.preset import ParamsByModel, Preset, params_of_model
 
-R_MAX: published_params.Table[float] = (
+R_MAX: ParamsByModel[float] = (
     (("llama-3-8b",), 10.0),
     (("mistral-7b", "v0.2"), 10.0),
     (("qwen2-7b",), 10.0),
@@ -93,7 +92,7 @@ class DynamicKV:
 
 def published(model: str | None, budget: float | int) -> Mapping[str, float]:
     """Return the paper's r_max for a model; empty if it does not report on the model."""
-    r_max = published_params.find(R_MAX, model)
+    r_max = params_of_model(R_MAX, model)
     return {} if r_max is None else {"r_max": r_max}
 
 

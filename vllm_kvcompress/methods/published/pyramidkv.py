@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
+from kvcompress_kernels.apportion import apportion
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
-from vllm_kvcompress.methods.budgets import apportion
 from vllm_kvcompress.methods.preset import Preset
 
 
