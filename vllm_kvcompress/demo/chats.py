@@ -122,7 +122,7 @@ def failures(compressed: Sequence[Turn]) -> list[str]:
 
 
 def losses(alone: Sequence[Turn], compressed: Sequence[Turn]) -> list[str]:
-    """Return the losses against vLLM alone: slower first turns, which nothing can be cached for."""
+    """Return the losses against vLLM alone: slower first turns, which find nothing cached."""
     off, on = (
         fmean(turn.first_token_s for turn in turns if turn.turn == 1)
         for turns in (alone, compressed)
