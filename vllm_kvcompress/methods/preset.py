@@ -1,11 +1,9 @@
-"""The preset of a method, and refusal of invalid combinations of parts."""
+"""The preset of a method, and the queries that it needs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, ScoreUse, Selector
+from vllm_kvcompress.methods.base import Reads
 
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
@@ -66,35 +64,9 @@ def min_window(reads: Reads) -> int:
     return 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
 
 
-def refuse_window(scorer: str, reads: Reads, window: int) -> None:
-    """Raise ConfigError if the observation window has too few queries for what the method reads."""
-    if window >= min_window(reads):
-        return
-    if Reads.VARIANCE in reads:
-        raise ConfigError(f"CAKE needs a variance; set window to at least 2, got {window}")
-    raise ConfigError(
-        f"scorer {scorer!r} reads the attention of an observation window; set window to at least"
-        f" 1, got {window}"
-    )
+def scores_by_window(reads: Reads) -> bool:
+    """Return whether a method with these `reads` scores tokens with the latest queries alone.
 
-
-def refuse_meaningless_parts(
-    names: Preset, allocator: Allocator, scorer: Scorer, selector: Selector
-) -> None:
-    """Refuse parts that run together but give meaningless results, as declared in `ScoreUse`.
-
-    Args:
-        names: the names of the parts.
-
-    Raises:
-        ConfigError: the message gives the reason.
+    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
     """
-    unfit: Mapping[ScoreUse, str] = getattr(scorer, "unfit", {})
-    users = (("allocator", names.allocator, allocator), ("selector", names.selector, selector))
-    for role, name, part in users:
-        for use in getattr(part, "uses", ()):
-            if use in unfit:
-                raise ConfigError(
-                    f"{role} {name!r} {use.action}, but scorer {names.scorer!r} {unfit[use]};"
-                    f" {use.fix}"
-                )
+    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads, choose
+from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.settings.declared import Parsed, SettingsGroup, declare, flag_of
 from vllm_kvcompress.settings.parsing import TokensOrUnset
 
@@ -42,42 +42,6 @@ class LookaheadSettings(SettingsGroup):
     slots: int | None = declare(None, key="lookahead_slots", unit="requests", ge=1, strict=True)
     """Requests that may be in their look-ahead at once. None is as many as run, within 1 GiB of
     queries per GPU."""
-
-    def check(self, compress: str, reads: Reads, min_window: int, *, bounded: bool) -> None:
-        """Check that the look-ahead works with the method.
-
-        Args:
-            compress: name of the method.
-            reads: statistics that the method reads.
-            min_window: smallest observation window of the method, in tokens.
-            bounded: whether a decode budget is set.
-        """
-        if bounded and self.slots is not None:
-            raise ConfigError(
-                f"lookahead_slots={self.slots} cannot be combined with"
-                " --kv-decode-budget, which stores the last queries of every request; remove"
-                " lookahead_slots"
-            )
-        if not self.tokens:
-            return
-        if not scores_by_window(reads):
-            raise ConfigError(
-                f"lookahead={self.tokens} needs a method that scores a prompt with its latest"
-                f" queries, and {compress!r} does not; set lookahead to 0, or choose another method"
-            )
-        if self.tokens < min_window:
-            raise ConfigError(
-                f"lookahead must be at least {min_window} for {compress!r}, got {self.tokens};"
-                f" set lookahead to {min_window} or more, or to 0"
-            )
-
-
-def scores_by_window(reads: Reads) -> bool:
-    """Return whether a method with these `reads` scores tokens with the latest queries alone.
-
-    A method that sums attention over all queries (H2O) uses hundreds of prompt queries as well.
-    """
-    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
 
 
 def current_names(raw: Mapping[Any, Any]) -> Mapping[Any, Any]:

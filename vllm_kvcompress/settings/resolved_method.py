@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method
-from vllm_kvcompress.methods.preset import min_window
+from vllm_kvcompress.methods.preset import min_window, scores_by_window
 from vllm_kvcompress.settings.decode import DecodeSettings
-from vllm_kvcompress.settings.lookahead import scores_by_window
 from vllm_kvcompress.settings.packed_dtype import AUTO, PackedDtype
 from vllm_kvcompress.settings.pieces import PieceSettings
 
