@@ -8,6 +8,7 @@ from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.refusals import tested
 from vllm_kvcompress.refusals.rule import SAME, UNTESTED, WITHOUT, Rule
+from vllm_kvcompress.refusals.tested import REUSE, STATES
 
 if TYPE_CHECKING:
     from vllm_kvcompress.planning.model_traits import Traits
@@ -48,12 +49,10 @@ class Server:
         max_model_len: maximum tokens of a prompt and its output together.
         options: vLLM's options that are set, by flag or environment variable, and the keys of
             --kv-transfer-config, whose own value is the connector; without numbers of ranks that
-            are 1.
+            are 1. `tested.IMAGES` is there if the model takes images.
         device: "cpu", "cuda", or vLLM's name of another device.
         executor: None if it is not known.
         stages: compressed layers of each pipeline stage.
-        caches_states: whether states are kept in the prefix cache.
-        takes_images: whether the model does.
         vllm: version of vLLM.
     """
 
@@ -68,39 +67,25 @@ class Server:
     device: str = "cpu"
     executor: Executor | None = None
     stages: tuple[int, ...] = ()
-    caches_states: bool = False
-    takes_images: bool = False
     vllm: str = ""
 
     @property
-    def has_connector(self) -> bool:
-        return _TRANSFER in self.options
-
-    @property
-    def has_states(self) -> bool:
-        return bool(self.model.groups.stateful)
-
-    @property
-    def reuse(self) -> bool:
-        return self.settings.packed.reuse != "off"
-
-    @property
     def features(self) -> set[str]:
-        """Return the options in use, and the features of `tested.TOGETHER` that are no options."""
+        """Return the options in use, and the features that the model and the settings use."""
         layers = self.model.groups
         used = {
             tested.WINDOWS: layers.windowed,
-            tested.STATES: layers.stateful,
-            tested.IMAGES: self.takes_images,
-            tested.REUSE: self.reuse,
+            STATES: layers.stateful,
+            REUSE: self.settings.packed.reuse != "off",
         }
         return {*self.options, *(feature for feature, is_used in used.items() if is_used)}
 
 
 def _untested_pair(server: Server) -> tuple[str, str, str] | None:
     """Return two features that were not tested together, and how to do without one."""
+    used = server.features
     for pair in tested.untested_pairs():
-        if server.features.issuperset(pair):
+        if used.issuperset(pair):
             flags = " or ".join(name for name in pair if name.startswith("--"))
             return *pair, f"remove {flags}" if flags else WITHOUT
     return None
@@ -134,15 +119,6 @@ def _unequal_stages(server: Server) -> tuple[str, int, list[int]] | None:
     if layers % size == 0:
         fix = "unset VLLM_PP_LAYER_PARTITION"
     return fix, size, list(server.stages)
-
-
-def _methods_without_lookahead(server: Server) -> list[str]:
-    return [each.compress for each in server.settings.variants if not each.resolved_lookahead]
-
-
-def _merging_method(server: Server) -> "CompressionConfig | None":
-    merging = (variant for variant in server.settings.variants if variant.method.merge)
-    return next(merging, None) if server.model.has_fp8_cache else None
 
 
 def _flags_of_repetition(server: Server) -> str:
@@ -434,7 +410,10 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="`NixlConnector` without a look-ahead, also in `--kv-allow-override` and `--kv-alias`",
-        when=lambda s: s.has_connector and _methods_without_lookahead(s),
+        when=lambda s: (
+            _TRANSFER in s.options
+            and [each.compress for each in s.settings.variants if not each.resolved_lookahead]
+        ),
         reason="a decode server computes only the last tokens of a prompt, so it has no observation"
         " window and must score with output tokens: pass --kv-lookahead with 1 or more tokens,"
         " and leave methods that have none out of --kv-allow-override and --kv-alias",
@@ -444,7 +423,7 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="`NixlConnector` with `--kv-max-whole`",
-        when=lambda s: s.has_connector and s.settings.pieces.max_whole,
+        when=lambda s: _TRANSFER in s.options and s.settings.pieces.max_whole,
         reason="a pulled prompt arrives at once, so it cannot be compressed piece by piece",
         fix="remove --kv-max-whole, got {found}",
         because="a pulled prompt arrives at once, not in pieces",
@@ -457,14 +436,20 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="States on vLLM 0.31 and 0.33",
-        when=lambda s: s.has_states and s.vllm and not tested.STATE_VLLM.contains(s.vllm, True),
+        when=lambda s: (
+            STATES in s.features and s.vllm and not tested.STATE_VLLM.contains(s.vllm, True)
+        ),
         reason="models whose layers keep a state are tested only on vLLM 0.32",
         fix="install it, got {it.vllm}",
         because=UNTESTED,
     ),
     Rule(
         name="cached states",
-        when=lambda s: s.has_states and s.caches_states and not s.model.may_cache_states,
+        when=lambda s: (
+            STATES in s.features
+            and s.options.get("--mamba-cache-mode") == "align"
+            and not s.model.may_cache_states
+        ),
         reason="saving states inside a step is not tested, because vLLM's CPU build crashes there"
         " (IndexError in mamba_mixer2.py)",
         fix="add --no-enable-prefix-caching",
@@ -472,7 +457,9 @@ SERVER: tuple[Rule[Server], ...] = (
     Rule(
         name="With layers that keep a state:"
         " [probes and others](#layers-that-keep-a-state-beside-full-ones)",
-        when=lambda s: s.has_states and any(v.method.probe_tokens for v in s.settings.variants),
+        when=lambda s: (
+            STATES in s.features and any(v.method.probe_tokens for v in s.settings.variants)
+        ),
         reason="a probe's rows would advance the states, which cannot be rolled back",
         fix="set --kv-probe 0 and remove --kv-probe-first, got {it.settings.pieces.probe} and"
         " {it.settings.pieces.probe_first}",
@@ -480,7 +467,10 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="An fp8 KV cache with methods that merge (`d2o`, `merge`)",
-        when=_merging_method,
+        when=lambda s: (
+            s.model.has_fp8_cache
+            and next((each for each in s.settings.variants if each.method.merge), None)
+        ),
         reason="{found.compress!r} merges tokens, which would have to be quantised again in a"
         " {it.model.stored} KV cache",
         fix="choose a method that does not merge, or set {it.model.plain_cache}",
@@ -510,14 +500,16 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="reuse of dropped tokens",
-        when=lambda s: s.reuse and not any(each.reuses_pages for each in s.settings.variants),
+        when=lambda s: (
+            REUSE in s.features and not any(each.reuses_pages for each in s.settings.variants)
+        ),
         reason="--kv-reuse needs --kv-budget 1.0 and --kv-packed-dtype k4v3",
         fix="set both, or remove --kv-reuse, got budget {it.settings.budget} and"
         " {it.settings.resolved_packed_dtype}",
     ),
     Rule(
         name="`--kv-reuse` with `--kv-pressure`",
-        when=lambda s: s.reuse and s.settings.pressure,
+        when=lambda s: REUSE in s.features and s.settings.pressure,
         reason="cached pages do not count as used, so --kv-pressure would leave a later turn"
         " uncompressed, and it could not read them",
         fix=f"remove --kv-pressure, {_OR_REUSE}",
@@ -525,14 +517,14 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="`--kv-reuse` without prefix caching",
-        when=lambda s: s.reuse and s.options.get("--no-enable-prefix-caching"),
+        when=lambda s: REUSE in s.features and s.options.get("--no-enable-prefix-caching"),
         reason="--kv-reuse needs prefix caching",
         fix=f"remove --no-enable-prefix-caching, {_OR_REUSE}",
         because="later turns find their pages in the prefix cache",
     ),
     Rule(
         name="reuse with events",
-        when=lambda s: s.reuse and s.options.get("--kv-events-config"),
+        when=lambda s: REUSE in s.features and s.options.get("--kv-events-config"),
         reason="KV events of packed pages need BlockPool.emit_cached_block_events, which this vLLM"
         " lacks",
         fix=f"remove --kv-events-config, {_OR_REUSE}",

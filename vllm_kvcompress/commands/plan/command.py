@@ -326,7 +326,7 @@ def _refuse_unsupported(
         itemsize=shape.stored,
         block_size=block_size,
         max_model_len=options.longest,
-        caches_states=options.prefix_caching is True,
+        options={"--mamba-cache-mode": "align"} if options.prefix_caching else {},
     )
     if (reason := refusal(SERVER, server)) is not None:
         raise ConfigError(reason)

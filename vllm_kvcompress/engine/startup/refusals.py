@@ -16,7 +16,7 @@ from vllm_kvcompress.planning.model_traits import Traits, traits_of
 from vllm_kvcompress.refusals.model import MODEL
 from vllm_kvcompress.refusals.rule import refusal
 from vllm_kvcompress.refusals.server import SERVER, Executor, Server
-from vllm_kvcompress.refusals.tested import EXECUTORS, MODALITIES, RAY
+from vllm_kvcompress.refusals.tested import EXECUTORS, IMAGES, MODALITIES, RAY
 from vllm_kvcompress.settings.config import CompressionConfig
 
 WORKERS = {
@@ -101,8 +101,10 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     yield "--no-enable-prefix-caching", not cache.enable_prefix_caching
     yield "--speculative-config", speculative and (speculative.method or "none")
     yield "--use-replayssm", getattr(cache, "use_replayssm", False)
-    if _caches_states(config):
+    if (mode := getattr(cache, "mamba_cache_mode", "none")) == "align":
         yield "--prefix-match-unit", getattr(cache, "prefix_match_unit", None)
+    yield "--mamba-cache-mode", mode
+    yield IMAGES, model.is_multimodal_model
     if model.architecture in MODALITIES and model.multimodal_config is not None:
         yield "--ec-transfer-config", getattr(config, "ec_transfer_config", None) is not None
         yield "--enable-mm-embeds", model.multimodal_config.enable_mm_embeds
@@ -124,10 +126,6 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
         yield "--kv-transfer-config.enable_permute_local_kv", transfer.enable_permute_local_kv
         if transfer.kv_buffer_device != config.device_config.device_type:
             yield "--kv-transfer-config.kv_buffer_device", transfer.kv_buffer_device
-
-
-def _caches_states(config: VllmConfig) -> bool:
-    return getattr(config.cache_config, "mamba_cache_mode", "none") == "align"
 
 
 def _executor(config: VllmConfig) -> Executor:
@@ -181,7 +179,5 @@ def _server(config: VllmConfig, settings: CompressionConfig, traits: Traits) -> 
         device="cpu" if current_platform.is_cpu() else device,
         executor=executor,
         stages=tuple(len(layers) for layers in stages_of(config)),
-        caches_states=_caches_states(config),
-        takes_images=model.is_multimodal_model,
         vllm=vllm.__version__,
     )
