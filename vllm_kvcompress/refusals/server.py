@@ -400,7 +400,7 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     Rule(
         name="`NixlConnector` as `kv_producer` or `kv_both`, or with `bidirectional_kv_xfer`",
-        when=lambda s: s.options.get("kv_role") or s.options.get("bidirectional_kv_xfer"),
+        when=lambda s: s.options.get("kv_role"),
         reason="the other server reads the blocks of a prompt by position, and compression frees"
         " those blocks, so only a decode server that sends nothing can compress",
         fix=f"set kv_role 'kv_consumer' and remove bidirectional_kv_xfer in {_TRANSFER}, or serve"
@@ -458,11 +458,16 @@ SERVER: tuple[Rule[Server], ...] = (
         name="With layers that keep a state:"
         " [probes and others](#layers-that-keep-a-state-beside-full-ones)",
         when=lambda s: (
-            STATES in s.features and any(v.method.probe_tokens for v in s.settings.variants)
+            STATES in s.features
+            and any(each.method.probe_tokens for each in s.settings.variants)
+            and (
+                f" with --kv-probe-first {first}"
+                if (first := s.settings.pieces.probe_first)
+                else "",
+            )
         ),
         reason="a probe's rows would advance the states, which cannot be rolled back",
-        fix="set --kv-probe 0 and remove --kv-probe-first, got {it.settings.pieces.probe} and"
-        " {it.settings.pieces.probe_first}",
+        fix="set --kv-probe 0, got {it.settings.pieces.probe}{found[0]}",
         because=SAME,
     ),
     Rule(

@@ -121,8 +121,8 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
         yield "kv_connector_module_path", transfer.kv_connector_module_path
         if transfer.kv_role != "kv_consumer":
             yield "kv_role", transfer.kv_role or "none"
-        bidirectional = transfer.get_from_extra_config("bidirectional_kv_xfer", False)
-        yield "bidirectional_kv_xfer", bidirectional
+        if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
+            yield "kv_role", "bidirectional_kv_xfer"
         yield "--kv-transfer-config.enable_permute_local_kv", transfer.enable_permute_local_kv
         if transfer.kv_buffer_device != config.device_config.device_type:
             yield "--kv-transfer-config.kv_buffer_device", transfer.kv_buffer_device
