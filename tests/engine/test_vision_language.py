@@ -241,12 +241,12 @@ def render(llm, prompt):
 @pytest.mark.parametrize(
     ("option", "reason", "flag"),
     [
-        ({"enable_mm_embeds": True}, "not tested together", "remove --enable-mm-embeds"),
-        ({"video_pruning_rate": 0.5}, "not tested together", "remove --video-pruning-rate"),
+        ({"enable_mm_embeds": True}, "not tested together", "--enable-mm-embeds"),
+        ({"video_pruning_rate": 0.5}, "not tested together", "--video-pruning-rate"),
         (
             {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
             "not tested together",
-            "remove --ec-transfer-config",
+            "--ec-transfer-config",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
