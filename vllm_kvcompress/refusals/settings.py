@@ -96,7 +96,7 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         when=_few_queries,
         reason="{found[0]} must be at least {found[1]} for {it.compress!r}, got {found[2]}, because"
         " its allocator or scorer reads the attention of that many queries",
-        fix="set {found[0]} to {found[1]} or more{found[3]}",
+        fix="set {found[0]} to at least {found[1]}{found[3]}",
     ),
     Rule(
         name="setting without effect",
