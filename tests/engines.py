@@ -34,9 +34,9 @@ def serves_states() -> bool:
     """Return True if the plugin accepts this vLLM version for models with state-space layers."""
     import vllm
 
-    from vllm_kvcompress.engine.startup.state_refusals import TESTED
+    from vllm_kvcompress.refusals.tested import STATE_VLLM
 
-    return TESTED.contains(vllm.__version__, prereleases=True)
+    return STATE_VLLM.contains(vllm.__version__, prereleases=True)
 
 
 def prepare_model_runner() -> None:

@@ -247,11 +247,11 @@ WRONG = {
     ),
     "preset's window": (
         {"preset.x": "bad:P"}, " pass\nP = Preset(allocator='uniform', scorer='random', window=-1)",
-        ("window of a preset must be", "from 0 to 1024, got -1"),
+        ("window of a preset must be", "from 0 to 1024 for its parts, got -1"),
     ),
     "no window": (
         {"preset.x": "bad:P"}, " pass\nP = Preset(allocator='uniform', scorer='snapkv', window=0)",
-        ("set window to at least 1, got 0",),
+        ("window of a preset must be", "from 1 to 1024 for its parts, got 0"),
     ),
     "meaningless": (
         {"preset.x": "bad:P"}, " pass\nP = Preset(allocator='global', scorer='random', window=4)",

@@ -274,7 +274,7 @@ def test_window_of_cake():
 
 def test_window_of_snapkv():
     for name in ("snapkv", "pyramidkv"):
-        refused("at least 1, got 0", raw={"compress": name, "window": 0})
+        refused(f"at least 1 for {name!r}, got 0", raw={"compress": name, "window": 0})
         assert parse(name, window=1).resolved_window == 1
     assert parse("streamingllm", scorer="snapkv").resolved_window == 32  # the scorer's own
     assert parse("streamingllm", window=0).resolved_window == 0

@@ -124,7 +124,10 @@ def test_caote_uses_the_window_of_its_base(base, window):
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
         ({"compress": "chunkkv", "scorer": "lagkv"}, ("within partitions", "'topk'")),
-        ({"compress": "tova", "window": 0}, ("reads the attention of an observation window",)),
+        (
+            {"compress": "tova", "window": 0},
+            ("at least 1 for 'tova', got 0", "reads the attention"),
+        ),
         ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
         ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),
         ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),

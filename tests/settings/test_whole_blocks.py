@@ -2,7 +2,9 @@
 
 import pytest
 
-from vllm_kvcompress.planning.obstacles import repacking_refusal
+from vllm_kvcompress.planning.model_traits import Traits
+from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.server import SERVER, Server
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
@@ -57,6 +59,6 @@ def test_interval_of_packed_outputs_may_be_any_number(interval):
     raw = {"compress": "cake", "packed_dtype": "k4v3", "decode_interval": interval}
     parsed = CompressionConfig.parse(raw)
     assert in_whole_blocks(parsed, 48) is parsed
-    assert repacking_refusal(parsed, 48) is None
+    assert refusal(SERVER, Server(settings=parsed, model=Traits(), block_size=48)) is None
     schedule = OutputGroupSchedule(settings=parsed, max_tokens=9999, page_tokens=192)
     assert schedule.interval == 192

@@ -16,13 +16,7 @@ from vllm_kvcompress.methods.entry_points import Kind
 from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.parts.topk import TopK
-from vllm_kvcompress.methods.preset import (
-    MAX_WINDOW,
-    Preset,
-    refuse_meaningless_parts,
-    refuse_window,
-    scores_by_window,
-)
+from vllm_kvcompress.methods.preset import MAX_WINDOW, Preset, scores_by_window
 from vllm_kvcompress.methods.published.chunkkv import Chunks
 from vllm_kvcompress.methods.registry import (
     ALLOCATORS,
@@ -38,6 +32,8 @@ from vllm_kvcompress.methods.registry import (
     published,
 )
 from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.settings import METHOD, REQUESTS
 from vllm_kvcompress.settings.declared import (
     DEPLOY_DEFAULT,
     Parsed,
@@ -191,11 +187,8 @@ class CompressionConfig(SettingsGroup):
     def _check_combination(self) -> "CompressionConfig":
         if self.active:
             load_added_methods()
-        if self.budget_bounds and not self.allow_override:
-            raise ConfigError(
-                "budget_bounds needs allow_override, without which requests cannot choose a budget;"
-                " add --kv-allow-override all, or remove budget_bounds"
-            )
+        if (reason := refusal(REQUESTS, self)) is not None:
+            raise ConfigError(reason)
         for name in self.allow_override:
             try:
                 self.variant(name)
@@ -206,35 +199,8 @@ class CompressionConfig(SettingsGroup):
                 self.alias_settings(alias)
             except ConfigError as e:
                 raise ConfigError(f"alias {alias.name!r}: {e}") from None
-        if not self.enabled:
-            return self
-        parts, window, method = self.parts, self.resolved_window, self.method
-        refuse_meaningless_parts(parts, method.allocator, method.scorer, method.selector)
-        reads, smallest_window = method.reads, method.min_window
-        bounded = self.decode.budget is not None
-        self.lookahead.check(self.compress, reads, smallest_window, bounded=bounded)
-        refuse_window(parts.scorer, reads, window)
-        self.decode.check(
-            self.resolved_decode_window,
-            smallest_window,
-            self._chunk,
-            packs_groups=self.packs_k4v3,
-        )
-        self.pieces.check(window, self.min_prompt)
-        self.packed.check(
-            self.resolved_packed_dtype,
-            self.budget,
-            self.decode.budget,
-            self.pieces.max_whole,
-            has_interval="interval" in self.decode.model_fields_set,
-        )
-        if isinstance(self.budget, int) and self.budget <= window:
-            hint = "; write 1.0 to keep every token" if self.budget == 1 else ""
-            raise ConfigError(
-                f"budget={self.budget} tokens per layer cannot hold the observation window of"
-                f" {window} and at least one more token;"
-                f" raise budget above {window}, or lower window{hint}"
-            )
+        if self.enabled and (reason := refusal(METHOD, self)) is not None:
+            raise ConfigError(reason)
         return self
 
     @classmethod
@@ -501,10 +467,10 @@ class CompressionConfig(SettingsGroup):
     @property
     def min_decode_budget(self) -> int:
         """Return the smallest decode budget of the method, in tokens per layer."""
-        return min_decode_budget(self.resolved_decode_window, self._chunk)
+        return min_decode_budget(self.resolved_decode_window, self.chunk_size)
 
     @property
-    def _chunk(self) -> int:
+    def chunk_size(self) -> int:
         """Return the tokens per chunk that the method keeps; 0 if it keeps single tokens."""
         selector = self.method.selector
         return selector.size if isinstance(selector, Chunks) else 0

@@ -13,8 +13,8 @@ def in_whole_blocks(settings: CompressionConfig, block_size: int) -> Compression
     """Return `settings` with the default interval and piece rounded to whole KV blocks.
 
     Each becomes the largest multiple of the block up to its default, but at least one block. The
-    interval is also at least the decode window. Values that the user set stay as they are:
-    `block_multiple_refusal` refuses them if they do not fit.
+    interval is also at least the decode window. Values that the user set stay as they are, and
+    are refused if they do not fit.
 
     Args:
         settings: settings of the engine or of a request.

@@ -23,8 +23,10 @@ from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool, RowGroups
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies
 from vllm_kvcompress.errors import ConfigError, VllmHookError
-from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
-from vllm_kvcompress.planning.model_traits import Traits, unsupported
+from vllm_kvcompress.planning.cache_dtypes import PLAIN_CACHES
+from vllm_kvcompress.planning.model_traits import Traits
+from vllm_kvcompress.refusals.model import MODEL
+from vllm_kvcompress.refusals.rule import refusal
 
 Backends = Mapping[AttentionBackendEnum, str]
 
@@ -202,24 +204,22 @@ class CompressedImpl(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         attributes = vars(self)
-        unsupported_features = {
-            "ALiBi (biases need true positions)": attributes.get("alibi_slopes") is not None,
-            "a logits soft cap": bool(attributes.get("logits_soft_cap")),
-            "KV sharing between layers": attributes.get("kv_sharing_target_layer_name") is not None,
-            "chunked local attention": attributes.get("chunk_lookback", -1) != -1,
-            f"{AttentionType(attributes['attn_type']).value} attention": attributes["attn_type"]
-            != AttentionType.DECODER,
-        }
-        if features := [feature for feature, used in unsupported_features.items() if used]:
-            raise ConfigError(
-                f"--kv-compress cannot serve a model with {' and '.join(features)};"
-                " serve this model without --kv-compress"
-            )
         # The checkpoint's quantisation config may set the cache dtype of a single layer.
         stored = attributes.get("kv_cache_dtype", "auto")
-        if stored not in PLAIN_CACHES and stored not in FLOAT8_CACHES:
-            model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
-            raise ConfigError(f"--kv-compress: {unsupported(model)}")
+        stored = "auto" if stored in PLAIN_CACHES else stored
+        lookback = attributes.get("chunk_lookback", -1)
+        layer = Traits(
+            alibi=attributes.get("alibi_slopes") is not None,
+            soft_cap=attributes.get("logits_soft_cap"),
+            shared=int(attributes.get("kv_sharing_target_layer_name") is not None),
+            chunk=None if lookback == -1 else max(lookback, 1),
+            bidirectional=attributes["attn_type"] != AttentionType.DECODER,
+            dtype=_default_dtype(),
+            declared_cache=stored,
+            cache=stored,
+        )
+        if (reason := refusal(MODEL, layer)) is not None:
+            raise ConfigError(f"--kv-compress: {reason}")
 
     @abstractmethod
     def layout(self, layer: Any, dtype: torch.dtype) -> Layout:

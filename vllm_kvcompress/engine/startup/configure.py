@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -24,13 +25,14 @@ from vllm_kvcompress.engine.messages.settings import (
     refuse_misspelt_settings,
 )
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
-from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
+from vllm_kvcompress.engine.startup.refusals import SCHEDULERS, WORKERS, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
 from vllm_kvcompress.errors import ConfigError, KVCompressError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.entry_points import package_summary
 from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
+from vllm_kvcompress.refusals.server import RUST_FRONT_END
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off, without_compression
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
@@ -41,14 +43,6 @@ logger = init_logger("vllm.kvcompress")
 # vLLM's default on a CPU.
 _CPU_BLOCK = 128
 _INSTALLED = "_kvcompress_configure"
-WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.cpu.CompressingCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvcompress.engine.worker.cuda.CompressingGPUWorker",
-}
-SCHEDULERS = {
-    False: "vllm_kvcompress.engine.scheduling.scheduler.CompressingScheduler",
-    True: "vllm_kvcompress.engine.scheduling.scheduler.CompressingAsyncScheduler",
-}
 
 
 def configure(config: VllmConfig, settings: CompressionConfig) -> None:
@@ -63,17 +57,6 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if groups_of(config).stateful:
         check("worker.batch_rows", version=vllm.__version__)
     parallel, scheduler = config.parallel_config, config.scheduler_config
-    if parallel.worker_cls not in {*WORKERS, *WORKERS.values()}:
-        raise ConfigError(
-            f"--kv-compress runs only on vLLM's own workers {sorted(WORKERS)}, got"
-            f" {parallel.worker_cls} on {current_platform.device_name}; remove --worker-cls, or"
-            " serve without --kv-compress"
-        )
-    if scheduler.scheduler_cls not in {None, *SCHEDULERS.values()}:
-        raise ConfigError(
-            f"--kv-compress needs its own scheduler, got {scheduler.scheduler_cls}; remove"
-            " --scheduler-cls, or serve without --kv-compress"
-        )
     if current_platform.is_cuda():
         # Imported here because it loads the attention backends.
         from vllm_kvcompress.engine.startup.backend_choice import choose_backend
@@ -218,6 +201,12 @@ def _scoring(settings: CompressionConfig) -> str:
     return f"scored by the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
 
 
+def _refuse_rust_front_end(flag: str) -> None:
+    """Raise ConfigError for a flag that needs vLLM's Python API server, if another one is used."""
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ConfigError(f"{flag}: {RUST_FRONT_END.reason}; {RUST_FRONT_END.fix}")
+
+
 def _install_aliases(*, or_warn: bool) -> None:
     """Install the hooks that serve the model under further names.
 
@@ -229,8 +218,7 @@ def _install_aliases(*, or_warn: bool) -> None:
         VllmHookError: this vLLM lacks a hook.
     """
     try:
-        if (reason := front_end()) is not None:
-            raise ConfigError(f"--kv-alias: {reason}")
+        _refuse_rust_front_end("--kv-alias")
         check("frontend.aliases", version=vllm.__version__)
     except KVCompressError as e:
         if not or_warn:
@@ -272,8 +260,8 @@ def _install_frontend(settings: CompressionConfig) -> None:
         ConfigError: a setting needs vLLM's Python API server, and another one is in use.
         VllmHookError: this vLLM lacks the hook of a setting.
     """
-    if settings.protection.words and (reason := front_end()) is not None:
-        raise ConfigError(f"--kv-protect: {reason}")
+    if settings.protection.words:
+        _refuse_rust_front_end("--kv-protect")
     default_usage_to_none()
     if settings.usage:
         from vllm_kvcompress.engine.frontend import usage

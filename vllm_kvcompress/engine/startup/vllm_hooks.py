@@ -44,7 +44,6 @@ VLLM_HOOKS = (
         "vllm.v1.executor:Executor.get_class(vllm_config)",
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
         "vllm.v1.executor.uniproc_executor:UniProcExecutor",
-        "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher",
     ),
     *vllm_hooks(
         "startup.backend_choice",

@@ -1,0 +1,40 @@
+"""A rule of refusal: when it applies, why, and what to do instead."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Facts = TypeVar("Facts")
+WITHOUT = "serve this model without --kv-compress"
+UNTESTED = "not tested"
+SAME = "{reason}"
+"""The documented reason of a rule whose `reason` has no placeholder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(Generic[Facts]):
+    """Refuses settings, a model or a server.
+
+    Args:
+        name: what is refused, in Markdown.
+        when: returns something true for facts that the rule refuses. The texts call it `found`.
+        reason, fix: templates over `found` and the facts, which they call `it`.
+        because: the reason in docs/compatibility.md; empty if that page does not list the rule.
+    """
+
+    name: str
+    when: Callable[[Facts], Any]
+    reason: str
+    fix: str = WITHOUT
+    because: str = ""
+
+    def refusal(self, facts: Facts) -> str | None:
+        """Return the reason and the fix as one sentence; None if the rule does not apply."""
+        if not (found := self.when(facts)):
+            return None
+        return f"{self.reason}; {self.fix}".format(found=found, it=facts)
+
+
+def refusal(rules: Iterable[Rule[Facts]], facts: Facts) -> str | None:
+    """Return the sentence of the first rule that applies; None if none does."""
+    return next(filter(None, (rule.refusal(facts) for rule in rules)), None)
