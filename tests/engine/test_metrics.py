@@ -28,7 +28,6 @@ from vllm_kvcompress.schedules.request import lookahead_tokens_of
 from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 LAYERS = 4
 
@@ -573,7 +572,7 @@ def test_labels_agree_with_the_schedules_of_all_requests(config):
     if config is None:
         return
     labels = info_labels(config, BLOCK, 2)
-    rounded = in_whole_blocks(config, BLOCK)
+    rounded = config.in_whole_blocks(BLOCK)
     if rounded.enabled:
         expected = behaviour(rounded)
         assert {key: labels[key] for key in expected} == expected

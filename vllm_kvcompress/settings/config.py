@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any
 
 from pydantic import ValidationError, model_validator
@@ -33,7 +33,7 @@ from vllm_kvcompress.methods.registry import (
 )
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.refusals.rule import refusal
-from vllm_kvcompress.refusals.settings import METHOD, REQUESTS
+from vllm_kvcompress.refusals.settings import METHOD, MIN_CHUNKS, REQUESTS
 from vllm_kvcompress.settings.declared import (
     DEPLOY_DEFAULT,
     Parsed,
@@ -41,8 +41,7 @@ from vllm_kvcompress.settings.declared import (
     SettingsGroup,
     declare,
 )
-from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
-from vllm_kvcompress.settings.lookahead import LookaheadSettings
+from vllm_kvcompress.settings.groups import DecodeSettings, LookaheadSettings, PieceSettings
 from vllm_kvcompress.settings.packed_dtype import AUTO, GRID, K4V3, OFF, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
@@ -58,12 +57,13 @@ from vllm_kvcompress.settings.parsing import (
     number,
     one_sentence,
 )
-from vllm_kvcompress.settings.pieces import PieceSettings
 from vllm_kvcompress.settings.protection import ProtectSettings
 from vllm_kvcompress.settings.resolved_method import ResolvedMethod
 
 _REUSE_INTERVAL = 512
 """Tokens between two packings of a request whose pages are reused, rounded up to whole pages."""
+_MAX_DEFAULT_DECODE_WINDOW = 8
+"""Largest default decode window in tokens. A method with a smaller observation window uses that."""
 _CACHED = ("given_keys", "parts", "method")
 """Properties of `CompressionConfig` that are derived once and never copied."""
 
@@ -277,6 +277,19 @@ class CompressionConfig(SettingsGroup):
                 changed[name] = value
         return self.model_copy(update=changed)
 
+    def in_whole_blocks(self, block_size: int) -> "CompressionConfig":
+        """Return these settings with the default interval and piece rounded to whole KV blocks.
+
+        Hybrid models size a block to their recurrent state, for example 528 tokens, which no fixed
+        default is a multiple of. Each becomes the largest multiple of the block up to its default,
+        but at least one block. The interval is also at least the decode window. Values that the
+        user set stay as they are, and are refused if they do not fit.
+
+        Args:
+            block_size: tokens per KV block.
+        """
+        return _in_whole_blocks(self, self.given_keys, block_size)
+
     # -- derived values -----------------------------------------------------------------------
 
     @property
@@ -461,13 +474,13 @@ class CompressionConfig(SettingsGroup):
     @property
     def resolved_decode_window(self) -> int:
         """Return the decode window in tokens."""
-        default = min(self.resolved_window, MAX_DEFAULT_WINDOW)
+        default = min(self.resolved_window, _MAX_DEFAULT_DECODE_WINDOW)
         return default if self.decode.window is None else self.decode.window
 
     @property
     def min_decode_budget(self) -> int:
         """Return the smallest decode budget of the method, in tokens per layer."""
-        return min_decode_budget(self.resolved_decode_window, self.chunk_size)
+        return self.resolved_decode_window + max(MIN_CHUNKS * self.chunk_size, 1)
 
     @property
     def chunk_size(self) -> int:
@@ -617,6 +630,25 @@ COMPRESS_CONFIG_FLAG = SettingDeclaration(
     help="Any settings and method parameters, as a JSON object. The flags above win over it.",
 )
 """The flag ``--kv-compress-config``, which takes any key."""
+
+
+@lru_cache(maxsize=256)
+def _in_whole_blocks(
+    settings: CompressionConfig, given_keys: frozenset[str], block_size: int
+) -> CompressionConfig:
+    # `given_keys` is part of the cache key: equal settings may differ in which keys were set.
+    windows = (variant.resolved_decode_window for variant in settings.variants)
+    min_tokens = {"decode_interval": max(windows, default=1), "piece": 1}
+    limits = {"decode_interval": settings.decode.budget, "piece": settings.pieces.max_whole}
+    defaults = {key: settings.value(key) for key, limit in limits.items() if limit is not None}
+    rounded = {
+        key: max(tokens // block_size, -(-min_tokens[key] // block_size)) * block_size
+        for key, tokens in defaults.items()
+        if key not in given_keys and tokens % block_size
+    }
+    if not rounded:
+        return settings
+    return CompressionConfig.parse({**settings.to_additional_config(), **rounded})
 
 
 @cache

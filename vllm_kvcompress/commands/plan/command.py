@@ -28,7 +28,6 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.parsing import with_default_method
 from vllm_kvcompress.settings.protection import WORDS
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 # vLLM's default block sizes.
 _BLOCK_SIZE = {"cuda": 16, "cpu": 128}
@@ -67,7 +66,7 @@ def _plan(options: PlanOptions) -> PlanResult:
     )
     block_size = _block_size(options, config, shape, settings)
     _refuse_unsupported(options, config, shape, settings, block_size)
-    settings = in_whole_blocks(settings, block_size)
+    settings = settings.in_whole_blocks(block_size)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
     on_gpu = options.device == "cuda"
     sizes = sizes_on_rank(

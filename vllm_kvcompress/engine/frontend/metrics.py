@@ -26,7 +26,6 @@ from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
@@ -162,7 +161,7 @@ def info_labels(settings: CompressionConfig, block_size: int, itemsize: int) -> 
     """
     names = {alias.name: alias.meaning for alias in settings.alias}
     first, last = settings.scoring_query_counts
-    settings = in_whole_blocks(settings, block_size)
+    settings = settings.in_whole_blocks(block_size)
     page_tokens = k4v3.page_tokens(block_size, itemsize)
     served = [settings] if settings.enabled else list(settings.variants)
     may_choose = bool(set(settings.allow_override) - {"off"})

@@ -24,7 +24,6 @@ from vllm_kvcompress.planning.model_traits import Traits
 from vllm_kvcompress.refusals.rule import refusal
 from vllm_kvcompress.refusals.server import LAYERS, Server
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SCALED = KVQuantMode.FP8_PER_TENSOR
@@ -144,7 +143,7 @@ def compressed_specs(
                 "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
-    settings = in_whole_blocks(settings, first.block_size)
+    settings = settings.in_whole_blocks(first.block_size)
     server = Server(
         settings=settings,
         model=Traits(),
