@@ -80,7 +80,7 @@ def test_a_scorer_of_another_package_is_chosen_by_name(evens, policy):
 
 def test_parameters_have_the_same_checks(evens):
     settings = CompressionConfig.parse({"compress": "evens", "scorer_params": {"step": 3}})
-    assert settings.build_scorer().step == 3
+    assert settings.method.scorer.step == 3
     with pytest.raises(ConfigError, match=r"scorer 'evens' has no parameter 'stp'.*'step'"):
         CompressionConfig.parse({"compress": "evens", "scorer_params": {"stp": 3}})
     with pytest.raises(ConfigError, match=r"did you mean 'evens'.*'evens'"):

@@ -102,7 +102,7 @@ def test_parameters_cannot_be_none():
 @pytest.mark.parametrize("gamma", [-1, -0.5, "ten", NAN, True, INF])
 def test_gamma(gamma):
     refused("gamma", repr(gamma), scorer_params={"gamma": gamma})
-    assert parse(scorer_params={"gamma": 0}).build_scorer().gamma == 0
+    assert parse(scorer_params={"gamma": 0}).method.scorer.gamma == 0
 
 
 @pytest.mark.parametrize("tau", [0, -1, 0.0, "ten", NAN, True, INF])

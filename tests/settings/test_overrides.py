@@ -190,7 +190,7 @@ def test_another_method_is_its_preset_with_the_engines_limits():
     other = request_settings(engine, {"kv_compress": "snapkv"})
     plain = CompressionConfig.parse({"compress": "snapkv"})
     assert other.parts == plain.parts
-    assert other.build_scorer() == plain.build_scorer()
+    assert other.method.scorer == plain.method.scorer
     assert (other.min_prompt, other.pressure, other.min_output) == (7, 0.5, 3)
     same = request_settings(engine, {"kv_compress": "cake", "kv_budget": 0.7})
     assert same.allocator_params == engine.allocator_params

@@ -42,52 +42,24 @@ _STATE_SPACE_KEYS = (
 )
 _STATE_SPACE_TYPES = ("mamba", "rwkv", "jamba", "zamba", "falcon_h1", "nemotron_h", "bamba")
 # state-space architectures whose configs have none of the above
-STATE_SPACE_ARCHITECTURES = frozenset(
-    {
-        "AliceAIForCausalLM",
-        "BailingMoeV2_5ForCausalLM",
-        "BailingMoeV3ForCausalLM",
-        "BailingMoeV3VLForConditionalGeneration",
-        "ColBERTLfm2Model",
-        "ColQwen3_5",
-        "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM",
-        "Glm5NextForCausalLM",
-        "Glm5NextForConditionalGeneration",
-        "GraniteMoeHybridForCausalLM",
-        "InternS2MobiusForCausalLM",
-        "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
-        "JambaForCausalLM",
-        "JambaForSequenceClassification",
-        "KimiK3ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "Lfm2VlForConditionalGeneration",
-        "Mamba2ForCausalLM",
-        "MambaForCausalLM",
-        "MiniCPMOcrForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
-        "NemotronHForCausalLM",
-        "NemotronHPuzzleForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-        "OlmoHybridForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpForConditionalGeneration",
-        "Terratorch",
-        "Zamba2ForCausalLM",
-    }
-)
+STATE_SPACE_ARCHITECTURES = frozenset({
+    "AliceAIForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM",
+    "BailingMoeV3VLForConditionalGeneration", "ColBERTLfm2Model", "ColQwen3_5",
+    "FalconH1ForCausalLM", "FalconMambaForCausalLM", "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration", "GraniteMoeHybridForCausalLM",
+    "InternS2MobiusForCausalLM", "InternS2MobiusForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration", "JambaForCausalLM",
+    "JambaForSequenceClassification", "KimiK3ForConditionalGeneration", "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration",
+    "Mamba2ForCausalLM", "MambaForCausalLM", "MiniCPMOcrForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration",
+    "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
+    "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration", "Terratorch", "Zamba2ForCausalLM",
+})  # fmt: skip
 
 # stands for any architecture in a sentence-transformers folder, which is an embedding model
 SENTENCE_EMBEDDER = "SentenceTransformerModel"
@@ -95,33 +67,14 @@ SENTENCE_EMBEDDER = "SentenceTransformerModel"
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _POOLING = ("ForTextEncoding", "Classification", "Modeling", "MaskedLM", "Model")
 _POOLING_NAMES = (
-    "Embed",
-    "Reward",
-    "Score",
-    "Retriev",
-    "Splade",
-    "Bidirectional",
-    "ForRanking",
-    "ForJointSchema",
-    "ColBERT",
-    "ColQwen",
-    "Terratorch",
-)
+    "Embed", "Reward", "Score", "Retriev", "Splade", "Bidirectional", "ForRanking",
+    "ForJointSchema", "ColBERT", "ColQwen", "Terratorch",
+)  # fmt: skip
 # architectures that vLLM treats as generative despite their suffix
-_GENERATING_MODELS = frozenset(
-    {
-        "ChatGLMModel",
-        "MiDashengLMModel",
-        "MossAudioModel",
-        "Qwen2_5OmniModel",
-        "UltravoxModel",
-        "Gemma2Model",
-        "LlamaModel",
-        "MistralModel",
-        "Qwen2Model",
-        "DeepseekV3BidirectionalModel",
-    }
-)
+_GENERATING_MODELS = frozenset({
+    "ChatGLMModel", "MiDashengLMModel", "MossAudioModel", "Qwen2_5OmniModel", "UltravoxModel",
+    "Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model", "DeepseekV3BidirectionalModel",
+})  # fmt: skip
 
 # model types in which a prompt's images attend to later tokens
 _BIDIRECTIONAL_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from vllm_kvcompress.errors import ConfigError
+
 Facts = TypeVar("Facts")
 WITHOUT = "serve this model without --kv-compress"
 UNTESTED = "not tested"
@@ -38,3 +40,9 @@ class Rule(Generic[Facts]):
 def refusal(rules: Iterable[Rule[Facts]], facts: Facts) -> str | None:
     """Return the sentence of the first rule that applies; None if none does."""
     return next(filter(None, (rule.refusal(facts) for rule in rules)), None)
+
+
+def refuse(rules: Iterable[Rule[Facts]], facts: Facts, before: str = "") -> None:
+    """Raise ConfigError with the sentence of the first rule that applies, after `before`."""
+    if (reason := refusal(rules, facts)) is not None:
+        raise ConfigError(f"{before}{reason}")

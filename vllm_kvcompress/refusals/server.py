@@ -163,20 +163,17 @@ def _part_of_a_block(server: Server) -> tuple[str, int, int] | None:
     return None
 
 
-def _head_without_groups(server: Server) -> str | None:
-    if server.head_dim is None or not server.settings.packs_k4v3:
+def _block_without_groups(server: Server) -> tuple[str, str] | None:
+    """Return why a block does not hold whole groups of packed tokens, and how it would."""
+    dim, itemsize = server.head_dim, server.itemsize
+    if dim is None or not server.settings.packs_k4v3:
         return None
-    rows = k4v3.rows_per_group(server.itemsize)
-    return k4v3.refusal(server.head_dim, rows, server.itemsize)
-
-
-def _block_without_groups(server: Server) -> tuple[str, int] | None:
-    """Return why a block does not hold whole groups, and a block size that does."""
-    if server.head_dim is None or not server.block_size or not server.settings.packs_k4v3:
-        return None
-    rows = k4v3.rows_per_group(server.itemsize)
-    reason = k4v3.refusal(server.head_dim, server.block_size, server.itemsize)
-    return (reason, max(server.block_size // rows, 1) * rows) if reason else None
+    rows = k4v3.rows_per_group(itemsize)
+    if reason := k4v3.refusal(dim, rows, itemsize):
+        return reason, ""
+    if server.block_size and (reason := k4v3.refusal(dim, server.block_size, itemsize)):
+        return reason, f"set --block-size {max(server.block_size // rows, 1) * rows}, or "
+    return None
 
 
 def _step_without_a_probe(server: Server) -> tuple[str, int, str, int, int, str] | None:
@@ -241,19 +238,12 @@ LAYERS: tuple[Rule[Server], ...] = (
         fix="set it to {found[2]}",
     ),
     Rule(
-        name="`--kv-packed-dtype k4v3` with heads smaller than 64 or not a multiple of 8",
-        when=_head_without_groups,
-        reason="{found}",
-        fix="set packed_dtype to auto",
-        because="the codes and scales of 64 tokens would not fit into the memory of 16",
-    ),
-    Rule(
-        name="`--kv-packed-dtype k4v3` with KV blocks that are not a multiple of 16 tokens (8 in"
-        " a float32 cache)",
+        name="`--kv-packed-dtype k4v3` with heads smaller than 64 or not a multiple of 8, or with"
+        " KV blocks that are not a multiple of 16 tokens (8 in a float32 cache)",
         when=_block_without_groups,
         reason="{found[0]}",
-        fix="set --block-size {found[1]}, or set packed_dtype to auto",
-        because="a block must hold whole groups of 64 packed tokens",
+        fix="{found[1]}set packed_dtype to auto",
+        because="a block must hold whole groups of 64 packed tokens, each in the memory of 16",
     ),
 )
 """Rules that workers check again: vLLM chooses the block size of models with states late."""

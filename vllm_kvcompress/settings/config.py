@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import ValidationError, model_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, closest
+from vllm_kvcompress.methods.base import Reads, build, closest
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.entry_points import Kind
 from vllm_kvcompress.methods.method import Method
@@ -19,20 +19,19 @@ from vllm_kvcompress.methods.parts.topk import TopK
 from vllm_kvcompress.methods.preset import MAX_WINDOW, Preset, scores_by_window
 from vllm_kvcompress.methods.published.chunkkv import Chunks
 from vllm_kvcompress.methods.registry import (
-    ALLOCATORS,
     BUILT_IN,
     CAOTES,
     CUSTOM,
     METHODS,
     PRESETS,
     SCORERS,
-    SELECTORS,
+    TABLES,
     fallback_window,
     load_added_methods,
     published,
 )
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.rule import refuse
 from vllm_kvcompress.refusals.settings import METHOD, MIN_CHUNKS, REQUESTS
 from vllm_kvcompress.settings.declared import (
     DEPLOY_DEFAULT,
@@ -187,8 +186,7 @@ class CompressionConfig(SettingsGroup):
     def _check_combination(self) -> "CompressionConfig":
         if self.active:
             load_added_methods()
-        if (reason := refusal(REQUESTS, self)) is not None:
-            raise ConfigError(reason)
+        refuse(REQUESTS, self)
         for name in self.allow_override:
             try:
                 self.variant(name)
@@ -199,8 +197,8 @@ class CompressionConfig(SettingsGroup):
                 self.alias_settings(alias)
             except ConfigError as e:
                 raise ConfigError(f"alias {alias.name!r}: {e}") from None
-        if self.enabled and (reason := refusal(METHOD, self)) is not None:
-            raise ConfigError(reason)
+        if self.enabled:
+            refuse(METHOD, self)
         return self
 
     @classmethod
@@ -497,9 +495,9 @@ class CompressionConfig(SettingsGroup):
         """
         parts, window = self.parts, self.resolved_window
         method = Method(
-            allocator=self.build_allocator(),
-            scorer=self.build_scorer(),
-            selector=self.build_selector(),
+            allocator=self._part("allocator", published(parts.allocator, self.model, self.budget)),
+            scorer=self._part("scorer", dict(parts.scorer_params)),
+            selector=self._part("selector", dict(parts.selector_params)),
             merge=parts.merge,
         )
         after_lookahead = method
@@ -520,6 +518,11 @@ class CompressionConfig(SettingsGroup):
             lookahead=lookahead,
             lookahead_window=lookahead + prompt_window if prompt_window else window,
         )
+
+    def _part(self, kind: Kind, defaults: Mapping[str, Any]) -> Any:
+        """Return the allocator, the scorer or the selector with its parameters."""
+        params = getattr(self, f"{kind}_params")
+        return build(kind, TABLES[kind], getattr(self.parts, kind), defaults, params)
 
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
@@ -549,25 +552,6 @@ class CompressionConfig(SettingsGroup):
     def ring_window(self) -> int:
         """Return the number of last queries that the engine stores per request; 0 for none."""
         return max((variant.method.ring_window for variant in self.variants), default=0)
-
-    def build_allocator(self) -> Allocator:
-        name = self.parts.allocator
-        defaults = published(name, self.model, self.budget)
-        allocator: Allocator = build("allocator", ALLOCATORS, name, defaults, self.allocator_params)
-        return allocator
-
-    def build_scorer(self) -> Scorer:
-        defaults = dict(self.parts.scorer_params)
-        scorer: Scorer = build("scorer", SCORERS, self.parts.scorer, defaults, self.scorer_params)
-        return scorer
-
-    def build_selector(self) -> Selector:
-        parts = self.parts
-        defaults = dict(parts.selector_params)
-        selector: Selector = build(
-            "selector", SELECTORS, parts.selector, defaults, self.selector_params
-        )
-        return selector
 
     def tokens_per_layer(self, tokens: int) -> int:
         """Return the mean number of tokens to keep per layer, window included.

@@ -22,7 +22,7 @@ from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
 from vllm_kvcompress.planning.model_traits import text_config, traits_of
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.planning.states import hybrid_block_size
-from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.rule import refuse
 from vllm_kvcompress.refusals.server import SERVER, Server
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.packed_dtype import K4V3
@@ -193,8 +193,7 @@ def _refuse_unsupported(
         max_model_len=options.longest,
         options={"--mamba-cache-mode": "align"} if options.prefix_caching else {},
     )
-    if (reason := refusal(SERVER, server)) is not None:
-        raise ConfigError(reason)
+    refuse(SERVER, server)
 
 
 def _estimated_pool(

@@ -17,7 +17,7 @@ from vllm_kvcompress.planning.model_traits import (
     traits_of,
 )
 from vllm_kvcompress.refusals.model import MODEL
-from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.rule import refuse
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -182,8 +182,7 @@ def shape_of(
         traits = replace(traits, window=None)
     if not prefix_caching:
         traits = replace(traits, cached_states=1)
-    if (reason := refusal(MODEL, traits)) is not None:
-        raise ConfigError(reason)
+    refuse(MODEL, traits)
     heads, layers = _figure(text, _HEADS), _num_layers(text)
     dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(

@@ -22,11 +22,11 @@ from vllm_kvcompress.engine.pages.layouts import Layout
 from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool, RowGroups
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies
-from vllm_kvcompress.errors import ConfigError, VllmHookError
+from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import PLAIN_CACHES
 from vllm_kvcompress.planning.model_traits import Traits
 from vllm_kvcompress.refusals.model import MODEL
-from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.rule import refuse
 
 Backends = Mapping[AttentionBackendEnum, str]
 
@@ -218,8 +218,7 @@ class CompressedImpl(ABC):
             declared_cache=stored,
             cache=stored,
         )
-        if (reason := refusal(MODEL, layer)) is not None:
-            raise ConfigError(f"--kv-compress: {reason}")
+        refuse(MODEL, layer, "--kv-compress: ")
 
     @abstractmethod
     def layout(self, layer: Any, dtype: torch.dtype) -> Layout:

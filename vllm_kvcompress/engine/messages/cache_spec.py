@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.memory import uncompressed_prompt_blocks
 from vllm_kvcompress.planning.model_traits import Traits
-from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.rule import refuse
 from vllm_kvcompress.refusals.server import LAYERS, Server
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -151,8 +151,7 @@ def compressed_specs(
         itemsize=first.dtype.itemsize,
         block_size=first.block_size,
     )
-    if (reason := refusal(LAYERS, server)) is not None:
-        raise ConfigError(reason)
+    refuse(LAYERS, server)
     compressed = {
         name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()
     }

@@ -11,10 +11,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of, state_blocks_per_group
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import Traits, traits_of
 from vllm_kvcompress.refusals.model import MODEL
-from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.rule import refuse
 from vllm_kvcompress.refusals.server import SERVER, Executor, Server
 from vllm_kvcompress.refusals.tested import EXECUTORS, IMAGES, MODALITIES, RAY
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -152,10 +151,9 @@ def _executor(config: VllmConfig) -> Executor:
 def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     """Raise ConfigError with the first reason why `config` cannot be served with compression."""
     traits = model_traits(config)
-    if (reason := refusal(MODEL, traits)) is None:
-        reason = refusal(SERVER, _server(config, settings, traits))
-    if reason is not None:
-        raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
+    before = f"--kv-compress {settings.compress}: "
+    refuse(MODEL, traits, before)
+    refuse(SERVER, _server(config, settings, traits), before)
 
 
 def _server(config: VllmConfig, settings: CompressionConfig, traits: Traits) -> Server:
