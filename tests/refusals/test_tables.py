@@ -8,12 +8,13 @@ import pytest
 from vllm_kvcompress.planning.model_traits import Traits
 from vllm_kvcompress.refusals import tested
 from vllm_kvcompress.refusals.model import MODEL
+from vllm_kvcompress.refusals.requests import CHOICES
 from vllm_kvcompress.refusals.rule import SAME, refusal
 from vllm_kvcompress.refusals.server import SERVER, Server
 from vllm_kvcompress.refusals.settings import METHOD, REQUESTS
 from vllm_kvcompress.settings.config import CompressionConfig
 
-RULES = (*REQUESTS, *METHOD, *MODEL, *SERVER)
+RULES = (*REQUESTS, *METHOD, *MODEL, *SERVER, *CHOICES)
 CAKE = CompressionConfig.parse({"compress": "cake"})
 K4V3 = CompressionConfig.parse({"compress": "cake", "packed_dtype": "k4v3"})
 ALIAS = CompressionConfig.parse({"compress": "off", "alias": "small=cake:0.4:k4v3"})

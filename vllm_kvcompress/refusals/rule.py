@@ -20,8 +20,10 @@ class Rule(Generic[Facts]):
     Args:
         name: what is refused, in Markdown.
         when: returns something true for facts that the rule refuses. The texts call it `found`.
-        reason, fix: templates over `found` and the facts, which they call `it`.
+        reason, fix: templates over `found` and the facts, which they call `it`. `fix` is empty if
+            the reason says what to write.
         because: the reason in docs/compatibility.md; empty if that page does not list the rule.
+        error: returns the exception to raise with the text.
     """
 
     name: str
@@ -29,12 +31,14 @@ class Rule(Generic[Facts]):
     reason: str
     fix: str = WITHOUT
     because: str = ""
+    error: Callable[[str], Exception] = ConfigError
 
     def refusal(self, facts: Facts) -> str | None:
         """Return the reason and the fix as one sentence; None if the rule does not apply."""
         if not (found := self.when(facts)):
             return None
-        return f"{self.reason}; {self.fix}".format(found=found, it=facts)
+        text = f"{self.reason}; {self.fix}" if self.fix else self.reason
+        return text.format(found=found, it=facts)
 
 
 def refusal(rules: Iterable[Rule[Facts]], facts: Facts) -> str | None:
@@ -43,6 +47,7 @@ def refusal(rules: Iterable[Rule[Facts]], facts: Facts) -> str | None:
 
 
 def refuse(rules: Iterable[Rule[Facts]], facts: Facts, before: str = "") -> None:
-    """Raise ConfigError with the sentence of the first rule that applies, after `before`."""
-    if (reason := refusal(rules, facts)) is not None:
-        raise ConfigError(f"{before}{reason}")
+    """Raise the error of the first rule that applies, with `before` and the rule's sentence."""
+    for rule in rules:
+        if (reason := rule.refusal(facts)) is not None:
+            raise rule.error(f"{before}{reason}")
