@@ -12,7 +12,6 @@ from pathlib import Path
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.preset import Preset
 from vllm_kvcompress.refusals.model import MODEL
-from vllm_kvcompress.refusals.rule import SAME
 from vllm_kvcompress.refusals.server import SERVER
 from vllm_kvcompress.refusals.settings import METHOD
 from vllm_kvcompress.refusals.tested import untested_pairs
@@ -58,10 +57,10 @@ def _with_table(page: str, title: str, rows: Iterable[str]) -> str:
 def _refused_rows() -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for rule in (*MODEL, *SERVER, *METHOD):
-        names.setdefault(rule.because.replace(SAME, rule.reason), []).append(rule.name)
+        if rule.name:
+            names.setdefault(rule.because or rule.reason, []).append(rule.name)
     for because, refused in names.items():
-        if because:
-            yield _row(("; ".join(refused), because))
+        yield _row(("; ".join(refused), because))
 
 
 def _untested_rows() -> Iterator[str]:

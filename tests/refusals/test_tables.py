@@ -9,7 +9,7 @@ from vllm_kvcompress.planning.model_traits import Traits
 from vllm_kvcompress.refusals import tested
 from vllm_kvcompress.refusals.model import MODEL
 from vllm_kvcompress.refusals.requests import CHOICES
-from vllm_kvcompress.refusals.rule import SAME, refusal
+from vllm_kvcompress.refusals.rule import refusal
 from vllm_kvcompress.refusals.server import SERVER, Server
 from vllm_kvcompress.refusals.settings import METHOD, REQUESTS
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -25,14 +25,16 @@ def reason_for(settings, model=None, **facts):
     return refusal(SERVER, Server(settings=settings, model=model or Traits(), **facts))
 
 
-def test_every_rule_has_its_own_name():
-    assert len({rule.name for rule in RULES}) == len(RULES)
+def test_every_documented_rule_has_its_own_name():
+    names = [rule.name for rule in RULES if rule.name]
+    assert len({*names}) == len(names) > 40
 
 
 def test_a_documented_reason_has_no_placeholder():
     for rule in RULES:
-        text = rule.because.replace(SAME, rule.reason)
-        assert not [name for _, name, *_ in string.Formatter().parse(text) if name], rule.name
+        text = rule.because or rule.reason
+        placeholders = [name for _, name, *_ in string.Formatter().parse(text) if name]
+        assert not (rule.name and placeholders), rule.name
 
 
 def test_an_unknown_server_is_not_refused():

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_kvcompress.refusals.rule import SAME, UNTESTED, WITHOUT, Rule
+from vllm_kvcompress.refusals.rule import UNTESTED, WITHOUT, Rule
 from vllm_kvcompress.refusals.tested import STATE_MODELS
 
 if TYPE_CHECKING:
@@ -16,13 +16,11 @@ MODEL: "tuple[Rule[Traits], ...]" = (
         name="MLA",
         when=lambda m: m.latent,
         reason="MLA models keep one latent per token instead of keys and values",
-        because=SAME,
     ),
     Rule(
         name="ALiBi",
         when=lambda m: m.alibi,
         reason="ALiBi needs every token at its true position, which compression changes",
-        because=SAME,
     ),
     Rule(
         name="Pooling models",
@@ -34,7 +32,6 @@ MODEL: "tuple[Rule[Traits], ...]" = (
         name="Diffusion models",
         when=lambda m: m.diffusion,
         reason="diffusion models replace tokens that they already generated",
-        because=SAME,
     ),
     Rule(
         name="Encoder-decoder models",
@@ -56,18 +53,15 @@ MODEL: "tuple[Rule[Traits], ...]" = (
         because=_NO_KEYS,
     ),
     Rule(
-        name="states beside other layers",
         when=lambda m: m.state_space and m.other_kinds,
         reason="only full-attention and stateful layers are supported together, and this model"
         " also has {found}",
     ),
     Rule(
-        name="other layers",
         when=lambda m: not m.state_space and m.other_kinds and sorted(set(m.layer_types)),
         reason=f"{_EVERY_LAYER} has {{found}}",
     ),
     Rule(
-        name="uneven layers",
         when=lambda m: m.uneven,
         reason="every layer must have the same KV heads, and this model's differ",
     ),
@@ -83,7 +77,6 @@ MODEL: "tuple[Rule[Traits], ...]" = (
         because="layers exchange pages within one cache group",
     ),
     Rule(
-        name="windows alone",
         when=lambda m: not (m.groups.windowed and m.groups.full) and m.window,
         reason="some layer must have full attention, and all of this model have a sliding window of"
         " {found}",
@@ -115,13 +108,11 @@ MODEL: "tuple[Rule[Traits], ...]" = (
         because=UNTESTED,
     ),
     Rule(
-        name="fp8 cache with states",
         when=lambda m: m.has_fp8_cache and m.state_space,
         reason="an fp8 KV cache is not tested with stateful layers",
         fix="set {it.plain_cache}",
     ),
     Rule(
-        name="cache in another dtype",
         when=lambda m: m.has_plain_cache and m.stored not in ("auto", m.dtype) and m.source,
         reason="keys and values must be stored in the model's {it.dtype}",
         fix="set {it.plain_cache}, {found}",

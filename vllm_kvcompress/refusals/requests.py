@@ -63,42 +63,36 @@ def _budget_out_of_bounds(request: Choice) -> tuple[str, str] | None:
 
 CHOICES: tuple[Rule[Choice], ...] = (
     Rule(
-        name="choices that no request may make",
         when=lambda r: not r.settings.allow_override,
         error=OverrideError.not_allowed,
         reason="this server does not let requests choose kv_compress or kv_budget",
         fix="remove them, or ask the operator for --kv-allow-override",
     ),
     Rule(
-        name="method that the server does not allow",
         when=lambda r: r.method not in r.permitted and shorten(r.method),
         error=OverrideError.not_allowed,
         reason="kv_compress must be one of {it.permitted} on this server, got {found}",
         fix="",
     ),
     Rule(
-        name="choice without a method",
         when=_choice_without_method,
         error=OverrideError.invalid,
         reason="{found[0]}",
         fix="add kv_compress, one of {found[1]}",
     ),
     Rule(
-        name="budget out of bounds",
         when=_budget_out_of_bounds,
         error=OverrideError.out_of_bounds,
         reason="kv_budget must be {found[0]} on this server, got {found[1]}",
         fix="",
     ),
     Rule(
-        name="decode budget without the server's",
         when=lambda r: r.keys.decode_budget is not None and r.settings.decode.budget is None,
         error=OverrideError.not_allowed,
         reason="this server has no decode budget, but the request sets kv_decode_budget",
         fix="remove it, or ask the operator for --kv-decode-budget",
     ),
     Rule(
-        name="decode budget above the server's",
         when=lambda r: (
             r.keys.decode_budget is not None
             and r.keys.decode_budget > (r.settings.decode.budget or 0)
@@ -110,7 +104,6 @@ CHOICES: tuple[Rule[Choice], ...] = (
         fix="",
     ),
     Rule(
-        name="format that the server does not use",
         when=lambda r: r.keys.packed_dtype == "k4v3" and not r.settings.packs_k4v3,
         error=OverrideError.not_allowed,
         reason="this server does not pack prompts in k4v3, but the request sets kv_packed_dtype",

@@ -9,8 +9,6 @@ from vllm_kvcompress.errors import ConfigError
 Facts = TypeVar("Facts")
 WITHOUT = "serve this model without --kv-compress"
 UNTESTED = "not tested"
-SAME = "{reason}"
-"""The documented reason of a rule whose `reason` has no placeholder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,18 +16,19 @@ class Rule(Generic[Facts]):
     """Refuses settings, a model or a server.
 
     Args:
-        name: what is refused, in Markdown.
+        name: what is refused, in Markdown, for docs/compatibility.md; empty if that page does not
+            list the rule.
         when: returns something true for facts that the rule refuses. The texts call it `found`.
         reason, fix: templates over `found` and the facts, which they call `it`. `fix` is empty if
             the reason says what to write.
-        because: the reason in docs/compatibility.md; empty if that page does not list the rule.
+        because: the reason on that page; empty if it is `reason`.
         error: returns the exception to raise with the text.
     """
 
-    name: str
     when: Callable[[Facts], Any]
     reason: str
     fix: str = WITHOUT
+    name: str = ""
     because: str = ""
     error: Callable[[str], Exception] = ConfigError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.refusals import tested
-from vllm_kvcompress.refusals.rule import SAME, UNTESTED, WITHOUT, Rule
+from vllm_kvcompress.refusals.rule import UNTESTED, WITHOUT, Rule
 from vllm_kvcompress.refusals.tested import REUSE, STATES
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _untested_pair(server: Server) -> tuple[str, str, str] | None:
 
 
 def _option(
-    flag: str, reason: str, *, fix: str = "", name: str = "", because: str = SAME
+    flag: str, reason: str, *, fix: str = "", name: str = "", because: str = ""
 ) -> Rule[Server]:
     """Return the rule for an option that must keep its default."""
     return Rule(
@@ -231,7 +231,6 @@ RUST_FRONT_END: Rule[Any] = Rule(
 )
 LAYERS: tuple[Rule[Server], ...] = (
     Rule(
-        name="part of a block",
         when=_part_of_a_block,
         reason="{found[0]} must be a multiple of the KV block's {it.block_size} tokens, got"
         " {found[1]}",
@@ -250,7 +249,6 @@ LAYERS: tuple[Rule[Server], ...] = (
 
 SERVER: tuple[Rule[Server], ...] = (
     Rule(
-        name="device",
         when=lambda s: s.device not in tested.DEVICES and s.device,
         reason="it runs only on CUDA and on CPUs, and this is {found}",
         fix="serve without --kv-compress on this machine",
@@ -282,7 +280,6 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="layers with a sliding window or a state need their own KV cache group",
         fix="remove --disable-hybrid-kv-cache-manager, and the option that turned the manager off"
         " according to vLLM's log",
-        because=SAME,
     ),
     *(
         _option(
@@ -298,7 +295,6 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="every pipeline stage must have the same number of layers, because all stages use"
         " the same block table",
         fix="{found[0]}, got {found[1]} with {found[2]}",
-        because=SAME,
     ),
     _option(
         "--data-parallel-backend",
@@ -419,7 +415,6 @@ SERVER: tuple[Rule[Server], ...] = (
         because="a pulled prompt arrives at once, not in pieces",
     ),
     Rule(
-        name="untested pair",
         when=_untested_pair,
         reason="{found[0]} and {found[1]} were not tested together",
         fix="{found[2]}",
@@ -434,7 +429,6 @@ SERVER: tuple[Rule[Server], ...] = (
         because=UNTESTED,
     ),
     Rule(
-        name="cached states",
         when=lambda s: (
             STATES in s.features
             and s.options.get("--mamba-cache-mode") == "align"
@@ -458,7 +452,6 @@ SERVER: tuple[Rule[Server], ...] = (
         ),
         reason="a probe's rows would advance the states, which cannot be rolled back",
         fix="set --kv-probe 0, got {it.settings.pieces.probe}{found[0]}",
-        because=SAME,
     ),
     Rule(
         name="An fp8 KV cache with methods that merge (`d2o`, `merge`)",
@@ -484,17 +477,14 @@ SERVER: tuple[Rule[Server], ...] = (
         when=lambda s: s.model.has_fp8_cache and s.options.get("--kv-cache-dtype-skip-layers"),
         reason="all layers must use the same KV cache dtype",
         fix="remove --kv-cache-dtype-skip-layers, got {found}",
-        because=SAME,
     ),
     Rule(
         name="`--calculate-kv-scales`",
         when=lambda s: s.model.has_fp8_cache and s.options.get("--calculate-kv-scales"),
         reason="quantisation scales must stay the same while tokens are cached",
         fix="remove --calculate-kv-scales, and serve a checkpoint that includes its scales",
-        because=SAME,
     ),
     Rule(
-        name="reuse of dropped tokens",
         when=lambda s: (
             REUSE in s.features and not any(each.reuses_pages for each in s.settings.variants)
         ),
@@ -508,7 +498,6 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="cached pages do not count as used, so --kv-pressure would leave a later turn"
         " uncompressed, and it could not read them",
         fix=f"remove --kv-pressure, {_OR_REUSE}",
-        because=SAME,
     ),
     Rule(
         name="`--kv-reuse` without prefix caching",
@@ -518,7 +507,6 @@ SERVER: tuple[Rule[Server], ...] = (
         because="later turns find their pages in the prefix cache",
     ),
     Rule(
-        name="reuse with events",
         when=lambda s: REUSE in s.features and s.options.get("--kv-events-config"),
         reason="KV events of packed pages need BlockPool.emit_cached_block_events, which this vLLM"
         " lacks",
@@ -533,13 +521,11 @@ SERVER: tuple[Rule[Server], ...] = (
         because="repeated compression starts at exact lengths, which a step with drafts can skip",
     ),
     Rule(
-        name="window of the whole sequence",
         when=_long_window,
         reason="the observation window must be shorter than --max-model-len",
         fix="set --kv-window below {it.max_model_len}, got {found}",
     ),
     Rule(
-        name="length that no request reaches",
         when=_unreachable_length,
         reason="{found[0]} must be at most --max-model-len {it.max_model_len}, because no request"
         " is longer and the setting would have no effect; got {found[1]}",
@@ -556,7 +542,6 @@ SERVER: tuple[Rule[Server], ...] = (
     ),
     *LAYERS,
     Rule(
-        name="step of a probe",
         when=_step_without_a_probe,
         reason="a step must have space for {found[2]} and then a probe of {found[1]} tokens",
         fix="set {found[0]} to at least {found[3]}, got {found[4]}, or lower{found[5]} --kv-probe"

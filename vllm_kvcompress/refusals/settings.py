@@ -45,7 +45,6 @@ def _setting_without_effect(settings: "CompressionConfig") -> tuple[str, str] | 
 _SINGLE = ", or choose a method that keeps single tokens, such as streamingllm"
 REQUESTS: "tuple[Rule[CompressionConfig], ...]" = (
     Rule(
-        name="bounds of a fixed budget",
         when=lambda s: s.budget_bounds and not s.allow_override,
         reason="budget_bounds needs allow_override, without which requests cannot choose a budget",
         fix="add --kv-allow-override all, or remove budget_bounds",
@@ -55,7 +54,6 @@ REQUESTS: "tuple[Rule[CompressionConfig], ...]" = (
 
 METHOD: "tuple[Rule[CompressionConfig], ...]" = (
     Rule(
-        name="parts that do not fit",
         when=lambda s: misused_part(
             s.parts, s.method.allocator, s.method.scorer, s.method.selector
         ),
@@ -63,7 +61,6 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         fix="{found[1]}",
     ),
     Rule(
-        name="look-ahead slots with a decode budget",
         when=lambda s: s.decode.budget is not None and s.lookahead.slots is not None,
         reason="lookahead_slots={it.lookahead.slots} cannot be combined with --kv-decode-budget,"
         " which stores the last queries of every request",
@@ -78,20 +75,17 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         because="a few queries of the output would change nothing",
     ),
     Rule(
-        name="too few queries",
         when=_few_queries,
         reason="{found[0]} must be at least {found[1]} for {it.compress!r}, got {found[2]}, because"
         " its allocator or scorer reads {found[3]} that many queries",
         fix="set {found[0]} to at least {found[1]}{found[4]}",
     ),
     Rule(
-        name="setting without effect",
         when=_setting_without_effect,
         reason="{found[0]} needs {found[1]}",
         fix="set it, or remove {found[0]}",
     ),
     Rule(
-        name="long decode window",
         when=lambda s: s.decode.budget is not None and s.resolved_decode_window > s.decode.interval,
         reason="decode_window must be at most decode_interval={it.decode.interval}, got"
         " {it.resolved_decode_window}",
@@ -99,7 +93,6 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         " queries of one interval",
     ),
     Rule(
-        name="small decode budget",
         when=lambda s: (
             s.decode.budget is not None
             and s.decode.budget < s.min_decode_budget
@@ -114,28 +107,24 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         fix="set decode_budget to at least {it.min_decode_budget}{found[1]}",
     ),
     Rule(
-        name="probe of first tokens alone",
         when=lambda s: s.pieces.probe_first and not s.pieces.probe,
         reason="--kv-probe-first needs --kv-probe above 0, got --kv-probe 0 and --kv-probe-first"
         " {it.pieces.probe_first}",
         fix="set --kv-probe above 0, or remove --kv-probe-first",
     ),
     Rule(
-        name="long probe",
         when=lambda s: s.pieces.probe + s.pieces.probe_first > MAX_PROBE,
         reason=f"probe and probe_first must be at most {MAX_PROBE} tokens together, got"
         " {it.pieces.probe} and {it.pieces.probe_first}",
         fix="lower one of them",
     ),
     Rule(
-        name="piece of a window",
         when=lambda s: s.pieces.max_whole is not None and s.pieces.length <= s.resolved_window,
         reason="piece must be above the observation window of {it.resolved_window}, got"
         " {it.pieces.length}",
         fix="set piece above {it.resolved_window}, such as to 4096",
     ),
     Rule(
-        name="piece of a probe",
         when=lambda s: (
             s.pieces.max_whole is not None
             and s.pieces.probe + s.pieces.probe_first > s.pieces.length
@@ -146,7 +135,6 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         fix="raise piece, or lower one of them",
     ),
     Rule(
-        name="pieces of short prompts",
         when=lambda s: s.pieces.max_whole is not None and s.pieces.max_whole < s.min_prompt,
         reason="max_whole must be at least min_prompt={it.min_prompt}, because shorter prompts stay"
         " uncompressed, got {it.pieces.max_whole}",
@@ -189,7 +177,6 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         because="tokens that a piece keeps would be quantised again when later pieces drop some",
     ),
     Rule(
-        name="budget of a window",
         when=lambda s: (
             isinstance(s.budget, int)
             and s.budget <= s.resolved_window
