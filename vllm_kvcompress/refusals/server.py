@@ -17,6 +17,28 @@ if TYPE_CHECKING:
 _MP = "set --distributed-executor-backend mp"
 _TRANSFER = "--kv-transfer-config"
 _OR_REUSE = "or --kv-reuse (got --kv-reuse {it.settings.packed.reuse})"
+_NO_CONTEXT = "context parallelism splits one prompt over ranks, which is not supported"
+_NO_OVERLAP = "dual-batch overlap splits a batch in two, which is not supported"
+_ONLY_DEFAULTS: Mapping[str, str] = {
+    "--attention-config.use_non_causal": "every token must attend only to the tokens before it",
+    "--decode-context-parallel-size": _NO_CONTEXT,
+    "--prefill-context-parallel-size": _NO_CONTEXT,
+    "--data-parallel-backend": "data-parallel ranks as Ray actors are not tested",
+    "--worker-cls": "compression runs only on vLLM's own workers, which it extends",
+    "--scheduler-cls": "compression needs its own scheduler, which extends vLLM's",
+    "--enable-elastic-ep": "elastic expert parallelism adds and removes ranks while requests run,"
+    " which is not supported",
+    "--enable-fault-tolerance": "a worker that survives a failed step would keep the compressed"
+    " state of dropped requests",
+    "--enable-dbo": _NO_OVERLAP,
+    "--ubatch-size": _NO_OVERLAP,
+    "--no-disable-cascade-attn": "cascade attention reads a shared prefix, which compressed"
+    " requests no longer have",
+    "--enable-return-routed-experts": "vLLM looks up the experts of a token by its KV block, and"
+    " compression frees blocks of the prompt",
+    "--kv-sharing-fast-prefill": "layers that share KV caches are not supported",
+}
+"""Option of vLLM that must keep its default -> why."""
 
 
 class Executor(NamedTuple):
@@ -91,17 +113,14 @@ def _untested_pair(server: Server) -> tuple[str, str, str] | None:
     return None
 
 
-def _option(
-    flag: str, reason: str, *, fix: str = "", name: str = "", because: str = ""
-) -> Rule[Server]:
+def _only_default(flag: str, reason: str) -> Rule[Server]:
     """Return the rule for an option that must keep its default."""
-    return Rule(
-        name=name or f"`{flag}`",
-        when=lambda s: s.options.get(flag),
-        reason=reason,
-        fix=fix or f"remove {flag}",
-        because=because,
-    )
+
+    def fix(server: Server) -> str:
+        value = server.options.get(flag)
+        return "" if not value else f"remove {flag}{'' if value is True else f', got {value}'}"
+
+    return Rule(name=f"`{flag}`", when=fix, reason=reason, fix="{found}")
 
 
 def _other(server: Server, option: str, accepted: tuple[str, ...]) -> Any:
@@ -253,11 +272,11 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="it runs only on CUDA and on CPUs, and this is {found}",
         fix="serve without --kv-compress on this machine",
     ),
-    _option(
-        "VLLM_USE_V2_MODEL_RUNNER",
-        "on CUDA it runs only on Model Runner V2",
-        fix="{found}",
+    Rule(
         name="V1's model runner on CUDA",
+        when=lambda s: s.options.get("VLLM_USE_V2_MODEL_RUNNER"),
+        reason="on CUDA it runs only on Model Runner V2",
+        fix="{found}",
         because=UNTESTED,
     ),
     Rule(
@@ -268,10 +287,6 @@ SERVER: tuple[Rule[Server], ...] = (
         " --attention-config.backend_per_kind if it is set",
         because=UNTESTED,
     ),
-    _option(
-        "--attention-config.use_non_causal",
-        "every token must attend only to the tokens before it",
-    ),
     Rule(
         name="Sliding windows or states with `--disable-hybrid-kv-cache-manager`",
         when=lambda s: (
@@ -281,27 +296,12 @@ SERVER: tuple[Rule[Server], ...] = (
         fix="remove --disable-hybrid-kv-cache-manager, and the option that turned the manager off"
         " according to vLLM's log",
     ),
-    *(
-        _option(
-            f"--{kind}-context-parallel-size",
-            "context parallelism splits one prompt over ranks, which is not supported",
-            fix=f"set --{kind}-context-parallel-size 1, got {{found}}",
-        )
-        for kind in ("decode", "prefill")
-    ),
     Rule(
         name="Pipeline stages with unequal numbers of layers",
         when=_unequal_stages,
         reason="every pipeline stage must have the same number of layers, because all stages use"
         " the same block table",
         fix="{found[0]}, got {found[1]} with {found[2]}",
-    ),
-    _option(
-        "--data-parallel-backend",
-        "data-parallel ranks as Ray actors are not tested",
-        fix="set --data-parallel-backend mp, got {found}",
-        name="Data-parallel ranks as Ray actors",
-        because=UNTESTED,
     ),
     Rule(
         name="Other executors, such as `external_launcher` and Ray's older one"
@@ -320,32 +320,6 @@ SERVER: tuple[Rule[Server], ...] = (
         fix=f"{_MP}, or inherit them from {{found.base}}",
         because="they bypass the plugin's worker",
     ),
-    _option(
-        "--worker-cls",
-        "it runs only on vLLM's own workers, got {found}",
-        fix="remove --worker-cls, or serve without --kv-compress",
-        because="the plugin extends vLLM's workers",
-    ),
-    _option(
-        "--scheduler-cls",
-        "it needs its own scheduler, got {found}",
-        fix="remove --scheduler-cls, or serve without --kv-compress",
-        because="the plugin extends vLLM's schedulers",
-    ),
-    _option(
-        "--enable-elastic-ep",
-        "elastic expert parallelism adds and removes ranks while requests run, which is not"
-        " supported",
-    ),
-    _option(
-        "--enable-fault-tolerance",
-        "a worker that survives a failed step would keep the compressed state of dropped requests",
-    ),
-    _option(
-        "--enable-dbo",
-        "dual-batch overlap splits a batch in two, which is not supported",
-        fix="remove --enable-dbo and --ubatch-size",
-    ),
     Rule(
         name=f"EAGLE, MTP and all drafts but `{tested.DRAFTS}`",
         when=lambda s: _other(s, "--speculative-config", (tested.DRAFTS,)),
@@ -355,20 +329,8 @@ SERVER: tuple[Rule[Server], ...] = (
         " --spec- flags, and name {it.name} itself as the model instead of a speculator for it",
         because="a draft model's layers have their own KV cache",
     ),
-    _option(
-        "--no-disable-cascade-attn",
-        "cascade attention reads a shared prefix, which compressed requests no longer have",
-    ),
-    _option(
-        "--enable-return-routed-experts",
-        "vLLM looks up the experts of a token by its KV block, and compression frees blocks of the"
-        " prompt",
-    ),
-    _option(
-        "--kv-sharing-fast-prefill",
-        "layers that share KV caches are not supported",
-    ),
     RUST_FRONT_END,
+    *(_only_default(flag, reason) for flag, reason in _ONLY_DEFAULTS.items()),
     Rule(
         name="Other KV connectors (offloading, LMCache, Mooncake, `MultiConnector`,"
         " `NixlPushConnector`, other packages'); `--kv-offloading-size`",
@@ -412,7 +374,6 @@ SERVER: tuple[Rule[Server], ...] = (
         when=lambda s: _TRANSFER in s.options and s.settings.pieces.max_whole,
         reason="a pulled prompt arrives at once, so it cannot be compressed piece by piece",
         fix="remove --kv-max-whole, got {found}",
-        because="a pulled prompt arrives at once, not in pieces",
     ),
     Rule(
         when=_untested_pair,

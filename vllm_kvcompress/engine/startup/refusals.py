@@ -94,8 +94,7 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
         yield "--worker-cls", parallel.worker_cls
     if config.scheduler_config.scheduler_cls not in SCHEDULERS.values():
         yield "--scheduler-cls", config.scheduler_config.scheduler_cls
-    if getattr(parallel, "ubatch_size", 0):
-        yield "--enable-dbo", True
+    yield "--ubatch-size", getattr(parallel, "ubatch_size", 0)
     yield "--no-disable-cascade-attn", getattr(model, "disable_cascade_attn", True) is False
     yield "--no-enable-prefix-caching", not cache.enable_prefix_caching
     yield "--speculative-config", speculative and (speculative.method or "none")
