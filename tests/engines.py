@@ -282,7 +282,7 @@ class Engine:
         seen: list[str] = []
         self.compressor.packer.observers.append(
             lambda pack_request, kept, counts: (
-                None if pack_request.nothing_dropped else seen.append(pack_request.request_id)
+                seen.append(pack_request.request_id) if pack_request.reads_page_tables else None
             )
         )
         return seen

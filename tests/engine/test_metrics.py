@@ -265,7 +265,7 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
         assert report["kept_tokens"] == pytest.approx(sum(layer_tokens) / len(layer_tokens))
         assert report["kept_bytes"] == held[request_id] * block_bytes
         assert report["uncompressed_bytes"] == -(-computed // BLOCK) * block_bytes
-        if pack_request.nothing_dropped and pack_request.plan.kept_after >= lookahead:
+        if not pack_request.reads_page_tables and pack_request.plan.kept_after >= lookahead:
             in_pages = ((kept >= 0) & (kept < prompt)).sum((1, 2)) / kept.shape[1]
             tail = max(pack_request.plan.tail - lookahead, 0)
             assert (in_pages + tail).tolist() == layer_tokens

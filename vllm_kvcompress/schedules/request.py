@@ -99,6 +99,16 @@ class RequestSchedule:
         """Return the schedule that decides about the next step; None if nothing is left to pack."""
         return (self.lookahead or self.output) if self.prefilled else self.prefill
 
+    @property
+    def in_pieces(self) -> bool:
+        """Return whether the prompt is packed before its prefill ends."""
+        return self.prefill is not None and self.prefill.in_pieces
+
+    @property
+    def is_partly_packed(self) -> bool:
+        """Return whether the prompt is in pieces, or some of it was packed before."""
+        return self.in_pieces or self.footprint.pages > 0
+
     def plan(self, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None.
 

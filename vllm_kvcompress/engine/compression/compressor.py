@@ -15,16 +15,18 @@ from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
 from vllm_kvcompress.engine.compression.packer import Packer, PackJob
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.compression.step_state import (
-    BatchSpan,
-    GroupJob,
-    PrefillState,
-    Probe,
-    StepState,
-)
+from vllm_kvcompress.engine.compression.step_state import BatchSpan, PrefillState, Probe, StepState
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
-from vllm_kvcompress.engine.messages.step import AdoptedPages, PackRequest, plan_of
+from vllm_kvcompress.engine.messages.step import (
+    AddGroups,
+    AdoptedPages,
+    PackLookahead,
+    PackPiece,
+    PackRequest,
+    ScoredByChunks,
+    plan_of,
+)
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
@@ -148,15 +150,11 @@ class PromptCompressor:
             return
         step.laid_out, plan = True, step.plan
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        in_pieces = [
-            pack_request.request_id
-            for pack_request in plan.pack
-            if pack_request.prefill and not pack_request.nothing_dropped
-        ]
         for request_id in (*plan.keep_output_queries, *plan.keep_prompt_queries):
             self.pool.keep_queries(request_id)
-        for request_id in in_pieces:
-            self.pool.admit(request_id)
+        for pack_request in plan.pack:
+            if pack_request.prefill and pack_request.reads_page_tables:
+                self.pool.admit(pack_request.request_id)
         for request_id, settings in plan.observe:
             if settings.method.reads & _ATTENTION:
                 span = self._span(step, request_id, settings, row_of[request_id], query_start)
@@ -165,61 +163,63 @@ class PromptCompressor:
                     step.prompt_sums.append((span.blocks, span.prefill))
         for pack_request in plan.pack:
             row = row_of[pack_request.request_id]
-            if pack_request.adds_groups:
-                step.group_jobs.append(self._group_job(pack_request, row, block_table))
-                continue
-            if not pack_request.uses_chunk_queries:
-                step.jobs.append(self._job_without_chunks(pack_request, row, block_table))
-                continue
-            span = self._span(
-                step,
-                pack_request.request_id,
-                pack_request.settings,
-                row,
-                query_start,
-                packs_prompt=pack_request.nothing_dropped,
-            )
-            span.blocks = self._blocks(block_table, row, pack_request.tokens)
-            step.jobs.append(self._job_with_chunk_queries(step, pack_request, span))
+            if isinstance(pack_request, ScoredByChunks):
+                span = self._span(
+                    step,
+                    pack_request.request_id,
+                    pack_request.settings,
+                    row,
+                    query_start,
+                    packs_prompt=not pack_request.reads_page_tables,
+                )
+                span.blocks = self._blocks(block_table, row, pack_request.tokens)
+                job = self._job_with_chunk_queries(step, pack_request, span)
+            elif isinstance(pack_request, AddGroups):
+                job = self._group_job(pack_request, row, block_table)
+            else:
+                job = self._job_with_ring_queries(pack_request, row, block_table)
+            step.jobs.append(job)
         step.additions = [
             (addition, row_of[addition.request_id]) for addition in plan.add_attention
         ]
 
-    def _group_job(
-        self, pack_request: PackRequest, row: int, block_table: torch.Tensor
-    ) -> GroupJob:
-        """Return the job that adds groups for output tokens, or for a piece of a prompt."""
-        size, settings = self.pool.block_size, pack_request.settings
-        blocks = self._blocks(block_table, row, pack_request.packed_end // size * size)
-        if not pack_request.prefill:
-            return GroupJob(pack_request, blocks)
-        stopwatch = Stopwatch(self.pool.pages.device)
-        prefill = self._prefills.setdefault(
-            pack_request.request_id,
-            PrefillState(settings.method, settings.resolved_window, stopwatch),
+    def _group_job(self, pack_request: AddGroups, row: int, block_table: torch.Tensor) -> PackJob:
+        """Return the job that adds groups for output tokens, or for a part of a prompt."""
+        request_id, settings, stopwatch = pack_request.request_id, pack_request.settings, None
+        if pack_request.prefill:
+            stopwatch = self._prefill_state(request_id, settings).stopwatch
+        size = self.pool.block_size
+        return PackJob(
+            pack_request=pack_request,
+            method=settings.method,
+            row=row,
+            blocks=self._blocks(block_table, row, pack_request.packed_end // size * size),
+            stopwatch=stopwatch,
         )
-        return GroupJob(pack_request, blocks, prefill.stopwatch)
 
-    def _job_without_chunks(
+    def _prefill_state(self, request_id: str, settings: CompressionConfig) -> PrefillState:
+        """Return the state of a prefill; create it for the first chunk."""
+        if request_id not in self._prefills:
+            stopwatch = Stopwatch(self.pool.pages.device)
+            prefill = PrefillState(settings.method, settings.resolved_window, stopwatch)
+            self._prefills[request_id] = prefill
+        return self._prefills[request_id]
+
+    def _job_with_ring_queries(
         self, pack_request: PackRequest, row: int, block_table: torch.Tensor
     ) -> PackJob:
-        """Return the job for output tokens, or for a prompt that its chunks do not score.
-
-        Queries in the ring score it once its look-ahead has ended, or it keeps all tokens.
-        """
-        method = pack_request.settings.method.method_for(
-            scored_by_output=pack_request.plan.scored_by_output
-        )
-        if not pack_request.prefill:
-            return PackJob(pack_request=pack_request, method=method, row=row)
-        blocks = (
-            self._blocks(block_table, row, pack_request.tokens)
-            if pack_request.nothing_dropped
-            else None
-        )
-        stopwatch = Stopwatch(self.pool.pages.device)
+        """Return the job for output tokens, or for a prompt that queries in the ring score."""
+        blocks = None
+        if not pack_request.reads_page_tables:
+            blocks = self._blocks(block_table, row, pack_request.tokens)
         return PackJob(
-            pack_request=pack_request, method=method, row=row, blocks=blocks, stopwatch=stopwatch
+            pack_request=pack_request,
+            method=pack_request.settings.method.method_for(
+                scored_by_output=pack_request.plan.scored_by_output
+            ),
+            row=row,
+            blocks=blocks,
+            stopwatch=Stopwatch(self.pool.pages.device) if pack_request.prefill else None,
         )
 
     def _span(
@@ -241,11 +241,7 @@ class PromptCompressor:
         start, stop = int(query_start[row]), int(query_start[row + 1])
         probe = step.probes[request_id].rows if request_id in step.probes else 0
         stop -= step.drafts.get(request_id, 0) + probe
-        prefill = self._prefills.get(request_id)
-        if prefill is None:
-            stopwatch = Stopwatch(self.pool.pages.device)
-            prefill = PrefillState(method, settings.resolved_window, stopwatch)
-            self._prefills[request_id] = prefill
+        prefill = self._prefill_state(request_id, settings)
         prefill.tokens += stop - start
         span = BatchSpan(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
         if method.reads & _ATTENTION:
@@ -320,7 +316,7 @@ class PromptCompressor:
         if step is None or step.plan is None or step.laid_out:
             return False
         return bool(step.plan.observe) or any(
-            pack_request.uses_chunk_queries for pack_request in step.plan.pack
+            isinstance(pack_request, ScoredByChunks) for pack_request in step.plan.pack
         )
 
     @property
@@ -329,9 +325,7 @@ class PromptCompressor:
         step = self._step
         if step is None:
             return False
-        return bool(step.additions) or any(
-            not job.pack_request.nothing_dropped for job in step.jobs
-        )
+        return bool(step.additions) or any(job.pack_request.reads_page_tables for job in step.jobs)
 
     @property
     def watching(self) -> bool:
@@ -433,62 +427,37 @@ class PromptCompressor:
             with prefill.stopwatch.running():
                 self.adder.store_prompt_sums(blocks, prefill.sums)
         self.adder.add(step.additions)
-        for group_job in step.group_jobs:
-            self._add_groups(group_job)
-        kept = self.packer.run(step.jobs)
+        pages = self.packer.run(step.jobs)
         for job in step.jobs:
             if job.pack_request.prefill:
-                self._finish_packing(job, kept[job.pack_request.request_id])
+                self._finish_packing(job, pages)
         for request_id in step.plan.keep_output_queries:
             self._prefills.pop(request_id, None)
         self._step = None
         return step.plan.number
 
-    def _finish_packing(self, job: PackJob, pages: torch.Tensor) -> None:
+    def _finish_packing(self, job: PackJob, pages: Mapping[str, torch.Tensor]) -> None:
         """Update the prefill's state after packing; report the prompt if all of it is packed.
 
         Args:
-            pages: ``[L]``, pages that each layer keeps.
+            pages: the result of `Packer.run`.
         """
         pack_request = job.pack_request
-        if pack_request.early_target and not pack_request.completes_prompt:
-            return
-        if not pack_request.completes_prompt:
+        if isinstance(pack_request, PackPiece):
             prefill = self._prefills[pack_request.request_id]
             prefill.sums = {}
             prefill.packed_tokens = (
                 pack_request.plan.max_layer_pages * pack_request.plan.block_size,
                 pack_request.tokens,
             )
+        if not pack_request.completes_prompt:
             return
-        if pack_request.output_tokens is not None and pack_request.settings.decode.budget is None:
+        if isinstance(pack_request, PackLookahead) and pack_request.settings.decode.budget is None:
             self.pool.drop_queries(pack_request.request_id)
         assert job.stopwatch is not None, pack_request
-        self._report_prompt(pack_request, pages, job.stopwatch)
-
-    def _add_groups(self, job: GroupJob) -> None:
-        """Add groups to a request's packed pages; report the prompt if all of it is packed."""
-        pack_request = job.pack_request
-        if job.stopwatch is None:
-            self.packer.add_groups(pack_request, job.blocks)
-            return
-        with job.stopwatch.running():
-            self.packer.add_groups(pack_request, job.blocks)
-        if pack_request.completes_prompt:
-            pages = self.packer.note_all_kept(pack_request)
-            self._report_prompt(pack_request, pages, job.stopwatch)
-
-    def _report_prompt(
-        self, pack_request: PackRequest, pages: torch.Tensor, stopwatch: Stopwatch
-    ) -> None:
-        """Report a prompt whose last packing was launched, and drop the state of its prefill.
-
-        Args:
-            pages: ``[L]``, pages that each layer keeps.
-        """
         self._prefills.pop(pack_request.request_id, None)
         self.compressed += 1
-        self.reports.add(pack_request, pages, stopwatch)
+        self.reports.add(pack_request, pages[pack_request.request_id], job.stopwatch)
 
     @torch.inference_mode()
     def warm_up(self, max_tokens: int) -> None:

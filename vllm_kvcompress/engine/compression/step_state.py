@@ -1,7 +1,7 @@
 """State of one worker step: the prefills it observes and the requests it packs."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
@@ -85,20 +85,6 @@ class BatchSpan:
     keeps_log_sums: bool = False
 
 
-class GroupJob(NamedTuple):
-    """A request that adds groups to its packed pages.
-
-    Args:
-        pack_request: its entry in the scheduler's plan.
-        blocks: ``[n]`` int64 vLLM block ids of all its tokens up to the last one added.
-        stopwatch: for a prompt, measures the time spent on packing it; None for an output.
-    """
-
-    pack_request: PackRequest
-    blocks: torch.Tensor
-    stopwatch: Stopwatch | None = None
-
-
 @dataclass(slots=True)
 class StepState:
     """State that lives for one step.
@@ -117,7 +103,6 @@ class StepState:
             computed, if the backend returned it.
         jobs: requests to pack after the step.
         additions: attention to add after the step, each with its row in the batch.
-        group_jobs: requests that add groups after the step.
         prompt_sums: block ids and state of prompts whose column sums are stored in the page pool
             after the step.
     """
@@ -133,5 +118,4 @@ class StepState:
     log_sums: torch.Tensor | None = None
     jobs: list[PackJob] = field(default_factory=list)
     additions: list[tuple[AttentionAddition, int]] = field(default_factory=list)
-    group_jobs: list[GroupJob] = field(default_factory=list)
     prompt_sums: list[tuple[torch.Tensor, PrefillState]] = field(default_factory=list)

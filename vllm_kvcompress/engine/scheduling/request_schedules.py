@@ -115,8 +115,8 @@ class RequestSchedules:
             self._lookaheads.take_slot(state)
         elif prefill is not None:
             slotless = self._lookahead_schedule(state, prefill) is not None
-        is_piecewise = prefill is not None and prefill.in_pieces
-        if slotless or schedule.lookahead is not None or is_piecewise or state.packed_hit:
+        has_lookahead = schedule.lookahead is not None
+        if slotless or has_lookahead or schedule.in_pieces or state.packed_hit:
             state.schedule_inputs = None
         return slotless
 
