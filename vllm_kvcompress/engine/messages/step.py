@@ -6,7 +6,7 @@ The scheduler attaches a `StepPlan` to vLLM's `SchedulerOutput`, and the workers
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -105,17 +105,13 @@ class PackPrompt(PackRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPiece(PackRequest):
-    """Pack a prompt at a boundary between pieces. The attention of its chunks scores it."""
+    """Pack a prompt at a boundary between pieces. The attention of its chunks scores it.
 
-    @property
-    def completes_prompt(self) -> bool:
-        """Return False: the prompt is packed again at later boundaries and at its end."""
-        return False
+    It is packed again at later boundaries and at its end.
+    """
 
-    @property
-    def reads_page_tables(self) -> bool:
-        """Return True: all packings of a prompt in pieces read page tables, the first one too."""
-        return True
+    completes_prompt: ClassVar[bool] = False
+    reads_page_tables: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,20 +140,9 @@ class PackLookahead(PackRequest):
 class PackOutput(PackRequest):
     """Pack a decoding request again to its decode budget. Queries in the query ring score it."""
 
-    @property
-    def prefill(self) -> bool:
-        """Return False: the prompt is packed already, or stays uncompressed."""
-        return False
-
-    @property
-    def completes_prompt(self) -> bool:
-        """Return False."""
-        return False
-
-    @property
-    def reads_page_tables(self) -> bool:
-        """Return True."""
-        return True
+    prefill: ClassVar[bool] = False
+    completes_prompt: ClassVar[bool] = False
+    reads_page_tables: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ class LayerTables(NamedTuple):
     """Per layer ``[R]`` int32: tokens."""
 
 
-class RowGroups(NamedTuple):
+class LayerGroups(NamedTuple):
     """Packed groups of one layer, by slot, and the slots of the batch's rows."""
 
     pages: torch.Tensor
@@ -206,6 +206,11 @@ class PagePool:
     def max_layer_pages(self) -> int:
         """Maximum pages that a layer can hold of one request."""
         return self._tables.shape[2]
+
+    @property
+    def stores_queries(self) -> bool:
+        """Return whether the queries of the batch are stored in the ring."""
+        return self.ring is not None and self.ring.stores_queries
 
     @property
     def has_requests(self) -> bool:
@@ -505,7 +510,7 @@ class PagePool:
             short.copy_(lengths)
         return short.unbind()
 
-    def groups(self, layer: int) -> RowGroups | None:
+    def groups(self, layer: int) -> LayerGroups | None:
         """Return where `packed_attention` finds the groups of one layer's rows.
 
         The tensors are persistent: their addresses never change. None if no request may be packed
@@ -513,7 +518,7 @@ class PagePool:
         """
         if self._group_tokens is None:
             return None
-        return RowGroups(
+        return LayerGroups(
             pages=self._group_pages[:, layer],
             tokens=self._group_tokens[:, layer],
             slots=self._read_slots,
