@@ -28,7 +28,6 @@ from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILE
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats, UsageNotes
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
-from vllm_kvcompress.engine.scheduling.early_compression import pack_lookaheads
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
@@ -268,7 +267,10 @@ class _CompressingMixin:
             raise VllmHookError(self._stop_message)
         self.coordination.begin_step(self.requests.keys())  # type: ignore[attr-defined]
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        pack_lookaheads(self.step_builder, self.next_step)
+        waiting = self.step_builder.pack_due_lookaheads()
+        if waiting:
+            needed = self.next_step.blocks_for_running(self.lookaheads.request_ids)
+            self.step_builder.pack_early(waiting, needed, overlaps=self.next_step.overlaps)
         plan = self.step_builder.build()
         attach_plan(output, plan)
         self._steps_in_flight.append((output, plan))

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.engine.messages.step import (
+    HALF,
     AddGroups,
     AdoptedPages,
     AttentionAddition,
@@ -345,7 +346,35 @@ class StepBuilder:
 
     # -- packing ------------------------------------------------------------------------------
 
-    def pack_lookahead(self, state: RequestState, plan: PagePlan, early_target: str) -> bool:
+    def pack_due_lookaheads(self) -> list[RequestState]:
+        """Plan to pack the prompts of this step whose look-ahead is over; return the others."""
+        waiting = []
+        for state in [state for state in self.lookaheads if state.is_scheduled]:
+            state.is_scheduled = False
+            plan = state.current_schedule.plan(state.lookahead_tokens)
+            # If the pool has too few blocks, the next step tries again.
+            if plan is None or not self._pack_lookahead(state, plan):
+                waiting.append(state)
+        return waiting
+
+    def pack_early(self, waiting: Sequence[RequestState], needed: int, *, overlaps: bool) -> None:
+        """Plan to pack some prompts early if the next step would run short of blocks.
+
+        Args:
+            waiting: prompts of this step whose look-ahead is not over.
+            needed: blocks that running requests take next.
+            overlaps: whether the next step is scheduled before this step's outputs are known.
+        """
+        free_blocks = self.free_blocks_after_step()
+        if free_blocks >= needed + self.lookaheads.max_reserved_blocks:
+            return
+        for choice, to_budget in self.lookaheads.choose_early(
+            waiting, self.free_blocks_now(), free_blocks, needed, overlaps=overlaps
+        ):
+            if not self._pack_lookahead(*choice) and choice.early_target == HALF:
+                self._pack_lookahead(*to_budget)
+
+    def _pack_lookahead(self, state: RequestState, plan: PagePlan, early_target: str = "") -> bool:
         """Plan to pack a prompt with a look-ahead. Return False if the pool has too few blocks.
 
         Args:
