@@ -369,7 +369,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             scheduler.step_builder._deferred_free._unfreed,
             len(scheduler.lookaheads),
             llm.lookahead_slots_in_use,
-            compressor.pool.protected,
+            len(compressor.packer.protected),
             compressor._prefills,
             compressor._step,
             compressor.pool._slots,

@@ -88,6 +88,7 @@ class PromptCompressor:
         for request_id in stale:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
+            self.packer.protected.forget(request_id)
         self.reports.stages.wait_for_sent()
         plan = plan_of(output)
         if plan is not None and plan.zero_blocks:

@@ -89,7 +89,7 @@ class Packer:
     def __init__(self, mover: Mover, *, scales: Scales, num_layers: int) -> None:
         self.mover, self.pool = mover, mover.pool
         self.scales, self.num_layers = scales, num_layers
-        self.protected = ProtectedSlots(mover.pool, num_layers)
+        self.protected = ProtectedSlots(num_layers)
         self.observers: list[Observer] = []
 
     def rows_per_launch(self, tokens: int) -> int:

@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.assign_pages import assign_pages
 from kvcompress_kernels.page_tables import page_tables
-from vllm_kvcompress.engine.pages.method_state import AttentionSums, Protected, Thresholds
+from vllm_kvcompress.engine.pages.method_state import AttentionSums, Thresholds
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies, ScratchPages
 from vllm_kvcompress.errors import VllmHookError
@@ -176,8 +176,6 @@ class PagePool:
         # State of methods that accumulate attention, or that merge dropped tokens.
         self.sums: AttentionSums | None = None
         self.thresholds: Thresholds | None = None
-        # Slots of protected tokens in requests that may be packed again.
-        self.protected: dict[str, Protected] = {}
         self._num_blocks = int(layers[0].shape[0])
         self.scratch: ScratchPages | None = None
         if scratch_blocks:
@@ -418,7 +416,6 @@ class PagePool:
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; do nothing if it has no slot."""
         slot = self._slots.pop(request_id, None)
-        self.protected.pop(request_id, None)
         if slot is not None:
             self._slots_with_pages.discard(slot)
             self._slots_with_groups.discard(slot)
