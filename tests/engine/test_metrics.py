@@ -597,7 +597,7 @@ def test_every_metric_is_documented():
     from vllm_kvcompress.engine.frontend.metrics import COUNTERS
 
     text = (ROOT / "docs" / "operate.md").read_text()
-    for name, (label, _, _) in COUNTERS.items():
+    for name, (label, _) in COUNTERS.items():
         assert f"`vllm:kv_compress_{name}_total`" in text, name
         assert not label or f"`{label}`" in text
     for name in ("info", "off", "budget", "ratio", "seconds", "refused_requests_total"):
