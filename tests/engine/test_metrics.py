@@ -355,7 +355,7 @@ def test_no_metrics_without_compression_and_no_backlog_without_log_stats(model):
         for seed in range(3):
             llm.generate([tokens(300, seed=seed)], 4)
         assert llm.compressor.compressed == 3
-        assert len(llm.scheduler.step_builder.stats.packed) <= 1
+        assert len(llm.scheduler.step_builder.stats.ratios) <= 1
         assert llm.llm.llm_engine.logger_manager is None
 
 
