@@ -12,12 +12,13 @@ from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.request_state import RequestState
 from vllm_kvcompress.errors import quoted_id
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
 from vllm_kvcompress.schedules.prompt import PromptSchedule
-from vllm_kvcompress.schedules.request import PrefillSchedule, RequestSchedule, lookahead_tokens_of
+from vllm_kvcompress.schedules.request import RequestSchedule, lookahead_tokens_of
 from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")

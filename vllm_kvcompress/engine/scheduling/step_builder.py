@@ -38,8 +38,8 @@ from vllm_kvcompress.engine.scheduling.request_state import (
     StepEntry,
 )
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
-from vllm_kvcompress.schedules.request import PrefillSchedule
 
 
 class DestinationBlocks(NamedTuple):
