@@ -222,33 +222,21 @@ class _CompressingMixin:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return the tokens to schedule for a request, including its probe."""
-        if request.request_id in self.states.ids_without_packing:
-            return super()._reserve_prefill_lookahead(  # type: ignore[misc, no-any-return]
-                request, num_computed_tokens, num_new_tokens
-            )
-        tokens, probe_tokens = self.chunk_and_probe(request, num_computed_tokens, num_new_tokens)
-        self.step_builder.set_probe(self.states.of(request), probe_tokens)
-        return tokens + probe_tokens
-
-    def chunk_and_probe(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> tuple[int, int]:
-        """Return the length of a request's next chunk and of the probe behind it, in tokens.
+        """Return the tokens to schedule for a request, including the probe behind its chunk.
 
         A chunk of a prompt in pieces ends at a piece boundary, and the probe follows it. Draft
-        tokens do not go beyond the end of a look-ahead. This method changes no state, because
-        `NextStep` calls it for steps that it only simulates.
-
-        Args:
-            request: the request.
-            num_computed_tokens: its computed tokens.
-            num_new_tokens: maximum tokens of the chunk and probe.
+        tokens do not go beyond the end of a look-ahead.
         """
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        return self.schedules.of(self.states.of(request)).step_limit(num_computed_tokens, tokens)
+        if request.request_id in self.states.ids_without_packing:
+            return tokens
+        state = self.states.of(request)
+        schedule = self.schedules.of(state)
+        tokens, probe_tokens = schedule.step_limit(num_computed_tokens, tokens)
+        self.step_builder.set_probe(state, probe_tokens)
+        return tokens + probe_tokens
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Advance the requests, except for probe tokens: the next tokens take their positions."""

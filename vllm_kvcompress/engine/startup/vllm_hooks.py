@@ -211,6 +211,7 @@ VLLM_HOOKS = (
         "scheduling.next_step",
         "use",
         _UNCALLED,
+        f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
         f"{_SCHEDULER}._mamba_block_aligned_split"
         "(request, num_new_tokens, num_new_local_computed_tokens)",
     ),
