@@ -15,7 +15,12 @@ from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
 from vllm_kvcompress.engine.compression.packer import Packer, PackJob
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.compression.step_state import BatchSpan, PrefillState, Probe, StepState
+from vllm_kvcompress.engine.compression.step_state import (
+    ObservedChunk,
+    PrefillState,
+    Probe,
+    StepState,
+)
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
 from vllm_kvcompress.engine.messages.step import (
@@ -158,14 +163,14 @@ class PromptCompressor:
                 self.pool.admit(pack_request.request_id)
         for request_id, settings in plan.observe:
             if settings.method.reads & _ATTENTION:
-                span = self._span(step, request_id, settings, row_of[request_id], query_start)
-                span.blocks = self._blocks(block_table, span.row, span.prefill.tokens)
+                chunk = self._chunk(step, request_id, settings, row_of[request_id], query_start)
+                chunk.blocks = self._blocks(block_table, chunk.batch_row, chunk.prefill.tokens)
                 if request_id in plan.keep_output_queries:
-                    step.prompt_sums.append((span.blocks, span.prefill))
+                    step.prompt_sums.append((chunk.blocks, chunk.prefill))
         for pack_request in plan.pack:
             row = row_of[pack_request.request_id]
             if isinstance(pack_request, ScoredByChunks):
-                span = self._span(
+                chunk = self._chunk(
                     step,
                     pack_request.request_id,
                     pack_request.settings,
@@ -173,8 +178,8 @@ class PromptCompressor:
                     query_start,
                     packs_prompt=not pack_request.reads_page_tables,
                 )
-                span.blocks = self._blocks(block_table, row, pack_request.tokens)
-                job = self._job_with_chunk_queries(step, pack_request, span)
+                chunk.blocks = self._blocks(block_table, row, pack_request.tokens)
+                job = self._job_with_chunk_queries(step, pack_request, chunk)
             elif isinstance(pack_request, AddGroups):
                 job = self._group_job(pack_request, row, block_table)
             else:
@@ -193,7 +198,7 @@ class PromptCompressor:
         return PackJob(
             pack_request=pack_request,
             method=settings.method,
-            row=row,
+            batch_row=row,
             blocks=self._blocks(block_table, row, pack_request.packed_end // size * size),
             stopwatch=stopwatch,
         )
@@ -218,12 +223,12 @@ class PromptCompressor:
             method=pack_request.settings.method.method_for(
                 scored_by_output=pack_request.plan.scored_by_output
             ),
-            row=row,
+            batch_row=row,
             blocks=blocks,
             stopwatch=Stopwatch(self.pool.pages.device) if pack_request.prefill else None,
         )
 
-    def _span(
+    def _chunk(
         self,
         step: StepState,
         request_id: str,
@@ -232,8 +237,8 @@ class PromptCompressor:
         query_start: Sequence[int],
         *,
         packs_prompt: bool = False,
-    ) -> BatchSpan:
-        """Return a chunk's `BatchSpan`; observe its layers if the method reads attention.
+    ) -> ObservedChunk:
+        """Return a chunk's `ObservedChunk`; observe its layers if the method reads attention.
 
         Args:
             packs_prompt: whether the prompt is packed after this chunk, and nothing was dropped.
@@ -244,22 +249,22 @@ class PromptCompressor:
         stop -= step.drafts.get(request_id, 0) + probe
         prefill = self._prefill_state(request_id, settings)
         prefill.tokens += stop - start
-        span = BatchSpan(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
+        chunk = ObservedChunk(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
         if method.reads & _ATTENTION:
-            step.spans.append(span)
+            step.chunks.append(chunk)
         if Reads.WINDOW in method.reads and self._uses_log_sums:
             # Only the prompt's last chunk, if it has all window queries and no other tokens.
             has_drafts = request_id in step.drafts
             is_last = packs_prompt and stop - start >= prefill.window
-            span.keeps_log_sums = is_last and not has_drafts and not probe
-            step.keeps_log_sums |= span.keeps_log_sums
-        return span
+            chunk.keeps_log_sums = is_last and not has_drafts and not probe
+            step.keeps_log_sums |= chunk.keeps_log_sums
+        return chunk
 
     def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
         return block_table[row, : -(-tokens // self.pool.block_size)].long()
 
     def _job_with_chunk_queries(
-        self, step: StepState, pack_request: PackRequest, span: BatchSpan
+        self, step: StepState, pack_request: PackRequest, chunk: ObservedChunk
     ) -> PackJob:
         """Return the job for a prompt, with the queries and sums that its chunks left.
 
@@ -267,7 +272,7 @@ class PromptCompressor:
             RuntimeError: the method needs the attention of all tokens, and this worker did not see
                 all of them.
         """
-        prefill = span.prefill
+        prefill = chunk.prefill
         if Reads.COLUMN_SUMS in prefill.method.reads:
             if prefill.tokens != pack_request.tokens:
                 raise RuntimeError(
@@ -275,14 +280,14 @@ class PromptCompressor:
                     f" {pack_request.tokens} prefill tokens, but the worker saw {prefill.tokens}"
                 )
             if prefill.packed_tokens is None and pack_request.request_id in self.pool:
-                step.prompt_sums.append((span.blocks, prefill))
+                step.prompt_sums.append((chunk.blocks, prefill))
         return PackJob(
             pack_request=pack_request,
             method=prefill.method,
-            row=span.row,
-            blocks=span.blocks,
+            batch_row=chunk.batch_row,
+            blocks=chunk.blocks,
             queries=prefill.probe if pack_request.plan.probe else prefill.queries,
-            log_sums=prefill.log_sums if span.keeps_log_sums else {},
+            log_sums=prefill.log_sums if chunk.keeps_log_sums else {},
             sums=prefill.sums,
             stopwatch=prefill.stopwatch,
         )
@@ -331,7 +336,7 @@ class PromptCompressor:
     @property
     def watching(self) -> bool:
         """Return whether this step has prefills that `after_attention` observes."""
-        return self._step is not None and bool(self._step.spans)
+        return self._step is not None and bool(self._step.chunks)
 
     @property
     def keeps_log_sums(self) -> bool:
@@ -359,39 +364,40 @@ class PromptCompressor:
         assert step is not None
         step.layers_observed += 1
         log_sums, step.log_sums = step.log_sums, None
-        for span in step.spans:
-            prefill = span.prefill
+        for chunk in step.chunks:
+            prefill = chunk.prefill
             reads = prefill.method.reads_of(layer)
             if Reads.WINDOW in reads:
-                if span.keeps_log_sums and log_sums is not None:
-                    latest = log_sums[:, span.stop - prefill.window : span.stop]
+                if chunk.keeps_log_sums and log_sums is not None:
+                    latest = log_sums[:, chunk.stop - prefill.window : chunk.stop]
                     # Copy, because the rest of the tensor is as long as the batch.
                     prefill.log_sums[layer] = latest.clone()
-                prefill.queries[layer] = self._last_queries(layer, span, query)
-                if span.probe:
-                    prefill.probe[layer] = query[span.stop : span.stop + span.probe].clone()
+                prefill.queries[layer] = self._last_queries(layer, chunk, query)
+                if chunk.probe:
+                    prefill.probe[layer] = query[chunk.stop : chunk.stop + chunk.probe].clone()
             if Reads.COLUMN_SUMS in reads:
                 with prefill.stopwatch.running():
-                    self._accumulate(layer, span, query)
+                    self._accumulate(layer, chunk, query)
 
-    def _last_queries(self, layer: int, span: BatchSpan, query: torch.Tensor) -> torch.Tensor:
+    def _last_queries(self, layer: int, chunk: ObservedChunk, query: torch.Tensor) -> torch.Tensor:
         """Return the last ``[<= w, Hq, D]`` queries of the prefill so far."""
-        latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
-        earlier = span.prefill.queries.get(layer)
-        missing = span.prefill.window - len(latest)
+        latest = query[max(chunk.start, chunk.stop - chunk.prefill.window) : chunk.stop]
+        earlier = chunk.prefill.queries.get(layer)
+        missing = chunk.prefill.window - len(latest)
         if earlier is not None and missing > 0:
             return torch.cat([earlier[-missing:], latest])
         # Copy, because the model reuses the memory of its queries.
         return latest.clone()
 
-    def _accumulate(self, layer: int, span: BatchSpan, query: torch.Tensor) -> None:
+    def _accumulate(self, layer: int, chunk: ObservedChunk, query: torch.Tensor) -> None:
         """Add this chunk's attention to each token's sum; attention is causal, so it is final."""
-        prefill, chunk = span.prefill, query[span.start : span.stop]
+        prefill, queries = chunk.prefill, query[chunk.start : chunk.stop]
         if prefill.packed_tokens is not None:
             max_kept, computed = prefill.packed_tokens
-            self.adder.add_chunk(layer, span.row, chunk, max_kept + prefill.tokens - computed)
+            max_tokens = max_kept + prefill.tokens - computed
+            self.adder.add_chunk(layer, chunk.batch_row, queries, max_tokens)
             return
-        sums = self.packer.column_sums(layer, span.blocks, chunk, prefill.tokens)
+        sums = self.packer.column_sums(layer, chunk.blocks, queries, prefill.tokens)
         earlier = prefill.sums.get(layer)
         if earlier is not None:
             sums[:, : earlier.shape[1]] += earlier
@@ -418,7 +424,7 @@ class PromptCompressor:
                 f" {shorten(list(step.plan.request_ids), 600)}: the attention backend's metadata"
                 " builder was not called"
             )
-        if step.spans and step.layers_observed != self.packer.num_layers:
+        if step.chunks and step.layers_observed != self.packer.num_layers:
             raise RuntimeError(
                 f"{step.layers_observed} of {self.packer.num_layers} layers called their attention"
                 " in a step whose prefills are compressed; the rest ran without Python, as in a"

@@ -45,7 +45,7 @@ class PackJob:
     Args:
         pack_request: its entry in the scheduler's plan.
         method: the compression method.
-        row: its row in this step's batch.
+        batch_row: its row in this step's batch.
         blocks: for a prompt, ``[n]`` int64 vLLM block ids of its tokens. The request no longer owns
             blocks whose tokens are packed already.
         queries: for a prompt without a look-ahead, by layer whose window is scored, the last
@@ -59,7 +59,7 @@ class PackJob:
 
     pack_request: PackRequest
     method: Method
-    row: int = 0
+    batch_row: int = 0
     blocks: torch.Tensor | None = None
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
     log_sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -369,7 +369,8 @@ class Packer:
         max_tokens = max(plan.tokens for plan in plans)
         if jobs[0].pack_request.reads_page_tables:
             max_pages = max(-(-plan.tokens // plan.block_size) for plan in plans)
-            return self.source_pages(*self.pool.row_tables([job.row for job in jobs], max_pages))
+            batch_rows = [job.batch_row for job in jobs]
+            return self.source_pages(*self.pool.row_tables(batch_rows, max_pages))
         request_blocks = [job.blocks for job in jobs if job.blocks is not None]
         assert len(request_blocks) == len(jobs), jobs
         if len(jobs) == 1:

@@ -64,11 +64,11 @@ class Probe:
 
 
 @dataclass(slots=True)
-class BatchSpan:
-    """Tokens of one observed prefill in this step's batch.
+class ObservedChunk:
+    """The observed chunk of one prefill in this step's batch.
 
     Args:
-        row: the request's row in the batch.
+        batch_row: the request's row in the batch.
         start, stop: its token range in the flattened batch.
         probe: number of probe tokens after `stop`.
         blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all tokens computed so far.
@@ -76,7 +76,7 @@ class BatchSpan:
         keeps_log_sums: whether the log-sum-exp of its queries can be used to score the prompt.
     """
 
-    row: int
+    batch_row: int
     start: int
     stop: int
     probe: int
@@ -97,8 +97,8 @@ class StepState:
         may_use_scratch: whether rows of the batch may read scratch pages, which every layer fills.
         laid_out: whether `begin_batch` has seen this step's batch.
         layers_observed: layers that have called `after_attention`.
-        spans: the observed prefills.
-        keeps_log_sums: whether any of `spans` keeps the log-sum-exp of its queries.
+        chunks: the observed prefill chunks.
+        keeps_log_sums: whether any of `chunks` keeps the log-sum-exp of its queries.
         log_sums: the log-sum-exp ``[Hq, tokens]`` of the batch's queries in the layer that is being
             computed, if the backend returned it.
         jobs: requests to pack after the step.
@@ -113,7 +113,7 @@ class StepState:
     may_use_scratch: bool = False
     laid_out: bool = False
     layers_observed: int = 0
-    spans: list[BatchSpan] = field(default_factory=list)
+    chunks: list[ObservedChunk] = field(default_factory=list)
     keeps_log_sums: bool = False
     log_sums: torch.Tensor | None = None
     jobs: list[PackJob] = field(default_factory=list)
