@@ -82,14 +82,7 @@ class CompressionStats:
             self.skipped[reason] += 1
 
     def pack(
-        self,
-        state: RequestState,
-        pack: PackRequest,
-        returned_blocks: int,
-        *,
-        is_first: bool,
-        reused_blocks: int,
-        is_piecewise: bool,
+        self, state: RequestState, pack: PackRequest, returned_blocks: int, *, is_first: bool
     ) -> None:
         """Count a packing that the workers are told to do.
 
@@ -98,14 +91,13 @@ class CompressionStats:
             pack: the instruction.
             returned_blocks: blocks that the packing returns to the pool.
             is_first: nothing of the request was packed before.
-            reused_blocks: blocks of the request that became destinations.
-            is_piecewise: the prompt is packed piece by piece.
         """
         if not pack.prefill:
             self.repacked_answers += 1
             self.freed_answer_blocks += returned_blocks
             return
-        self.packed_pieces += is_piecewise
+        reused_blocks = len(state.reused_blocks)
+        self.packed_pieces += state.current_schedule.in_pieces
         self.freed_blocks += returned_blocks
         self.packed_blocks += (pack.plan.blocks - reused_blocks) * is_first
         self.in_place += is_first and reused_blocks > 0

@@ -555,14 +555,7 @@ class StepBuilder:
         returned_blocks = self._deferred_free.free(freed)
         if self.packed_prefixes is not None and state.reuses_pages:
             self.packed_prefixes.store(state)
-        self.stats.pack(
-            state,
-            pack,
-            returned_blocks,
-            is_first=is_first,
-            reused_blocks=len(reused),
-            is_piecewise=schedule.in_pieces,
-        )
+        self.stats.pack(state, pack, returned_blocks, is_first=is_first)
         if isinstance(pack, PackLookahead) and pack.completes_prompt:
             self.lookaheads.release_slot(state)
         if schedule.lookahead is None and schedule.output is None and schedule.prefilled:
