@@ -400,10 +400,9 @@ def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
     for module, owner, name in WRAPPED:  # undo the wrappers of `install` after the test
         found = getattr(importlib.import_module(module), owner)
         monkeypatch.setattr(found, name, getattr(found, name))
-    monkeypatch.setattr(usage.OutputProcessor, usage._INSTALLED, False, raising=False)
     monkeypatch.setattr(AsyncLLM, "generate", generate)
     monkeypatch.setattr(ServingTokens, "serve_tokens", serve_tokens)
-    usage.install()
+    usage.install.__wrapped__()
 
     async def reported_usage():
         response = await ServingTokens.serve_tokens(None, None)

@@ -30,7 +30,6 @@ from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
-_INSTALLED = "_kvcompress_metrics"
 _RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 REFUSALS = ("not_allowed", "out_of_bounds", "invalid", "too_long")
@@ -314,14 +313,13 @@ def _report_off(vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         gauge.labels(str(vllm_config.model_config.served_model_name), str(index)).set(1)
 
 
+@functools.cache
 def install() -> None:
     """Wrap ``StatLoggerManager.__init__``; safe to call twice.
 
     Our logger is created after vLLM's, which unregisters all metrics first, and is called before
     them.
     """
-    if getattr(StatLoggerManager, _INSTALLED, False):
-        return
     init = StatLoggerManager.__init__
 
     @functools.wraps(init)
@@ -335,4 +333,3 @@ def install() -> None:
             _report_off(vllm_config, self.engine_indexes)
 
     StatLoggerManager.__init__ = with_ours
-    setattr(StatLoggerManager, _INSTALLED, True)

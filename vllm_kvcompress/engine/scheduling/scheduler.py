@@ -36,7 +36,6 @@ from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 from vllm_kvcompress.errors import VllmHookError, quoted_id, shorten
-from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 
@@ -342,12 +341,6 @@ class _CompressingMixin:
         if stats is not None and counts is not None:
             attach_counts(stats, counts)
         return stats
-
-    def use_settings(self, settings: CompressionConfig) -> None:
-        """Set the engine's settings. Benchmarks change them while no request holds blocks."""
-        assert not self.lookaheads, list(self.lookaheads.request_ids)
-        self.admissions.settings = settings
-        self.states.clear()
 
 
 class CompressingScheduler(_CompressingMixin, Scheduler):

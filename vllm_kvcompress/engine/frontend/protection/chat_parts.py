@@ -19,7 +19,6 @@ from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.methods.spans import Spans, merge_spans
 from vllm_kvcompress.settings.protection import QUESTION, SYSTEM, TOOLS, WORDS
 
-_INSTALLED = "_kvcompress_chat_parts"
 _KEY = "kvcompress_chat"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MAX_PROTECTED_MESSAGES, _MAX_ROLE_MESSAGES = 32, 128
@@ -397,10 +396,9 @@ def parts_of(prompt: Any) -> ChatParts | None:
     return found if isinstance(found, ChatParts) else None
 
 
+@functools.cache
 def install() -> None:
     """Wrap the methods that render chats; safe to call twice."""
-    if getattr(BaseRenderer, _INSTALLED, False):
-        return
     render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
 
     @functools.wraps(render_chat)
@@ -441,7 +439,6 @@ def install() -> None:
 
     BaseRenderer.render_chat = rendering
     BaseRenderer.render_chat_async = rendering_async
-    setattr(BaseRenderer, _INSTALLED, True)
 
 
 def _reusable(chat: Iterable[Any]) -> list[Any]:
