@@ -50,8 +50,11 @@ class RequestSchedule:
         return self.prefill is not None and self.prefill.in_pieces
 
     @property
-    def is_partly_packed(self) -> bool:
-        """Return whether the prompt is in pieces, or some of it was packed before."""
+    def reads_page_tables(self) -> bool:
+        """Return whether packing reads the prompt through page tables, not its own block ids.
+
+        It does for a prompt in pieces, and for one that was packed before.
+        """
         return self.in_pieces or self.footprint.pages > 0
 
     def plan(self, tokens: int) -> PagePlan | None:

@@ -5,7 +5,7 @@ layer's table and lengths to the batch's metadata; the implementation runs vLLM'
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -28,10 +28,8 @@ from vllm_kvcompress.planning.model_traits import Traits, unsupported
 Backends = Mapping[AttentionBackendEnum, str]
 
 
-class BatchOrder(Protocol):
-    """A function of the model runner that returns the batch's request ids in row order."""
-
-    def __call__(self, metadata: CommonAttentionMetadata) -> Sequence[str]: ...
+BatchOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
+"""A function of the model runner that returns the batch's request ids in row order."""
 
 
 class LayerMetadata(Protocol):

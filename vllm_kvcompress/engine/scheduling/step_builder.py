@@ -388,7 +388,7 @@ class StepBuilder:
             settings=lookahead.settings,
             plan=plan,
             tokens=tokens,
-            reads_page_tables=state.current_schedule.is_partly_packed,
+            reads_page_tables=state.current_schedule.reads_page_tables,
             output_tokens=lookahead.output_tokens(tokens),
             early_target=early_target,
         )
@@ -587,7 +587,7 @@ def _prefill_request(
         settings=settings,
         plan=plan,
         tokens=tokens,
-        reads_page_tables=state.current_schedule.is_partly_packed,
+        reads_page_tables=state.current_schedule.reads_page_tables,
     )
 
 
