@@ -166,6 +166,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         f"{_COORDINATOR}.cache_blocks(request, num_computed_tokens)",
     ),
     "scheduling.next_step": (
+        f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
         f"{_SCHEDULER}._mamba_block_aligned_split"
         "(request, num_new_tokens, num_new_local_computed_tokens)",
     ),
