@@ -4,8 +4,6 @@ A byte of a packed page holds channels that are D/2, D/4 or D/8 apart. So the ke
 tiles of D/2 channels and the values as eight tiles of D/8 channels.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -141,25 +139,17 @@ def _config(dim: int) -> dict[str, int]:
 
 def builds(sm: int) -> list[Build]:
     """Return builds for 8 KV heads and blocks of two groups: bf16, and float32 for one head dim."""
-    return [*(_build(dim, "*bf16", 2) for dim in DIMS), _build(128, "*fp32", 4)]
-
-
-def _build(dim: int, kind: str, itemsize: int) -> Build:
-    config: dict[str, Any] = _config(dim)
-    pointers = {
-        "elements": kind,
-        "content": "*u8",
-        "halves": "*fp16",
-        "packed": "*i32",
-        "destinations": "*i32",
-    }
-    strides = ("s_page", "s_head", "s_row")
-    return Build(
-        name=f"dequantise_pages D{dim}" + (" float32" if kind == "*fp32" else ""),
-        kernel=_dequantise_kernel,
-        signature={**pointers, **dict.fromkeys(strides, "i32")},
-        warps=config.pop("num_warps"),
-        constexprs={"HEADS": 8, "BLOCK": 2 * 32 // itemsize, "ITEMSIZE": itemsize, **config},
-        aligned=("elements", "content", "halves", *strides),
-        wide_loads=dim % 32 == 0,
-    )
+    types = {"content": "*u8", "halves": "*fp16", "packed": "*i32", "destinations": "*i32"}
+    return [
+        Build(
+            name=f"dequantise_pages D{dim}{name}",
+            kernel=_dequantise_kernel,
+            config={"HEADS": 8, "BLOCK": 64 // itemsize, "ITEMSIZE": itemsize, **_config(dim)},
+            types={**types, "elements": kind},
+            wide_loads=dim % 32 == 0,
+        )
+        for dim, name, kind, itemsize in (
+            *((dim, "", "*bf16", 2) for dim in DIMS),
+            (128, " float32", "*fp32", 4),
+        )
+    ]

@@ -22,7 +22,6 @@ work exit at once.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -444,37 +443,30 @@ def builds(sm: int) -> list[Build]:
 
 def _build(dim: int, group: int, kind: str, sm: int, *, queries: int = 1) -> Build:
     float32 = kind == "*fp32"
-    config: dict[str, Any] = _config(dim, group, queries, 4 if float32 else 2)
-    number = "*fp32" if float32 else "*bf16"
     itemsize = 4 if float32 else 2 if kind == "*bf16" else 1
     integers: Sequence[str] = (
         "packed", "packed_tokens", "tables", "lengths", "query_start", "slots", "live", "counters",
     )  # fmt: skip
-    pointers = {
-        "query": number,
-        "output": number,
+    types = {
+        **dict.fromkeys(("query", "output"), "*fp32" if float32 else "*bf16"),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("factor", "key_factor", "value_scale"), "fp32"),
         "elements": kind,
         "content": "*u8",
         "halves": "*fp16",
-        **dict.fromkeys(integers, "*i32"),
         "partials": "*fp32",
     }
-    strides = ["s_query_token", "s_query_head", "s_output_token", "s_output_head"]
-    strides += ["s_page", "s_head", "s_row"]
-    numbers = [*strides, "splits", "tiles", "s_packed", "s_packed_tokens", "s_tables"]
     suffix = " float32" if float32 else float8_suffix(kind)
     suffix += f" q{queries}" if queries > 1 else ""
     return Build(
         name=f"packed_attention D{dim} G{group}{suffix}",
         kernel=_packed_attention_kernel,
-        signature={
-            **pointers,
-            **dict.fromkeys(("factor", "key_factor", "value_scale"), "fp32"),
-            **dict.fromkeys(numbers, "i32"),
+        config={
+            "sinks": None,
+            "BLOCK": 2 * 32 // itemsize,
+            "ITEMSIZE": itemsize,
+            **_config(dim, group, queries, 4 if float32 else 2),
         },
-        warps=config.pop("num_warps"),
-        stages=config.pop("num_stages"),
-        constexprs={"sinks": None, "BLOCK": 2 * 32 // itemsize, "ITEMSIZE": itemsize, **config},
-        aligned=(*pointers, *strides),
+        types=types,
         tensor_cores=not float32,
     )
