@@ -1,22 +1,20 @@
 """Dequantised pages equal the float64 reference, and no other byte of the cache changes."""
 
-import os
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.dequantise_pages import dequantise_pages, reference
 from kvcompress_kernels.packed_attention import Offsets
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNELS_RUN = INTERPRETED or torch.cuda.is_available()
-prop = settings(derandomize=True, deadline=None, max_examples=8 if INTERPRETED else 40)
+prop = property_test(40, interpreted=8)
 LAYOUTS = ("PHT", "PTH", "TPH", "HPT", "THP", "HTP")
 """Orders of pages, heads and tokens in memory. The head dim is innermost."""
 SIZES = (

@@ -1,16 +1,14 @@
-import os
-
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels.move_kept import move_kept, reference
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
+prop = property_test(40, interpreted=5)
 INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 MORE_INTS = {
     torch.float8_e4m3fn: torch.int8,

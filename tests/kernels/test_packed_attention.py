@@ -1,24 +1,22 @@
 """Attention over packed groups and ordinary pages equals the float64 reference."""
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module, reload
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import INTERPRETED, ON_GPU, property_test
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.packed_attention import Offsets, packed_attention, reference
 from kvcompress_kernels.packed_attention.scratch import workspace
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-prop = settings(derandomize=True, deadline=None, max_examples=12 if INTERPRETED else 60)
+prop = property_test(60, interpreted=12)
 i32 = torch.int32
 
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "BHLNC")

@@ -1,16 +1,14 @@
-import os
-
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import INTERPRETED, property_test
 from kvcompress_kernels.page_tables import page_tables, reference
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 60)
+prop = property_test(60, interpreted=5)
 i32 = torch.int32
 
 

@@ -1,12 +1,12 @@
 import itertools
-import os
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.builds import FLOAT8, FLOATS
 from kvcompress_kernels.quantise_kept import quantise_kept, reference
@@ -17,8 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
 ]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=6 if INTERPRETED else 40)
+prop = property_test(40, interpreted=6)
 DTYPES = [*FLOATS, *FLOAT8]
 ORDERS = ["".join(order) for order in itertools.permutations("PHT")]
 """Order of pages, heads and tokens in memory. The head dim is innermost."""
