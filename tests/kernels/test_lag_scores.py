@@ -24,9 +24,14 @@ def random(kv_heads, tokens, dim, *, seed=0):
     return torch.from_numpy(k), torch.from_numpy(v)
 
 
+def paged(k, v, block, **kwargs):
+    """Return key pages, value pages and page ids."""
+    keys, pages = paged_keys(k, block, **kwargs)
+    return keys, paged_values(v, block, **kwargs)[0], pages
+
+
 def score(k, v, sinks, lag, block=16, **kwargs):
-    (keys, pages), (values, _) = paged_keys(k, block, **kwargs), paged_values(v, block, **kwargs)
-    return lag_scores(keys, values, pages, k.shape[1], sinks=sinks, lag=lag)
+    return lag_scores(*paged(k, v, block, **kwargs), k.shape[1], sinks=sinks, lag=lag)
 
 
 def compare(k, v, sinks, lag, block=16, **kwargs):
@@ -35,11 +40,7 @@ def compare(k, v, sinks, lag, block=16, **kwargs):
     assert got.shape == (len(k), parts, lag)
     assert got.dtype == torch.float32
     if parts:
-        (keys, pages), (values, _) = (
-            paged_keys(k, block, **kwargs),
-            paged_values(v, block, **kwargs),
-        )
-        want = reference.run(keys, values, pages, parts, sinks, lag)
+        want = reference.run(*paged(k, v, block, **kwargs), parts, sinks, lag)
         torch.testing.assert_close(got, want, **TOLERANCE)
     return got
 

@@ -384,12 +384,12 @@ K, V, INTO = GOOD["key_pages"], GOOD["value_pages"], GOOD["into"]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key_pages": K[0]}, "key_pages must have 4 dimensions"),
+        ({"key_pages": K[0]}, r"key_pages must be \[N, Hkv, D, bs\]"),
         ({"key_pages": K.to(torch.uint8)}, "key_pages must be floats: view a quantised cache"),
         ({"value_pages": V.to(torch.int8)}, "value_pages must be floats: view a quantised cache"),
         ({"value_pages": V[:3]}, r"value_pages must be \[4, 2, 16, 64\]"),
         ({"value_pages": V[..., :32]}, r"value_pages must be \[4, 2, 16, 64\]"),
-        ({"value_pages": V.half()}, "value_pages must be torch.float32"),
+        ({"value_pages": V.half()}, r"value_pages must be \[4, 2, 16, 64\] float32"),
         ({"pages": GOOD["pages"][:1]}, r"kept must be \[1, 2, n\]"),
         ({"kept": GOOD["kept"][:, :1]}, r"kept must be \[3, 2, n\]"),
         ({"kept": GOOD["kept"][0]}, r"kept must be \[3, 2, n\]"),

@@ -140,14 +140,23 @@ def test_all_the_weight_on_one_token(fast, rest):
 
 
 @pytest.mark.parametrize("rest", [1e-30, 1e-8, 1e-7, 1e-5, 1e-3])
-@pytest.mark.parametrize("reduce", ["mean", "l2"])
-def test_change_of_the_output_near_a_weight_of_one(rest, reduce):
+@pytest.mark.parametrize(
+    ("tokens", "at", "reduce"),
+    [
+        (33, 5, "mean"),
+        (33, 5, "l2"),
+        *((1600, at, "mean") for at in (0, 1023, 1024, 1500)),  # two splits of the Triton kernels
+    ],
+)
+def test_change_of_the_output_near_a_weight_of_one(rest, tokens, at, reduce):
     """Here ``1 - h`` and ``o - v`` are only rounding, but the output without the token is exact."""
-    v = random(1, 1, 33, 8)[1]
-    h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(33)) * rest).float()[None]
-    h[0, 5] = 1 - rest
-    want = np.linalg.norm(brute(h[0].double().numpy(), v[0].float().double().numpy())[5])
-    assert score(h, v.float(), reduce=reduce)[0, 5].item() == pytest.approx(want, rel=1e-4)
+    v = random(1, 1, tokens, 8)[1].float()
+    h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(tokens)) * rest).float()[None]
+    h[0, at] = 1 - rest
+    others = np.delete(h[0].double().numpy(), at)
+    left = (others / others.sum()) @ np.delete(v[0].double().numpy(), at, 0)
+    want = h[0, at].item() * np.linalg.norm(left - v[0, at].double().numpy())
+    assert score(h, v, reduce=reduce)[0, at].item() == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [33, 1600])
@@ -266,19 +275,6 @@ def test_temporaries_stay_within_the_limit():
     with LargestStorage() as largest:
         value_scores(h, value_pages, pages, 15000, fast=False, reduce="mean")
     assert largest.size <= value_scores_cpu.DIFFERENCES
-
-
-@pytest.mark.usefixtures("triton_runs")
-@pytest.mark.parametrize("at", [0, 1023, 1024, 1500])
-@pytest.mark.parametrize("rest", [1e-30, 1e-7, 1e-3])
-def test_change_of_the_output_near_a_weight_of_one_across_splits(rest, at):
-    v = random(1, 1, 1600, 4)[1]
-    h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(1600)) * rest).float()[None]
-    h[0, at] = 1 - rest
-    others = np.delete(h[0].double().numpy(), at)
-    left = (others / others.sum()) @ np.delete(v[0].float().double().numpy(), at, 0)
-    want = h[0, at].item() * np.linalg.norm(left - v[0, at].float().double().numpy())
-    assert score(h, v.float())[0, at].item() == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.usefixtures("triton_runs")

@@ -147,8 +147,8 @@ def test_each_row_uses_its_own_scale():
 
 @pytest.mark.parametrize("w", [9, 70])
 def test_lines_of_kv_heads(w):
-    query, cache, pages = prompt(2, 150, 8, 2, 16, w)
-    arguments = query, cache, pages, 150, 0.3
+    query, cache, pages = prompt(2, 100, 8, 2, 16, w)
+    arguments = query, cache, pages, 100, 0.3
     exact = log_sums(*arguments)
     got = scored(arguments, exact, **OPTIONS, grouped=True)
     want = window_scores_of_rows(*arguments, **OPTIONS, grouped=True)

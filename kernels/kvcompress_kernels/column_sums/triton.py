@@ -32,6 +32,7 @@ from kvcompress_kernels.builds import (
 )
 from kvcompress_kernels.contract import require
 from kvcompress_kernels.float8_triton import widened
+from kvcompress_kernels.paged_triton import known_block
 
 LOG2_E = 1.4426950408889634
 VARY = ["width", "s_pages", "s_lse"]
@@ -248,14 +249,13 @@ class _Shape:
         return self._tiles(64)
 
     def _tiles(self, rows: int) -> dict[str, Any]:
-        known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
         pad = max(triton.next_power_of_2(self.dim), 16)
         side = 32 if self.bytes == 4 else 128 if pad <= 128 else 64
         return dict(
             GROUP=self.group,
             DIM=self.dim,
             PAD=pad,
-            BLOCK=known,
+            BLOCK=known_block(self.block),
             RUN=self.run,
             ROWS=min(rows, side),
             COLUMNS=side,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kvcompress_kernels.builds import DIMS, Build
+from kvcompress_kernels.paged_triton import dense
 
 TILE_BYTES = 8192
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -124,8 +125,8 @@ def run(
     value_dim, (rows, max_pages) = source.values.shape[3], destinations.shape
     if rows * max_pages == 0:
         return
-    pages, destinations = _dense(pages), _dense(destinations)
-    kept = None if kept is None else _dense(kept)
+    pages, destinations = dense(pages), dense(destinations)
+    kept = None if kept is None else dense(kept)
     config = _config(key_dim, value_dim, source.keys.element_size())
     grid = (triton.cdiv(max_pages * block, config["ROWS"]) * heads, rows)
     _move_kernel[grid](
@@ -158,10 +159,6 @@ class _Pages(NamedTuple):
             keys.view(INTEGERS[keys.element_size()]).transpose(2, 3),
             values.view(INTEGERS[values.element_size()]),
         )
-
-
-def _dense(table: torch.Tensor) -> torch.Tensor:
-    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def _config(key_dim: int, value_dim: int, size: int) -> dict[str, int]:

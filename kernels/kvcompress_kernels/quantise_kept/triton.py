@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
+from kvcompress_kernels.paged_triton import dense
 
 GROUP = tl.constexpr(k4v3.GROUP)
 KEY_LEVELS, VALUE_LEVELS = tl.constexpr(k4v3.KEY_LEVELS), tl.constexpr(k4v3.VALUE_LEVELS)
@@ -230,8 +231,8 @@ def run(
     groups = min(destinations.shape[1] * config["PAGE_GROUPS"], -(-max_tokens // k4v3.GROUP))
     if len(pages) * groups == 0:
         return
-    pages, destinations = _dense(pages), _dense(destinations)
-    kept = None if kept is None else _dense(kept)
+    pages, destinations = dense(pages), dense(destinations)
+    kept = None if kept is None else dense(kept)
     _quantise_kernel[groups * heads, len(pages)](
         key_pages,
         value_pages,
@@ -253,10 +254,6 @@ def run(
         VALUE_SCALES=isinstance(value_scale, torch.Tensor),
         **config,
     )
-
-
-def _dense(table: torch.Tensor) -> torch.Tensor:
-    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def _config(dim: int, width: int, rows: int, itemsize: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, float8_suffix
+from kvcompress_kernels.paged_triton import known_block, tile_of
 from kvcompress_kernels.value_scores.passes_triton import (
     heaviest_kernel,
     join_kernel,
@@ -55,12 +56,11 @@ class _Shape:
         return dict(self._common(), PAD=pad, TILE=16, SPLIT=SPLIT, num_warps=4)
 
     def scores(self) -> dict[str, Any]:
-        tile = 128 if self.dim <= 128 else 64
-        return dict(self._common(), TILE=tile, num_warps=8)
+        return dict(self._common(), TILE=tile_of(self.dim), num_warps=8)
 
     def _common(self) -> dict[str, Any]:
-        known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
-        return dict(GROUP=self.group, DIM=self.dim, BLOCK=known, FAST=self.fast)
+        block = known_block(self.block)
+        return dict(GROUP=self.group, DIM=self.dim, BLOCK=block, FAST=self.fast)
 
 
 def run_rows(

@@ -110,7 +110,7 @@ class _KernelArguments(NamedTuple):
         itemsize: bytes of the wider of queries and keys.
     """
 
-    tensors: tuple[torch.Tensor | None, ...]
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
     numbers: tuple[float, int, int]
     strides: tuple[int, ...]
     layout: int
@@ -129,8 +129,6 @@ class _KernelArguments(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """Numbers of rows, KV heads and query heads."""
         query, keys = self.tensors[:2]
-        assert query is not None
-        assert keys is not None
         return query.shape[0], keys.shape[1], query.shape[2]
 
     @property
@@ -148,9 +146,7 @@ class _KernelArguments(NamedTuple):
         return self.tiles(heads) * times * self.splits, kv_heads, rows
 
     def new(self, *shape: int) -> torch.Tensor:
-        query = self.tensors[0]
-        assert query is not None
-        return torch.empty(shape, dtype=torch.float32, device=query.device)
+        return torch.empty(shape, dtype=torch.float32, device=self.tensors[0].device)
 
     def result(self, *shape: int) -> torch.Tensor:
         """Allocate a result. Programs write nothing past a row's length."""
@@ -219,12 +215,14 @@ class _Columns:
     """The launches of `columns_kernel` and their results, except a pooled maximum."""
 
     def __init__(self, arguments: _KernelArguments, outputs: Outputs, *, one_pass: bool) -> None:
-        query = arguments.tensors[0]
-        assert query is not None
         self._arguments = arguments
         self._grouped = outputs.grouped
         (rows, kv_heads, _), (_, w, _) = arguments.sizes, arguments.numbers
-        sm, tokens, variance = architecture(query.device), arguments.tokens, outputs.variance
+        sm, tokens, variance = (
+            architecture(arguments.tensors[0].device),
+            arguments.tokens,
+            outputs.variance,
+        )
         maximum = outputs.maximum and not outputs.pooled
         self.one_pass = one_pass and _fits_one_pass(*arguments.model, sm, variance, maximum)
         shapes = _columns_shapes(*arguments.model, sm, variance, maximum, self.one_pass)
@@ -285,19 +283,23 @@ class _Columns:
 
     def scores(self) -> WindowScores:
         """Return the results."""
-        total, variance, recent = self._total, self._variance, self._recent
-        last, maximum = self._last, self._maximum
+        lines = {
+            "total": self._total,
+            "variance": self._variance,
+            "recent": self._recent,
+            "last": self._last,
+            "maximum": self._maximum,
+        }
+        if self._grouped:
+            kv_heads = self._arguments.sizes[1]
+            for name, x in lines.items():
+                join = torch.maximum if name == "maximum" else torch.add
+                lines[name] = None if x is None else _joined(x, kv_heads, join)
         entropy = self._entropies.sum(1, dtype=torch.float64).float()
         shift = torch.zeros_like(entropy)
         if self._shifts is not None:
             shift = self._shifts.sum(1, dtype=torch.float64).float()
-        if self._grouped:
-            kv_heads = self._arguments.sizes[1]
-            total, recent = _joined(total, kv_heads), _joined(recent, kv_heads)
-            variance = None if variance is None else _joined(variance, kv_heads)
-            last = None if last is None else _joined(last, kv_heads)
-            maximum = None if maximum is None else _joined(maximum, kv_heads, torch.maximum)
-        return WindowScores(total, variance, entropy, shift, recent, last, maximum)
+        return WindowScores(entropy=entropy, shift=shift, **lines)  # type: ignore[arg-type]
 
 
 def _pooled_maximum(
@@ -326,7 +328,7 @@ def _pooled_maximum(
 def _joined(
     lines: torch.Tensor,
     kv_heads: int,
-    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Join the lines that several programs wrote for one KV head.
 
