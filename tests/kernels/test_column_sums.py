@@ -148,14 +148,6 @@ def test_spans_with_logits_whose_exp_leaves_float32(monkeypatch):
     compare(q, k, 16, tolerance={"rtol": 1e-3, "atol": 1e-4})
 
 
-def test_gqa_equals_repeated_kv_heads():
-    q, k = random(6, 2, 50, 50, 8)
-    query = q.transpose(0, 1)
-    shared = column_sums(query, *paged_keys(k, 16), 50, 0.3)
-    repeated = column_sums(query, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3)
-    torch.testing.assert_close(shared, repeated, rtol=1e-5, atol=1e-7)
-
-
 def test_strided_query():
     """The query is a slice of a batch and of a fused projection."""
     view, pages = paged_keys(torch.randn(2, 40, 8), 16)

@@ -470,7 +470,7 @@ def test_offsets_are_checked():
 @pytest.mark.cpu
 @pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
 def test_missing_numba_is_named(monkeypatch):
-    module = import_module("kvcompress_kernels.k4v3_numba")
+    module = import_module("kvcompress_kernels.packed_attention.kernel_numba")
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ImportError, match="pip install numba"):
         reload(module)
@@ -480,8 +480,8 @@ def test_missing_numba_is_named(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
 def test_compiles_without_a_writable_cache_folder():
     """Numba finds no cache folder for code that is in no file, either."""
-    from kvcompress_kernels import k4v3_numba
+    from kvcompress_kernels.packed_attention import kernel_numba
 
     scope: dict[str, object] = {}
     exec("def double(x):\n    return 2 * x", scope)
-    assert k4v3_numba._compiled(scope["double"])(21) == 42
+    assert kernel_numba._compiled(scope["double"])(21) == 42

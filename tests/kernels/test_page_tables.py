@@ -186,15 +186,6 @@ def test_inputs_may_be_slices_of_larger_buffers():
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_permuting_the_batch_permutes_the_result():
-    case = batch(5, 3, 8, 16)
-    offset, stride = flat_ids("compact", 3, 50)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    one = tables_of(*case, offset, stride, 16)
-    two = tables_of(*(x[order] for x in case), offset, stride, 16)
-    assert all(torch.equal(a[:, order], b) for a, b in zip(one, two, strict=True))
-
-
 # -- persistent buffers ---------------------------------------------------------------------------
 
 STALE = -5

@@ -254,22 +254,6 @@ def test_lines_of_kv_heads(heads, kv_heads, w, tokens):
         assert torch.equal(line, line[:, :1].expand_as(line)), name
 
 
-def test_gqa_equals_repeated_kv_heads():
-    k = torch.randn(2, 50, 8)
-    q = torch.randn(7, 6, 8)
-    shared = window_scores(q, *paged_keys(k, 16), 50, 0.3, **OPTIONS)
-    repeated = window_scores(q, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3, **OPTIONS)
-    assert_close(shared, repeated, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("block", [1, 16, 512])
-def test_block_size_does_not_matter(block):
-    k, q = torch.randn(2, 600, 8), torch.randn(7, 4, 8)
-    one = window_scores(q, *paged_keys(k, 600), 600, 0.3, **OPTIONS)
-    two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, **OPTIONS)
-    assert_close(one, two, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("past", range(1, 8))
 def test_pooled_rows_keep_their_sum(past):
     """With one row the maximum is the row itself. Short pasts have all columns near an end."""

@@ -1,10 +1,10 @@
-"""CPU code of `dequantise_pages`: numba code (`k4v3_numba`) on the threads of PyTorch."""
+"""CPU code of `dequantise_pages`: numba code (`kernel_numba`) on the threads of PyTorch."""
 
 import numpy as np
 import torch
 
-from kvcompress_kernels.k4v3_numba import DEQUANTISE_ARGUMENTS, dequantise_worker
 from kvcompress_kernels.packed_attention.cpu import row_offsets, run_on_threads
+from kvcompress_kernels.packed_attention.kernel_numba import DEQUANTISE_ARGUMENTS, dequantise_worker
 from kvcompress_kernels.packed_attention.offsets import Offsets
 
 _ELEMENT = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}

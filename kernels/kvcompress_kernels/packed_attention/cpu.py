@@ -1,4 +1,4 @@
-"""CPU code of `packed_attention`: numba code (`k4v3_numba`) on the threads of PyTorch.
+"""CPU code of `packed_attention`: numba code (`kernel_numba`) on the threads of PyTorch.
 
 Numba's own threads would compete with those of PyTorch, and its OpenMP layer refuses to run in a
 process that was forked after it started. So the threads are one parallel region of the OpenMP
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcompress_kernels.contract import require
-from kvcompress_kernels.k4v3_numba import FACTORS, attention_worker
+from kvcompress_kernels.packed_attention.kernel_numba import FACTORS, attention_worker
 from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.packed_attention.scratch import (
     SPLITS,
