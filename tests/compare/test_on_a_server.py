@@ -19,18 +19,9 @@ from vllm_kvcompress.serving.text import english
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "2048",
-    "--dtype",
-    "float32",
-    "--num-gpu-blocks-override",
-    "65",
-    "--kv-min-prompt",
-    "256",
-    "--served-model-name",
-    "it",
-]
+    "--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--kv-min-prompt", "256",
+    "--num-gpu-blocks-override", "65", "--served-model-name", "it",
+]  # fmt: skip
 BUDGETS = (0.5, 0.2)
 
 
@@ -82,17 +73,7 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
     prompts = [text[start : start + 1800] for start in (0, 40_000, 80_000)] + ["A short one."]
     lines = [json.dumps({"prompt": p, "max_tokens": 12}) for p in prompts]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    result = compare(
-        "--url",
-        url,
-        "--prompts",
-        "mine.jsonl",
-        "--methods",
-        "snapkv",
-        "--json",
-        "--budgets",
-        ",".join(map(str, BUDGETS)),
-    )
+    result = compare(f"--url {url} --prompts mine.jsonl --methods snapkv --json --budgets 0.5,0.2")
     assert result.status == 1, result.err
     report = json.loads(result.out)
     assert report["complete"]
@@ -140,8 +121,8 @@ def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
         for name, value in forking_environment(tmp_path).items():
             patch.setenv(name, value)
         with server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other:
-            compare("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv",
-                    "--budgets", "0.5", "--no-baselines", "--against", other)  # fmt: skip
+            flags = f"--methods snapkv --budgets 0.5 --no-baselines --against {other}"
+            compare(f"--url {url} --prompts mine.jsonl {flags}")
             alone = [complete(other, line["prompt"], {"kv_compress": "off"})[0] for line in lines]
     full = [complete(url, line["prompt"], {"kv_compress": "off"})[0] for line in lines]
     details = [
@@ -166,9 +147,7 @@ def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
 
 def test_a_budget_that_the_server_refuses_is_an_error(url, compare, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n')
-    result = compare(
-        "--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.1"
-    )
+    result = compare(f"--url {url} --prompts mine.jsonl --methods snapkv --budgets 0.1")
     assert result.status == 2
     assert "the server refuses snapkv 0.1: kv_budget must be between 0.2 and 0.5" in result.err
     assert "--kv-budget-bounds" in result.err
@@ -183,22 +162,8 @@ def test_trust_tasks_run_on_a_server(url, compare, tmp_path):
     """The server has no tool parser. The tasks send tool results and a second chat turn."""
     before = prefix_cache_hits(url)
     result = compare(
-        "--url",
-        url,
-        "--tasks",
-        "secret,json,tool-call,two-turns",
-        "--length",
-        "1100",
-        "--count",
-        "2",
-        "--methods",
-        "snapkv",
-        "--budgets",
-        "0.5",
-        "--no-baselines",
-        "--no-kl",
-        "--json",
-        "--keep-text",
+        f"--url {url} --tasks secret,json,tool-call,two-turns --length 1100 --count 2 --methods"
+        " snapkv --budgets 0.5 --no-baselines --no-kl --json --keep-text"
     )
     assert result.status == 1, result.err
     report = json.loads(result.out)
@@ -223,17 +188,8 @@ def test_lines_of_ruler_and_turns_run_on_a_server(url, compare, tmp_path):
     (tmp_path / "mine.jsonl").write_text(f"{json.dumps(ruler)}\n{json.dumps(turns)}\n")
     before = prefix_cache_hits(url)
     result = compare(
-        "--url",
-        url,
-        "--prompts",
-        "mine.jsonl",
-        "--methods",
-        "snapkv",
-        "--budgets",
-        "0.5",
-        "--no-baselines",
-        "--json",
-        "--keep-text",
+        f"--url {url} --prompts mine.jsonl --methods snapkv --budgets 0.5 --no-baselines --json"
+        " --keep-text"
     )
     assert result.status == 1, result.err
     (cell,) = json.loads(result.out)["cells"]

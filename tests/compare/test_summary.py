@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from outcomes import outcome
+from outcomes import outcome, places
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import Divergence
 from vllm_kvcompress.compare.summary import default_measure, recommend, summarise
@@ -29,8 +29,10 @@ def summaries(*outcomes, by="score", cells=(SNAP, CAKE, LARGE), none_compressed=
 
 
 def test_summary_of_two_outcomes():
-    first = outcome("a", score=0.5, exact=False, shared=3, similarity=0.5, places=4, same_first=3,
-                  kl=0.6, kept_tokens=30.0, first_token_s=0.7, token_s=None)  # fmt: skip
+    first = outcome(
+        "a", score=0.5, exact=False, shared=3, similarity=0.5, by_place=places(4, 3, 0.6),
+        kept_tokens=30.0, first_token_s=0.7, token_s=None,
+    )  # fmt: skip
     second = outcome("b", prompt_tokens=300, kept_tokens=50.0, token_s=0.04)
     (summary,) = summaries(first, second, cells=[SNAP])
     assert (summary.asked, summary.compressed, summary.kept) == (2, 2, 80 / 400)
@@ -116,7 +118,13 @@ def test_a_budget_in_k4v3_counts_a_quarter():
 def test_the_order_of_outcomes_does_not_change_the_summary():
     """Intervals are equal to the last bit. A resumed run completes its prompts in another order."""
     outcomes = [
-        outcome(f"p{n}", score=n % 3 / 2, exact=n % 3 == 2, similarity=n / 40, kl=1 / (n + 1))
+        outcome(
+            f"p{n}",
+            score=n % 3 / 2,
+            exact=n % 3 == 2,
+            similarity=n / 40,
+            by_place=places(7, kl=1 / (n + 1)),
+        )
         for n in range(40)
     ]
     (expected,) = summaries(*outcomes, cells=[SNAP])

@@ -18,7 +18,7 @@ from vllm_kvcompress.compare.outcome import OUTCOME, Outcome
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 
-_VERSION = 6
+_VERSION = 7
 _CONTROLS = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal would obey and that JSON does not escape."""
 RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"
@@ -65,10 +65,7 @@ class Journal:
             self._texts.close()
 
     def open(
-        self,
-        settings: Mapping[str, Any],
-        cells: Sequence[Cell],
-        baselines: Sequence[Cell] = (),
+        self, settings: Mapping[str, Any], cells: Sequence[Cell], baselines: Sequence[Cell] = ()
     ) -> list[Outcome]:
         """Start a run, or resume the one in the folder, and return its outcomes so far.
 
@@ -81,25 +78,22 @@ class Journal:
             ConfigError: The folder holds a run with other settings or cells, or a broken line.
         """
         names = [str(cell) for cell in cells]
+        new_run = {"version": _VERSION, "settings": settings, "cells": names, "compressed": 0}
         run = self._run()
-        if run is None and self._lines.tell():
-            raise ConfigError(f"--out {self.folder} has {LINES} but no {RUN}; use another folder")
         if run is None:
-            self._save(
-                {"version": _VERSION, "settings": dict(settings), "cells": names, "compressed": 0}
-            )
+            if self._lines.tell():
+                raise ConfigError(
+                    f"--out {self.folder} has {LINES} but no {RUN}; use another folder"
+                )
+            self._save(new_run)
             return []
         if run.get("version") != _VERSION:
             raise ConfigError(
                 f"--out {self.folder} was written by another version; use another folder"
             )
-        earlier = run["settings"]
-        changed = sorted(
-            name
-            for name in {*earlier, *settings}
-            if json.dumps(earlier.get(name)) != json.dumps(settings.get(name))
-        )
-        if changed:
+        earlier, settings = run["settings"], json.loads(json.dumps(settings))
+        names_of_settings = sorted({*earlier, *settings})
+        if changed := [n for n in names_of_settings if earlier.get(n) != settings.get(n)]:
             raise ConfigError(
                 f"--out {self.folder} holds a run with different {', '.join(changed)}; use another"
                 " folder, or repeat the settings of that run to resume it"
@@ -120,15 +114,14 @@ class Journal:
             os.fsync(self._lines.fileno())
 
     @property
+    def keeps_text(self) -> bool:
+        """Return whether this run keeps prompts and outputs."""
+        return self._texts is not None
+
+    @property
     def compressed_count(self) -> int | None:
         """Return how many prompts the server compressed during the run, or None if unknown."""
         count: int | None = (self._run() or {}).get("compressed")
-        return count
-
-    def invalidate_compressed_count(self) -> int | None:
-        """Return `compressed_count` and set it to None, the right value if this run is killed."""
-        count = self.compressed_count
-        self.set_compressed_count(None)
         return count
 
     def set_compressed_count(self, count: int | None) -> None:
