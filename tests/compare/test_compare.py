@@ -63,14 +63,13 @@ def test_each_method_runs_with_every_lookahead_and_protection(run_compare, fake,
         for tokens in (0, 32)
         for parts in ("none", "system,tools")
     ]
-    in_order = [
-        [sorted(xargs.items()) for xargs in sent] for sent in (requested, [full, *ways] * 2)
-    ]
-    assert sorted(map(str, in_order[0])) == sorted(map(str, in_order[1]))
-    assert [
+    assert all(requested.count(xargs) == 2 for xargs in [full, *ways])
+    assert len(requested) == 2 * (1 + 4)
+    found = [
         (c["lookahead"], c["protect"], c["asked"], c["compressed"])
         for c in read_report(tmp_path)["cells"]
-    ] == [(way["kv_lookahead"], way["kv_protect"], 2, 2) for way in ways]
+    ]
+    assert found == [(way["kv_lookahead"], way["kv_protect"], 2, 2) for way in ways]
     texts = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
     assert {json.loads(line)["cell"] for line in texts} == {
         "off",
@@ -79,21 +78,6 @@ def test_each_method_runs_with_every_lookahead_and_protection(run_compare, fake,
         "snapkv ahead 32 0.2",
         "snapkv ahead 32 + system,tools 0.2",
     }
-
-
-@pytest.mark.parametrize("typed", ["-1", "1.5", "0,many", "³", ","])
-def test_lookaheads_must_be_whole_numbers(run_compare, fake, typed):
-    result = run_compare("", "--lookaheads", typed)
-    assert result.status == 2
-    assert "--lookaheads must" in result.err
-    assert not fake.requests
-
-
-def test_status_is_1_without_a_recommendation(run_compare):
-    result = run_compare("--methods snapkv --budgets 0.2 --max-drop 0.3")
-    assert result.status == 1
-    assert "No recommendation: no method at any budget keeps the loss by score" in result.out
-    assert "0.500" in result.out
 
 
 def test_every_request_is_greedy_and_misses_the_prefix_cache(run_compare, fake):
@@ -119,8 +103,8 @@ def test_keep_text_saves_prompts_and_outputs_for_the_owner_only(run_compare, tmp
     texts = tmp_path / "out" / "texts.jsonl"
     lines = [json.loads(line) for line in texts.read_text().splitlines()]
     assert texts.stat().st_mode & 0o077 == 0
-    assert {line["cell"] for line in lines} == {"off", "cake 0.5", "cake 0.2", "snapkv 0.5",
-                                                "snapkv 0.2"}  # fmt: skip
+    cells = {"off", "cake 0.5", "cake 0.2", "snapkv 0.5", "snapkv 0.2"}
+    assert {line["cell"] for line in lines} == cells
     assert {line["text"] for line in lines if line["cell"] == "off"} >= {"11111111"}
 
 
@@ -220,17 +204,6 @@ def test_report_warns_if_no_prompt_was_compressed(run_compare, fake, tmp_path, u
     ) in output
     assert cells(read_report(tmp_path))["cake", 0.2]["compressed"] == 0
     assert result.status == 1
-
-
-def test_uncompressed_prompts_are_in_no_figure(run_compare, fake, tmp_path):
-    fake.min_prompt = 20
-    write_prompts(tmp_path / "short", range(3), words=5)
-    write_prompts(tmp_path / "long", range(2), words=30)
-    text = (tmp_path / "short").read_text() + (tmp_path / "long").read_text()
-    (tmp_path / "mine.jsonl").write_text(text)
-    result = run_compare(numbers=None)
-    assert "2 of 5" in result.out
-    assert cells(read_report(tmp_path))["snapkv", 0.2]["exact"]["mean"] == 0.5
 
 
 def test_fewer_or_no_log_probabilities_are_accepted(run_compare, fake, tmp_path):
@@ -358,9 +331,6 @@ def test_budgets_may_name_the_format_of_kept_tokens(run_compare, fake, tmp_path)
     # 0.6 in k4v3 takes less memory than 0.2 in 16 bits.
     assert "Run cake k4v3 0.6, which keeps" in report["recommendation"]["sentence"]
     assert "| cake auto | 0.2 |" in (tmp_path / "out" / "report.md").read_text()
-    for wrong, message in (("0.2:k4v4", "did you mean 'k4v3'?"), ("k4v3", "budget must be")):
-        result = run_compare(f"--budgets {wrong}")
-        assert (result.status, message in result.err) == (2, True)
 
 
 @pytest.mark.parametrize(("formats", "expected"), [(("auto", "k4v3"), True), (("", ""), False)])

@@ -27,6 +27,8 @@ def error_sentence(result):
         ("--methods ,", "--methods must have at least one value"),
         ("--budgets 2.5", "budget must be a ratio in (0, 1]"),
         ("--budgets 0.5,256", "must be all ratios or all whole numbers"),
+        ("--budgets 0.2:k4v4", "did you mean 'k4v3'?"),
+        ("--budgets k4v3", "budget must be"),
         ("--max-drop 0", "--max-drop must be in (0, 1)"),
         ("--by feeling", "--by must be one of score, agreement, similarity"),
         ("--question middle", "--question must be one of last, first"),
@@ -34,10 +36,16 @@ def error_sentence(result):
         ("--model .", "give either --url (a running server) or --model"),
         ("-- --enforce-eager", "flags of vllm serve need --model"),
         ("--prompts none", "--prompts none cannot be read"),
+        *((f"--lookaheads {typed}", "--lookaheads must") for typed in ("-1", "1.5", "0,many", ",")),
+        ("--lookaheads \u00b3", "--lookaheads must be whole numbers of output tokens, 0 or more"),
+        ("--against fp8", "--against fp8 starts a server and needs --model; start one yourself"),
+        ("--against fp8:8000/v1", "--against must be a server's address without a path"),
+        ("--against {url}/", "--against must name other servers than --url, each once"),
+        ("--against http://a --against http://a/", "must name other servers than --url, each once"),
     ],
 )
 def test_invalid_arguments_are_refused_before_any_request(run_compare, fake, flags, message):
-    result = run_compare(flags)
+    result = run_compare(flags.format(url=fake.url))
     assert result.status == 2
     assert message in error_sentence(result)
     assert not fake.requests
@@ -64,30 +72,49 @@ def test_an_unreachable_server_is_an_error(run_compare):
     assert "does not answer" in error_sentence(result)
 
 
+CHAT = "/v1/chat/completions"
+NO_TEMPLATE = "you must provide a chat template."
+NO_OVERRIDES = "this server does not let requests choose kv_compress or kv_budget"
+
+
+def refusal(reason):
+    return 400, json.dumps({"error": {"message": reason}})
+
+
 @pytest.mark.parametrize(
-    ("page", "response", "flags", "message"),
+    ("changes", "flags", "message"),
     [
-        ("/health", (404, ""), "", "/health returned 404; give the address of vLLM itself"),
-        ("/health", (503, ""), "", "/health returned 503; wait until the server is healthy"),
-        ("/v1/models", (401, '{"error": "Unauthorized"}'), "",
+        ({"/health": (404, "")}, "", "/health returned 404; give the address of vLLM itself"),
+        ({"/health": (503, "")}, "", "/health returned 503; wait until the server is healthy"),
+        ({"/v1/models": (401, '{"error": "Unauthorized"}')}, "",
          'answered 401: {"error": "Unauthorized"}; pass --api-key'),
-        ("/v1/models", (401, ""), "--api-key guess", "--api-key is not the server's key"),
-        ("/v1/models", (200, "<html>"), "", "lists no model; is it a vLLM server?"),
-        ("/v1/chat/completions",
-         (400, '{"error": {"message": "you must provide a chat template."}}'), "",
-         "you must provide a chat template. Every prompt is sent as a chat: start the server with"
-         " --chat-template"),
-        ("/v1/chat/completions", (404, "no such page"), "", "answered 404: no such page"),
+        ({"/v1/models": (401, "")}, "--api-key guess", "--api-key is not the server's key"),
+        ({"/v1/models": (200, "<html>")}, "", "lists no model; is it a vLLM server?"),
+        ({CHAT: refusal(NO_TEMPLATE)}, "",
+         f"{NO_TEMPLATE} Every prompt is sent as a chat: start the server with --chat-template"),
+        ({CHAT: refusal(NO_OVERRIDES)}, "", f"the server refuses off: {NO_OVERRIDES}; start the"
+         " server with --kv-allow-override all"),
+        ({CHAT: (404, "no such page")}, "", "answered 404: no such page"),
+        ({CHAT: (200, "data: no\n")}, "", "is it a vLLM server?"),
+        ({"has_plugin": False}, "",
+         "start the server with --kv-compress off --kv-allow-override all"),
+        ({"allowed_methods": ["off", "cake"]}, "", "the server refuses snapkv 0.5: kv_compress must"
+         " be one of ['off', 'cake'] on this server, got 'snapkv'; start the server with"
+         " --kv-allow-override all"),
+        ({"allowed_methods": ["cake", "snapkv"]}, "", "the server refuses off"),
     ],
 )  # fmt: skip
-def test_an_unusable_server_is_an_error_with_a_fix(
-    run_compare, fake, page, response, flags, message
-):
-    fake.responses[page] = response
+def test_an_unusable_server_is_an_error_with_a_fix(run_compare, fake, changes, flags, message):
+    for name, value in changes.items():
+        if name.startswith("/"):
+            fake.responses[name] = value
+        else:
+            setattr(fake, name, value)
     result = run_compare(flags)
     assert result.status == 2
     assert message in error_sentence(result)
     assert "guess" not in result.err
+    assert not fake.prompt_requests
 
 
 def test_a_redirect_is_an_error_and_its_target_gets_no_request(run_compare, fake):
@@ -136,40 +163,6 @@ def test_an_api_key_with_a_line_break_is_refused(run_compare, fake):
     assert (result.status, fake.requests) == (2, [])
     assert "--api-key must be ASCII without spaces" in error_sentence(result)
     assert "guess" not in result.err
-
-
-def test_a_server_without_the_plugin_is_refused(run_compare, fake):
-    fake.has_plugin = False
-    result = run_compare()
-    assert result.status == 2
-    assert "start the server with --kv-compress off --kv-allow-override all" in error_sentence(
-        result
-    )
-    assert not fake.prompt_requests
-
-
-def test_a_method_that_the_server_refuses_is_an_error(run_compare, fake):
-    fake.allowed_methods = ["off", "cake"]
-    result = run_compare()
-    assert result.status == 2
-    message = error_sentence(result)
-    assert "the server refuses snapkv 0.5: kv_compress must be one of ['off', 'cake']" in message
-    assert "--kv-allow-override all" in message
-    assert not fake.prompt_requests
-
-
-def test_a_server_without_overrides_is_refused(run_compare, fake):
-    reason = "this server does not let requests choose kv_compress or kv_budget"
-    fake.responses["/v1/chat/completions"] = 400, json.dumps({"error": {"message": reason}})
-    message = error_sentence(run_compare())
-    assert (
-        f"the server refuses off: {reason}; start the server with --kv-allow-override all"
-    ) in message
-
-
-def test_a_server_that_does_not_allow_off_is_refused(run_compare, fake):
-    fake.allowed_methods = ["cake", "snapkv"]
-    assert "the server refuses off" in error_sentence(run_compare())
 
 
 def test_without_metrics_an_unknown_method_detects_the_plugin(run_compare, fake):
@@ -252,20 +245,14 @@ def test_transient_failures_are_retried(run_compare, fake, monkeypatch):
     assert run_compare().status == 1
 
 
-def test_a_response_without_a_stream_is_an_error(run_compare, fake, monkeypatch):
-    monkeypatch.setattr(fake, "_stream", lambda *_: "data: no\n")
-    result = run_compare()
-    assert result.status == 2
-    assert "is it a vLLM server?" in error_sentence(result)
-
-
 def test_losing_the_started_server_names_its_log(compare, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "vllm_kvcompress.compare.server.start", lambda *_: contextlib.nullcontext(fake.url)
     )
     fake.fail_from = 3
     (tmp_path / "config.json").write_text("{}")
-    result = compare("--model . --tasks niah-single --length 400 --count 3")
+    flags = "--methods cake --budgets 0.5"
+    result = compare(f"--model . --tasks niah-single --length 400 --count 3 {flags}")
     assert result.status == 2
     assert error_sentence(result).endswith(" to resume. The server's log is out/server.log.")
 

@@ -67,9 +67,9 @@ def test_the_drop_is_paired_by_prompt():
     (summary,) = summaries(*unknown, won, kept, cells=[SNAP])
     assert summary.drop.mean == pytest.approx(-1 / 42)
     assert summary.drop.upper <= 0
-    assert summary.bound == pytest.approx(1 - 0.05 ** (1 / 42))
+    assert summary.loss.bound == pytest.approx(1 - 0.05 ** (1 / 42))
     (summary,) = summaries(*unknown, cells=[SNAP])
-    assert (summary.drop.mean, summary.loss, summary.bound) == (0.0, None, None)
+    assert (summary.drop.mean, summary.loss) == (0.0, None)
 
 
 def test_uncompressed_prompts_are_in_no_figure():

@@ -43,6 +43,7 @@ class Journal:
                 read the texts.
         """
         self.folder = folder
+        self._run: dict[str, Any] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._texts = _open_private(folder / TEXTS) if keep_text else None
@@ -78,14 +79,13 @@ class Journal:
             ConfigError: The folder holds a run with other settings or cells, or a broken line.
         """
         names = [str(cell) for cell in cells]
-        new_run = {"version": _VERSION, "settings": settings, "cells": names, "compressed": 0}
-        run = self._run()
+        run = self._earlier_run()
         if run is None:
             if self._lines.tell():
                 raise ConfigError(
                     f"--out {self.folder} has {LINES} but no {RUN}; use another folder"
                 )
-            self._save(new_run)
+            self._save(version=_VERSION, settings=settings, cells=names, compressed=0)
             return []
         if run.get("version") != _VERSION:
             raise ConfigError(
@@ -104,7 +104,7 @@ class Journal:
                 f"--out {self.folder} holds a run that also has {', '.join(missing)}; repeat the"
                 " methods and budgets of that run and add any others, or use another folder"
             )
-        self._save(run | {"cells": names})
+        self._save(**run | {"cells": names})
         return self.outcomes()
 
     def add(self, outcome: Outcome) -> None:
@@ -121,12 +121,12 @@ class Journal:
     @property
     def compressed_count(self) -> int | None:
         """Return how many prompts the server compressed during the run, or None if unknown."""
-        count: int | None = (self._run() or {}).get("compressed")
+        count: int | None = self._run["compressed"]
         return count
 
     def set_compressed_count(self, count: int | None) -> None:
         """Store `compressed_count`."""
-        self._save((self._run() or {}) | {"compressed": count})
+        self._save(compressed=count)
 
     def add_text(self, item: Item, key: str, cell: Cell, text: str) -> None:
         """Append a prompt and its output text if this run keeps texts."""
@@ -147,7 +147,7 @@ class Journal:
             # UTF-8 cannot encode a lone surrogate; backslashreplace writes it as a JSON escape.
             _write_all(self._texts, line.encode(errors="backslashreplace"))
 
-    def _run(self) -> dict[str, Any] | None:
+    def _earlier_run(self) -> dict[str, Any] | None:
         path = self.folder / RUN
         try:
             run: dict[str, Any] = json.loads(path.read_text())
@@ -159,9 +159,12 @@ class Journal:
             raise ConfigError(f"{path} is broken ({e}); use another --out") from None
         return run
 
-    def _save(self, run: Mapping[str, Any]) -> None:
+    def _save(self, **changes: Any) -> None:
+        """Write ``run.json`` with these entries changed."""
+        run = self._run | changes
         with self._writing():
             replace_file(self.folder / RUN, f"{json.dumps(run, indent=2)}\n".encode())
+        self._run = run
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

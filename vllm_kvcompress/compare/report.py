@@ -76,20 +76,13 @@ def _compressed(s: Summary) -> str:
 
 
 def _loss(s: Summary) -> str:
-    return MISSING if s.loss is None else f"{s.loss.mean:.3f} (<= {s.bound:.3f})"
+    return MISSING if s.loss is None else f"{s.loss.mean:.3f} (<= {s.loss.bound:.3f})"
 
 
-def _both(full: float | None, compressed: float | None, form: str) -> str:
+def _milliseconds(full: float | None, compressed: float | None) -> str:
     if full is None or compressed is None:
         return MISSING
-    return f"{full:{form}} -> {compressed:{form}}"
-
-
-def _milliseconds(s: Summary, time: str) -> str:
-    """Return the medians of a time of `Times` in milliseconds: full cache -> compressed."""
-    sides = (getattr(s.times, f"full_{time}", None), getattr(s.times, time, None))
-    full, compressed = (None if each is None else each * 1e3 for each in sides)
-    return _both(full, compressed, ",.0f")
+    return f"{full * 1e3:,.0f} -> {compressed * 1e3:,.0f}"
 
 
 def _at_position(name: str, s: Summary) -> str:
@@ -204,7 +197,7 @@ _POSITION_COLUMNS = (
         "loops",
         "Share of outputs that end with the same words four times or more in a row, or"
         " repeat a passage of eight words three times. Full cache -> compressed.",
-        lambda s: _both(s.full_loops, s.loops, ".0%"),
+        lambda s: MISSING if s.loops is None else f"{s.full_loops:.0%} -> {s.loops:.0%}",
     ),
     *(
         Column(
@@ -223,14 +216,20 @@ _TIME_COLUMNS = (
         "first token, ms",
         "Median time to first token, full cache -> compressed. Measured in this run at its"
         " concurrency, without prefix-cache hits.",
-        lambda s: _milliseconds(s, "first_token_s"),
+        lambda s: (
+            MISSING
+            if s.times is None
+            else _milliseconds(s.times.full_first_token_s, s.times.first_token_s)
+        ),
     ),
     Column(
         "per token, ms",
         "Median time per output token after the first, full cache -> compressed. Measured"
         " in this run at its concurrency. Includes the time to compress the prompt, between"
         " prefill and the second token.",
-        lambda s: _milliseconds(s, "token_s"),
+        lambda s: (
+            MISSING if s.times is None else _milliseconds(s.times.full_token_s, s.times.token_s)
+        ),
     ),
 )
 

@@ -77,7 +77,6 @@ class Summary:
         drop: mean of ``full_score - score``, paired by prompt.
         loss: the loss by the chosen measure: `drop`, or 1 minus the agreement or similarity. None
             by score if the full cache scores 0, because its score cannot fall.
-        bound: upper bound of the loss with 95 % confidence.
         times: median timings. None without any prompt.
         tasks: `score` and `full_score` of each task, if there are several tasks.
         obeyed: share of rules obeyed, by task and by ``task: rule`` (`shares_obeyed`).
@@ -102,7 +101,6 @@ class Summary:
     full_score: Estimate | None
     drop: Estimate | None
     loss: Estimate | None
-    bound: float | None
     times: Times | None
     tasks: dict[str, tuple[float, float]]
     obeyed: dict[str, Estimate]
@@ -110,9 +108,9 @@ class Summary:
     bytes: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures by field name, with the fields of the cell among them."""
+        """Return the figures by field name, with the cell's fields and the bound of the loss."""
         fields = asdict(self)
-        return {**fields.pop("cell"), **fields}
+        return {**fields.pop("cell"), **fields, "bound": self.loss.bound if self.loss else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +169,11 @@ def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> 
     """
     # A cell that compressed no prompt says nothing. Cells of unknown compression come last.
     candidates = [
-        (s, s.loss, s.bound)
+        (s, s.loss)
         for s in sorted(summaries, key=lambda s: s.compressed is None)
-        if not s.baseline and s.loss and s.bound is not None and s.compressed != 0
+        if not s.baseline and s.loss and s.compressed != 0
     ]
-    within = [(s, loss) for s, loss, bound in candidates if bound <= max_drop]
+    within = [(s, loss) for s, loss in candidates if loss.bound <= max_drop]
     cell = None
     if within:
         by_bytes = all(s.bytes is not None for s, _ in within)
@@ -192,7 +190,7 @@ def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> 
             kept += f"{' in' if kept else ','} {best.bytes:.0%} of the bytes"
         sentence = (
             f"Run {cell}{kept}: its loss by {by} is {loss.mean:.3f}, and at most"
-            f" {best.bound:.3f} at 95 % confidence, within {max_drop:g}."
+            f" {loss.bound:.3f} at 95 % confidence, within {max_drop:g}."
         )
     elif not candidates:
         sentence = "No recommendation: the server completed no prompt."
@@ -200,7 +198,7 @@ def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> 
             sentence = "No recommendation: no prompt is known to have been compressed."
         if scores_nothing(summaries, by):
             sentence = f"No recommendation: {SCORES_NOTHING}"
-    elif unseen_share(independent := max(loss.independent for _, loss, _ in candidates)) > max_drop:
+    elif unseen_share(independent := max(loss.independent for _, loss in candidates)) > max_drop:
         noun = "prompt is" if independent == 1 else "prompts are"
         sentence = (
             f"No recommendation: {independent} independent {noun} too few to confirm a drop of"
@@ -208,11 +206,11 @@ def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> 
             " needed."
         )
     else:
-        nearest, _, bound = min(candidates, key=lambda found: found[2])
+        nearest, loss = min(candidates, key=lambda found: found[1].bound)
         sentence = (
             f"No recommendation: no method at any budget keeps the loss by {by} within"
             f" {max_drop:g} at 95 % confidence. The nearest is {nearest.cell}, with a loss of at"
-            f" most {bound:.3f}. Try a larger budget."
+            f" most {loss.bound:.3f}. Try a larger budget."
         )
     return Recommendation(by=by, max_drop=max_drop, cell=cell, sentence=sentence)
 
@@ -239,14 +237,16 @@ def best_baseline_without_extra_loss(
     best = _recommended(summaries, recommendation)
     if best is None or best.loss is None:
         return None
-    size, max_loss = (best.cell.budget, best.cell.packed_dtype), best.loss.mean
     baselines = [
-        (s, s.loss.mean)
+        s
         for s in summaries
-        if s.baseline and not s.cell.server and (s.cell.budget, s.cell.packed_dtype) == size
-        and s.loss and s.loss.mean <= max_loss
-    ]  # fmt: skip
-    return min(baselines, key=lambda found: found[1])[0] if baselines else None
+        if s.baseline
+        and not s.cell.server
+        and (s.cell.budget, s.cell.packed_dtype) == (best.cell.budget, best.cell.packed_dtype)
+        and s.loss
+        and s.loss.mean <= best.loss.mean
+    ]
+    return min(baselines, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
 
 
 def _recommended(summaries: Sequence[Summary], recommendation: Recommendation) -> Summary | None:
@@ -281,12 +281,12 @@ def _low_bit_note(
 ) -> str:
     name, size, max_drop = other.cell.method, _size(other), recommendation.max_drop
     found = (
-        f"its loss by {recommendation.by} is {loss.mean:.3f}, at most {other.bound:.3f} at 95 %"
+        f"its loss by {recommendation.by} is {loss.mean:.3f}, at most {loss.bound:.3f} at 95 %"
         " confidence"
     )
     if other.kl is not None:
         found += f", and its KL {other.kl.mean:.3f} nats per token"
-    if other.bound is None or other.bound > max_drop:
+    if loss.bound > max_drop:
         may_be_close = loss.mean <= max_drop and (other.kl is None or other.kl.mean <= _RUINED_KL)
         verdict = "is not close enough"
         if may_be_close and unseen_share(loss.independent) > max_drop:
@@ -365,7 +365,6 @@ def _summary(
         full_score=_mean(scored, lambda o: o.full_score or 0.0),
         drop=drop,
         loss=loss,
-        bound=None if loss is None else max(loss.upper, unseen_share(loss.independent)),
         times=_times(measured),
         tasks=_tasks(scored),
         obeyed=shares_obeyed(RuleResults(o.task, o.rules, o.drawn_with) for o in measured),

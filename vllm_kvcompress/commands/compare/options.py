@@ -20,7 +20,6 @@ class CompareOptions:
     model: Annotated[
         Path | None,
         Option(
-            "--model",
             metavar="FOLDER",
             help="Start a server for this model and stop it afterwards; put flags of vllm serve"
             " after --.",
@@ -29,30 +28,25 @@ class CompareOptions:
     prompts: Annotated[
         Path | None,
         Option(
-            "--prompts",
             metavar="FILE",
             help="JSONL with a prompt per line: yours, RULER's, LongBench's or MT-Bench's.",
         ),
     ] = None
     tasks: Annotated[
-        str | None, Option("--tasks", metavar="NAMES", help="Built-in tasks, separated by commas.")
+        str | None, Option(metavar="NAMES", help="Built-in tasks, separated by commas.")
     ] = None
-    length: Annotated[
-        int, Option("--length", min=1, help="Maximum prompt length of a task, in tokens.")
-    ] = 4096
-    count: Annotated[int, Option("--count", min=1, help="Number of prompts per task.")] = 150
+    length: Annotated[int, Option(min=1, help="Maximum prompt length of a task, in tokens.")] = 4096
+    count: Annotated[int, Option(min=1, help="Number of prompts per task.")] = 150
     question: Annotated[
-        str,
-        Option("--question", help="Position of a task's question: last (after the text) or first."),
+        str, Option(help="Position of a task's question: last (after the text) or first.")
     ] = "last"
-    seed: Annotated[int, Option("--seed", help="Random seed of the tasks.")] = 0
+    seed: Annotated[int, Option(help="Random seed of the tasks.")] = 0
     methods: Annotated[
-        str, Option("--methods", metavar="NAMES", help="Methods to compare, separated by commas.")
+        str, Option(metavar="NAMES", help="Methods to compare, separated by commas.")
     ] = "cake-chunk,cake,snapkv"
     budgets: Annotated[
         str,
         Option(
-            "--budgets",
             metavar="BUDGETS",
             help="Budgets to compare, separated by commas. 0.4:k4v3 is a budget with the format"
             " that --kv-packed-dtype names.",
@@ -61,7 +55,6 @@ class CompareOptions:
     protect: Annotated[
         str | None,
         Option(
-            "--protect",
             metavar="PARTS",
             help="Compare each method with and without protecting these parts of a chat: system,"
             " tools, question, or several separated by commas.",
@@ -70,7 +63,6 @@ class CompareOptions:
     lookaheads: Annotated[
         str | None,
         Option(
-            "--lookaheads",
             metavar="TOKENS",
             help="Compare each method with these look-aheads, separated by commas: the number of"
             " output tokens whose attention scores the prompt. 0 compresses at the end of"
@@ -87,7 +79,6 @@ class CompareOptions:
     against: Annotated[
         list[str] | None,
         Option(
-            "--against",
             metavar="URL|DTYPE",
             help="Another server of the same model, for example with --kv-cache-dtype fp8. Its"
             " uncompressed outputs are compared, too. It gets the same --api-key. With --model, fp8"
@@ -95,32 +86,23 @@ class CompareOptions:
         ),
     ] = None
     max_drop: Annotated[
-        float,
-        Option("--max-drop", help="Largest acceptable loss, in (0, 1), with 95 % confidence."),
+        float, Option(help="Largest acceptable loss, in (0, 1), with 95 % confidence.")
     ] = 0.02
     by: Annotated[
         str | None,
         Option(
-            "--by",
             help="Loss measure: score, agreement or similarity. Default: score if answers are"
-            " known, else similarity.",
+            " known, else similarity."
         ),
     ] = None
     max_tokens: Annotated[
-        int,
-        Option(
-            "--max-tokens", min=2, help="Output tokens for prompts without their own max_tokens."
-        ),
+        int, Option(min=2, help="Output tokens for prompts without their own max_tokens.")
     ] = 128
-    concurrency: Annotated[
-        int, Option("--concurrency", min=1, help="Number of prompts to run at once.")
-    ] = 2
+    concurrency: Annotated[int, Option(min=1, help="Number of prompts to run at once.")] = 2
     out: Annotated[
         Path,
         Option(
-            "--out",
-            metavar="FOLDER",
-            help="Folder for the results. Run the same command again to resume.",
+            metavar="FOLDER", help="Folder for the results. Run the same command again to resume."
         ),
     ] = Path("kvcompress-compare")
     keep_text: Annotated[
@@ -128,10 +110,7 @@ class CompareOptions:
     ] = False
     kl: Annotated[bool, Option("--kl/--no-kl", help="Also compare token probabilities.")] = True
     timeout: Annotated[
-        float,
-        Option(
-            "--timeout", min=1, help="Seconds without data from the server before a request fails."
-        ),
+        float, Option(min=1, help="Seconds without data from the server before a request fails.")
     ] = 600.0
     api_key: Annotated[str | None, KEY] = None
     as_json: Annotated[bool, AS_JSON] = False
