@@ -11,7 +11,6 @@ from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
 from vllm_kvcompress.commands.plan.command import make_plan
-from vllm_kvcompress.commands.plan.forecast import Workload
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan.next_turn import packed_tokens
@@ -19,6 +18,7 @@ from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.planning.model_traits import traits_of
+from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.settings.config import CompressionConfig
 
 CPU_FLAGS = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
@@ -446,10 +446,10 @@ BFLOAT16 = dict(dtype="bfloat16", block_size=16)
     ],
 )
 def test_tokens_that_a_request_leaves_in_packed_pages_are_counted(prompt, output, page, grid, late):
-    load = Workload(prompt=prompt, output=output)
+    load = dict(block_size=16, page_tokens=page, prompt=prompt, output=output)
     for reuse, expected in (("grid", grid), ("late", late)):
-        parsed = CompressionConfig.parse({**REUSE, "reuse": reuse})
-        assert packed_tokens(parsed, load, 16, page, packs_prompt=True) == expected
+        parsed = CompressionConfig.parse({**REUSE, "reuse": reuse, "min_prompt": 128})
+        assert packed_tokens(PlannedRequest(settings=parsed, num_layers=3, **load)) == expected
 
 
 @pytest.mark.engine

@@ -1,7 +1,7 @@
 """Command-line options of ``kvcompress plan``."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -135,22 +135,13 @@ class PlanOptions:
         Raises:
             ConfigError: ``--kv-compress-config`` is not a JSON object.
         """
-        return settings_from(
-            self.everything,
-            compress=self.compress,
-            budget=self.budget,
-            packed_dtype=self.packed_dtype,
-            reuse=self.reuse,
-            window=self.window,
-            lookahead=self.lookahead,
-            min_prompt=self.min_prompt,
-            allow_override=self.allow_override,
-            budget_bounds=self.budget_bounds,
-            alias=self.alias,
-            decode_budget=self.decode_budget,
-            decode_interval=self.decode_interval,
-            max_whole=self.max_whole,
-            piece=self.piece,
-            probe=self.probe,
-            probe_first=self.probe_first,
-        )
+        given = {name: getattr(self, name) for name in _SETTINGS}
+        return settings_from(self.everything, **given)
+
+
+_SETTINGS = tuple(
+    name
+    for name, hint in get_type_hints(PlanOptions, include_extras=True).items()
+    if hint in vars(kv_flags).values() and hint != kv_flags.CompressConfig
+)
+"""Fields of `PlanOptions` that are flags of compression settings."""
