@@ -612,18 +612,8 @@ def test_the_planned_number_of_requests_fits_the_engine(tiny):
 
 
 def test_the_command_prints_the_forecast_without_vllm(run, tiny):
-    flags = [
-        "--len",
-        1000,
-        "--max-tokens",
-        70,
-        "--kv-budget",
-        0.1,
-        "--kv-min-prompt",
-        500,
-        *CPU_FLAGS,
-    ]
-    flags += ["--kv-memory", 0.01, "--kv-compress", "snapkv"]
+    flags = ["--len", 1000, "--max-tokens", 70, "--kv-budget", 0.1, "--kv-min-prompt", 500]
+    flags += ["--kv-memory", 0.01, "--kv-compress", "snapkv", *CPU_FLAGS]
     result = run("plan", tiny, *flags, "--json", site=WITHOUT_VLLM)
     assert result.returncode == 0, result.stderr
     forecast = json.loads(result.stdout)
@@ -644,85 +634,55 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["nowhere/a/model", "--len", 10], "there is no folder nowhere/a/model"),
-        (["owner/model", "--len", 10], "nor a model whose config.json is on the Hugging Face hub"),
-        (["TINY", "--len", 2000, "--kv-compress", "caek"], "did you mean 'cake'"),
-        (["TINY", "--len", 2000, "--kv-compress", "off"], "needs a compression method"),
-        (["TINY", "--len", 2000, "--kv-budget", "1.5"], "budget must be a ratio in (0, 1]"),
-        (
-            ["TINY", "--len", 2000, "--kv-memory", "0.0001"],
-            "the KV pool must hold one uncompressed prompt",
-        ),
-        (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
-        (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
-        (["TINY", "--len", 2000, "--mamba-ssm-cache-dtype", "fp8"], "dtype must be auto or one of"),
-        (["TINY", "--len", 2000, "--kv-cache-dtype", "nvfp4"], "set --kv-cache-dtype auto"),
+        ("nowhere/a/model --len 10", "there is no folder nowhere/a/model"),
+        ("owner/model --len 10", "nor a model whose config.json is on the Hugging Face hub"),
+        ("TINY --len 9 --gpu-memory-utilization 1.5", "must be in (0, 1], got 1.5"),
+        ("--kv-compress caek", "did you mean 'cake'"),
+        ("--kv-compress off", "needs a compression method"),
+        ("--kv-budget 1.5", "budget must be a ratio in (0, 1]"),
+        ("--kv-memory 0.0001", "the KV pool must hold one uncompressed prompt"),
+        ("--tp 3", "--tp must divide the model's 4 heads"),
+        ("--dtype fp8", "--dtype must be auto or one of"),
+        ("--mamba-ssm-cache-dtype fp8", "dtype must be auto or one of"),
+        ("--kv-cache-dtype nvfp4", "set --kv-cache-dtype auto"),
         *(
             (
-                [
-                    "TINY",
-                    "--len",
-                    2000,
-                    "--kv-cache-dtype",
-                    "fp8",
-                    "--kv-compress",
-                    "d2o",
-                    "--dtype",
-                    dtype,
-                ],
+                f"--kv-cache-dtype fp8 --kv-compress d2o --dtype {dtype}",
                 "merges tokens, which would have to be quantised again in a fp8 KV cache; choose a"
                 " method that does not merge, or set --kv-cache-dtype auto",
             )
             for dtype in ("bfloat16", "float32")  # not values of --kv-cache-dtype
         ),
+        ("--kv-packed-dtype k4v3", "k4v3 needs a head dim that is a multiple of 8 and at least 64"),
         (
-            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3"],
-            "k4v3 needs a head dim that is a multiple of 8 and at least 64",
-        ),
-        (
-            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-cache-dtype", "fp8"],
+            "--kv-packed-dtype k4v3 --kv-cache-dtype fp8",
             "packed_dtype=k4v3 cannot be combined with a fp8 KV cache",
         ),
-        (["TINY", "--len", 2000, "--kv-packed-dtype", "k4v4"], "did you mean 'k4v3'?"),
+        ("--kv-packed-dtype k4v4", "did you mean 'k4v3'?"),
         (
-            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-decode-budget", 512],
+            "--kv-packed-dtype k4v3 --kv-decode-budget 512",
             "packed_dtype=k4v3 cannot be combined with --kv-decode-budget 512",
         ),
+        ("--gpu-memory 1", "leaves nothing for the KV cache: the weights take"),
+        ("--gpu-memory 80 --device cpu", "give --kv-memory"),
+        ("--kv-budget-bounds 0.1:0.5", "--kv-allow-override all"),
+        ("--kv-allow-override caek", "did you mean 'cake'"),
+        ("--kv-alias tiny@half=caek:0.5", "did you mean 'cake'"),
+        ("--max-model-len 100", "--max-model-len must be at least --len plus --max-tokens"),
+        ("--kv-compress-config {", "must be a JSON object"),
         (
-            ["TINY", "--len", 2000, "--gpu-memory", "1"],
-            "leaves nothing for the KV cache: the weights take",
-        ),
-        (["TINY", "--len", 2000, "--gpu-memory", "80", "--device", "cpu"], "give --kv-memory"),
-        (["TINY", "--len", 9, "--gpu-memory-utilization", "1.5"], "must be in (0, 1], got 1.5"),
-        (["TINY", "--len", 2000, "--kv-budget-bounds", "0.1:0.5"], "--kv-allow-override all"),
-        (["TINY", "--len", 2000, "--kv-allow-override", "caek"], "did you mean 'cake'"),
-        (
-            ["TINY", "--len", 2000, "--max-model-len", 100],
-            "--max-model-len must be at least --len plus --max-tokens",
-        ),
-        (["TINY", "--len", 2000, "--kv-compress-config", "{"], "must be a JSON object"),
-        (
-            ["TINY", "--len", 2000, "--kv-compress", "dynamickv", "--kv-decode-budget", 64],
+            "--kv-compress dynamickv --kv-decode-budget 64",
             "--kv-decode-budget cannot bound outputs by 'dynamickv'",
         ),
         (
-            [
-                "TINY",
-                "--len",
-                2000,
-                "--kv-decode-budget",
-                64,
-                "--block-size",
-                48,
-                "--kv-compress-config",
-                '{"decode_interval": 128}',
-            ],
+            "--kv-decode-budget 64 --kv-decode-interval 128 --block-size 48",
             "must be a multiple of the KV block's 48 tokens, got 128; set it to 96",
         ),
     ],
 )
 def test_an_invalid_option_is_one_sentence_and_status_2(run_in_process, tiny, flags, sentence):
-    result = run_in_process("plan", *[tiny if flag == "TINY" else flag for flag in flags])
+    arguments = f"TINY --len 2000 {flags}" if flags.startswith("--") else flags
+    result = run_in_process("plan", *arguments.replace("TINY", tiny).split())
     assert result.status == 2
     assert result.out == ""
     (line,) = result.err.splitlines()
@@ -843,32 +803,30 @@ def test_the_largest_request_that_aliases_allow(tiny):
     assert with_override.blocks == blocks_of("cake", 0.8)
 
 
-def test_aliases_are_parsed_as_by_the_server(run_in_process, tiny):
-    flags = ["--kv-alias", "tiny@half=snapkv:0.5", "--kv-alias", "tiny@less=cake:0.1"]
-    forecast = json.loads(
-        run_in_process("plan", tiny, "--len", 2000, *flags, *CPU_FLAGS, "--json").out
-    )
-    assert forecast["settings"]["alias"] == {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.1"}
-    assert forecast["worst"]["asks"] == "the model name tiny@half"
-    assert forecast["worst"]["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
-    wrong = run_in_process(
-        "plan", tiny, "--len", 2000, "--kv-alias", "tiny@half=caek:0.5", *CPU_FLAGS
-    )
-    assert wrong.status == 2
-    assert "did you mean 'cake'" in wrong.err
-
-
-def test_overrides_are_parsed_as_by_the_server(run_in_process, tiny):
-    flags = ["--kv-allow-override", "cake,snapkv", "--kv-budget-bounds", "0.05:0.5"]
-    result = run_in_process("plan", tiny, "--len", 2000, *flags, *CPU_FLAGS)
-    assert result.status == 0
-    assert "The largest request that clients may choose (" in result.out
-    forecast = json.loads(
-        run_in_process("plan", tiny, "--len", 2000, *flags, *CPU_FLAGS, "--json").out
-    )
-    assert forecast["settings"]["allow_override"] == ["cake", "snapkv"]
-    assert forecast["worst"]["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
-    assert forecast["worst"]["pool"] is None
+@pytest.mark.parametrize(
+    ("flags", "parsed", "asks"),
+    [
+        (
+            "--kv-alias tiny@half=snapkv:0.5 --kv-alias tiny@less=cake:0.1",
+            {"alias": {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.1"}},
+            "the model name tiny@half",
+        ),
+        (
+            "--kv-allow-override cake,snapkv --kv-budget-bounds 0.05:0.5",
+            {"allow_override": ["cake", "snapkv"]},
+            "cake at 0.5",
+        ),
+    ],
+)
+def test_clients_choices_are_parsed_as_by_the_server(run_in_process, tiny, flags, parsed, asks):
+    arguments = ["plan", tiny, "--len", 2000, *flags.split(), *CPU_FLAGS]
+    shown = " ".join(run_in_process(*arguments).out.split())
+    assert f"The largest request that clients may choose ({asks}) holds" in shown
+    forecast = json.loads(run_in_process(*arguments, "--json").out)
+    assert parsed.items() <= forecast["settings"].items()
+    worst = forecast["worst"]
+    assert (worst["asks"], worst["pool"]) == (asks, None)
+    assert worst["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
 
 
 def test_a_server_that_compresses_only_on_request_is_planned(run_in_process, tiny):

@@ -1,28 +1,14 @@
 """``kvcompress plan`` for prompts that are compressed in pieces."""
 
+import shlex
+
 import pytest
 
 from engines import BLOCK
 
-FLAGS = (
-    "--len",
-    2000,
-    "--max-tokens",
-    70,
-    "--kv-budget",
-    0.2,
-    "--kv-compress",
-    "snapkv",
-    "--block-size",
-    BLOCK,
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--kv-min-prompt",
-    500,
-    "--kv-piece",
-    256,
+FLAGS = shlex.split(
+    "--len 2000 --max-tokens 70 --kv-budget 0.2 --kv-compress snapkv --dtype float32 --device cpu"
+    f" --block-size {BLOCK} --kv-min-prompt 500 --kv-piece 256"
 )
 
 

@@ -4,6 +4,7 @@ One real server has compression on. The other has the same kind of flags and KVC
 """
 
 import json
+import shlex
 
 import httpx
 import pytest
@@ -16,31 +17,20 @@ from forks import serve_forking
 from loopback import exported, recording, redirecting, server
 from vllm_kvcompress.serving.text import long_prompt
 
-FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "4096",
-    "--num-gpu-blocks-override",
-    "65",
-    "--dtype",
-    "float32",  # faster on CPUs without bfloat16 instructions
-]
-COMPRESSED = [
-    *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake", "--kv-budget", "0.2",
-    "--kv-min-prompt", "512", "--kv-allow-override", "cake,snapkv",
-]  # fmt: skip
+# Float32 is faster on CPUs without bfloat16 instructions.
+FLAGS = shlex.split(
+    "--enforce-eager --max-model-len 4096 --num-gpu-blocks-override 65 --dtype float32"
+    " --served-model-name demo --kv-budget 0.2 --kv-min-prompt 512"
+)
+COMPRESSED = [*FLAGS, "--kv-compress", "cake", "--kv-allow-override", "cake,snapkv"]
+SWITCHED_OFF = FLAGS + shlex.split(
+    "--kv-compress cake-chunk --kv-allow-override all --kv-budget-bounds 0.1:0.5 --kv-usage"
+    " --kv-protect system --kv-packed-dtype k4v3 --enable-scale-out --kv-alias demo@small=cake:0.2"
+)
 
 
 def checks_of(result) -> dict[str, dict]:
     return {check["name"]: check for check in json.loads(result.out)["checks"]}
-
-
-SWITCHED_OFF = [
-    *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake-chunk", "--kv-budget", "0.2",
-    "--kv-min-prompt", "512", "--kv-allow-override", "all", "--kv-budget-bounds", "0.1:0.5",
-    "--kv-protect", "system", "--kv-packed-dtype", "k4v3", "--kv-usage", "--enable-scale-out",
-    "--kv-alias", "demo@small=cake:0.2",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

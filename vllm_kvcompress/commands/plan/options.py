@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from vllm_kvcompress.commands import kv_flags
-from vllm_kvcompress.commands.options import settings_from
+from vllm_kvcompress.commands.options import AS_JSON, settings_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,7 @@ class PlanOptions:
         ),
     ] = False
     device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda"
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False
+    as_json: Annotated[bool, AS_JSON] = False
 
     @property
     def settings(self) -> dict[str, Any]:
