@@ -1,6 +1,7 @@
 """``kvcompress plan``: its figures equal the engine's, and its errors are one sentence."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,7 +186,7 @@ def test_blocks_of_a_prompt_that_drops_no_token_have_no_look_ahead(wide, pieces)
     assert forecast.kept_tokens == 700
 
 
-def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, run_in_process):
+def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, plan_text):
     """Its output may be shorter than the look-ahead that lower budgets have."""
     config = {"compress": "cake-chunk", "packed_dtype": "k4v3", "min_prompt": 128}
     every = make_forecast(wide, 700, 8, {**config, "budget": 1.0})
@@ -199,7 +200,7 @@ def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, run_
 
     def text(budget):
         flags = ("--kv-budget", budget, "--kv-packed-dtype", "k4v3")
-        return run_in_process("plan", wide, "--len", 2000, *flags, *CPU_FLAGS).out
+        return plan_text(wide, "--len", 2000, *flags, *CPU_FLAGS)
 
     assert "look-ahead" in text(0.6)
     assert "look-ahead" not in text(1.0)
@@ -248,11 +249,11 @@ def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
     assert (short.page_tokens, short.left_whole) == (1024, every.auto.left_whole)
 
 
-def test_the_plan_shows_both_formats(run_in_process, wide):
+def test_the_plan_shows_both_formats(plan_text, plan_json, wide):
     flags = ["--len", 2000, "--kv-budget", 0.4, "--kv-packed-dtype", "k4v3", "--kv-memory", 0.1]
     cpu_flags = ["--device", "cpu", "--dtype", "bfloat16"]
     flags += ["--block-size", 128]  # more than the plugin asks for
-    text = " ".join(run_in_process("plan", wide, *flags, *cpu_flags).out.split())
+    text = plan_text(wide, *flags, *cpu_flags)
     assert "per request │ off │ auto │ k4v3 │ │" in text.replace("┃", "│")
     assert "--kv-packed-dtype k4v3" in text
     assert (
@@ -260,7 +261,7 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
         " layer (55.2%) at a budget of 800, because kept tokens fill whole blocks. A"
         " smaller --block-size comes closer." in text
     )
-    forecast = json.loads(run_in_process("plan", wide, *flags, *cpu_flags, "--json").out)
+    forecast = plan_json(wide, *flags, *cpu_flags)
     assert (forecast["packed_dtype"], forecast["page_tokens"]) == ("k4v3", 512)
     assert forecast["settings"]["packed_dtype"] == "k4v3"
     auto = forecast["auto"]
@@ -269,7 +270,7 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
     assert auto["pool_on"]["decoding"] < forecast["pool_on"]["decoding"]
 
     def formats(*given):
-        plan = json.loads(run_in_process("plan", wide, "--len", 2000, *given, "--json").out)
+        plan = plan_json(wide, "--len", 2000, *given)
         return plan["packed_dtype"], plan["budget"], plan["auto"] is None
 
     assert formats("--kv-budget", 0.3) == ("auto", 0.3, True)
@@ -279,9 +280,9 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
     assert formats("--device", "cpu", "--kv-cache-dtype", "fp8") == ("auto", 0.2, True)
 
 
-def test_k4v3_is_recommended_on_cpus_only(run_in_process, wide, tiny):
+def test_k4v3_is_recommended_on_cpus_only(plan_text, wide, tiny):
     def text(model, *flags):
-        return " ".join(run_in_process("plan", model, "--len", 2000, *flags).out.split())
+        return plan_text(model, "--len", 2000, *flags)
 
     gpu = "Recommended: --kv-compress cake-chunk --kv-budget 0.2. No GPU has run --kv-packed-dtype"
     shares = (
@@ -312,32 +313,29 @@ def test_k4v3_is_recommended_on_cpus_only(run_in_process, wide, tiny):
         (dict(model_type="qwen3", attention_bias=False), False),
     ],
 )
-def test_fp8_is_named_with_its_risk(run_in_process, tiny, tmp_path, changes, biased):
+def test_fp8_is_named_with_its_risk(plan_text, plan_json, tiny, tmp_path, changes, biased):
     config = {**json.loads(Path(tiny, "config.json").read_text()), **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = " ".join(run_in_process("plan", tmp_path, "--len", 2000).out.split())
+    text = plan_text(tmp_path, "--len", 2000)
     assert "How much outputs change depends on the model. To measure it, pass the URL" in text
     assert ("This model's keys have biases" in text) == biased
-    forecast = json.loads(run_in_process("plan", tmp_path, "--len", 2000, "--json").out)
+    forecast = plan_json(tmp_path, "--len", 2000)
     assert forecast["shape"]["key_biases"] == biased
 
 
-def test_a_budget_that_whole_blocks_change_is_named(run_in_process, tiny):
-    def text(model, *flags):
-        return " ".join(run_in_process("plan", model, "--kv-budget", 0.2, *flags).out.split())
-
-    cpu = ("--device", "cpu", "--len", 1414)
-    forecast = json.loads(text(tiny, *cpu, "--json"))
+def test_a_budget_that_whole_blocks_change_is_named(plan_text, plan_json, tiny):
+    text = partial(plan_text, tiny, "--kv-budget", 0.2, "--device", "cpu", "--len")
+    forecast = plan_json(tiny, "--kv-budget", 0.2, "--device", "cpu", "--len", 1414)
     kept, budget = round(forecast["kept_tokens"]), forecast["budget_tokens"]
     assert (abs(kept - budget) > 0.05 * budget, budget) == (True, 282)
     assert (
         f"This prompt keeps {kept} tokens per layer ({kept / 1414:.1%}) at a budget of 282, because"
         " kept tokens fill whole blocks. A smaller --block-size comes closer."
-    ) in text(tiny, *cpu)
+    ) in text(1414)
     protected = "because kept tokens fill whole blocks and hold the protected tokens."
-    assert protected in text(tiny, *cpu, "--protected", 300)
-    assert "This prompt keeps" not in text(tiny, *cpu, "--block-size", 16)
-    assert "This prompt keeps" not in text(tiny, "--device", "cpu", "--len", 900)  # not compressed
+    assert protected in text(1414, "--protected", 300)
+    assert "This prompt keeps" not in text(1414, "--block-size", 16)
+    assert "This prompt keeps" not in text(900)  # not compressed
 
 
 # -- what the next turn of a chat finds in the prefix cache ----------------------------------------
@@ -411,11 +409,8 @@ def test_cached_tokens_of_a_model_with_windows_are_not_counted(tmp_path):
     assert hits is None
 
 
-def test_the_next_turn_is_shown_where_prefix_caching_is_on(run_in_process, tiny):
-    def text(*flags):
-        flags = ("--len", 1790, "--max-tokens", 300, "--device", "cpu", *flags)
-        return " ".join(run_in_process("plan", tiny, *flags).out.split())
-
+def test_the_next_turn_is_shown_where_prefix_caching_is_on(plan_text, tiny):
+    text = partial(plan_text, tiny, "--len", 1790, "--max-tokens", 300, "--device", "cpu")
     line = (
         "Next turn of a chat: 1,792 of this request's 2,090 tokens are in the prefix cache, instead"
         " of 2,048 without compression."
@@ -506,15 +501,12 @@ def test_prompts_that_leave_no_packed_pages_stay_as_in_vllm(wide):
     assert plan_on_cpu(wide, 8000, 449, REUSE, prefix_caching=False, **BFLOAT16).warm is None
 
 
-def test_the_plan_shows_warm_conversations_with_reuse(run_in_process, wide):
+def test_the_plan_shows_warm_conversations_with_reuse(plan_text, plan_json, wide):
     packed = ("--kv-compress", "cake-chunk", "--kv-budget", 1.0, "--kv-packed-dtype", "k4v3")
     flags = ("--len", 8000, "--max-tokens", 449, "--max-model-len", 8192 + 4096, *packed)
     flags += ("--device", "cpu", "--dtype", "bfloat16", "--block-size", 16)
     flags += ("--kv-memory", 2200 * 24 / 2**20)
-
-    def text(*more):
-        return " ".join(run_in_process("plan", wide, *flags, *more).out.split())
-
+    text = partial(plan_text, wide, *flags)
     shown = text("--kv-reuse", "grid")
     assert "--kv-packed-dtype k4v3 --kv-reuse grid" in shown
     assert "│ blocks cached between turns │ 528 │ 528 │ 144 │ 3.7x │" in shown
@@ -528,7 +520,7 @@ def test_the_plan_shows_warm_conversations_with_reuse(run_in_process, wide):
         " --max-model-len tokens."
     ) in shown
     assert "warm" not in text()
-    plan = json.loads(run_in_process("plan", wide, *flags, "--kv-reuse", "grid", "--json").out)
+    plan = plan_json(wide, *flags, "--kv-reuse", "grid")
     assert (plan["warm"]["off"], plan["warm"]["fp8"], plan["warm"]["on"]) == (4, 8, 15)
     assert plan["settings"]["reuse"] == "grid"
 
@@ -738,16 +730,14 @@ def test_defaults_equal_vllms(device, gib, ranks, monkeypatch):
     assert (forecast.batched_tokens, forecast.max_num_seqs) == (tokens_[server], requests[server])
 
 
-def test_concurrency_is_limited_by_max_num_seqs(tiny, run_in_process):
+def test_concurrency_is_limited_by_max_num_seqs(tiny, plan_text):
     settings_dict = settings(budget=0.1)["kvcompress"]
     few = make_forecast(tiny, 1000, 8, settings_dict, memory_gib=1, requests=4)
     assert (few.pool_off.decoding, few.pool_on.decoding, few.pool_on.beside_prefill) == (4, 4, 4)
     default = make_forecast(tiny, 1000, 8, settings_dict, memory_gib=1, requests=None)
     assert default.pool_on.decoding == default.pool_on.most == 128  # vLLM's default on a CPU
-    output = run_in_process(
-        "plan", tiny, "--len", 1000, "--kv-memory", 1, "--max-num-seqs", 4, *CPU_FLAGS
-    ).out
-    assert "More requests would fit, but --max-num-seqs is 4." in " ".join(output.split())
+    output = plan_text(tiny, "--len", 1000, "--kv-memory", 1, "--max-num-seqs", 4, *CPU_FLAGS)
+    assert "More requests would fit, but --max-num-seqs is 4." in output
 
 
 def test_the_largest_request_that_overrides_allow(tiny):
@@ -818,23 +808,23 @@ def test_the_largest_request_that_aliases_allow(tiny):
         ),
     ],
 )
-def test_clients_choices_are_parsed_as_by_the_server(run_in_process, tiny, flags, parsed, asks):
-    arguments = ["plan", tiny, "--len", 2000, *flags.split(), *CPU_FLAGS]
-    shown = " ".join(run_in_process(*arguments).out.split())
+def test_clients_choices_are_parsed_as_by_the_server(
+    plan_text, plan_json, tiny, flags, parsed, asks
+):
+    arguments = [tiny, "--len", 2000, *flags.split(), *CPU_FLAGS]
+    shown = plan_text(*arguments)
     assert f"The largest request that clients may choose ({asks}) holds" in shown
-    forecast = json.loads(run_in_process(*arguments, "--json").out)
+    forecast = plan_json(*arguments)
     assert parsed.items() <= forecast["settings"].items()
     worst = forecast["worst"]
     assert (worst["asks"], worst["pool"]) == (asks, None)
     assert worst["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
 
 
-def test_a_server_that_compresses_only_on_request_is_planned(run_in_process, tiny):
+def test_a_server_that_compresses_only_on_request_is_planned(plan_text, plan_json, tiny):
     flags = ["--len", 2000, "--kv-compress", "off", "--kv-allow-override", "cake", *CPU_FLAGS]
-    result = run_in_process("plan", tiny, *flags)
-    assert result.status == 0
-    assert "only requests that choose a method are compressed" in " ".join(result.out.split())
-    forecast = json.loads(run_in_process("plan", tiny, *flags, "--json").out)
+    assert "only requests that choose a method are compressed" in plan_text(tiny, *flags)
+    forecast = plan_json(tiny, *flags)
     assert forecast["window"] is None
     assert forecast["request_on"] == forecast["request_off"]
 

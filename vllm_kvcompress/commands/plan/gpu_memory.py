@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.commands.plan.model_shape import ModelShape, config_path
+from vllm_kvcompress.commands.plan.model_shape import ModelShape, config_path, figure
 from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
@@ -93,21 +93,17 @@ def estimate(
     ranks, stages = options.ranks, options.stages
     weights = weights_of(config_path(options.model).parent, config, shape)
     text = text_config(config)
-
-    def figure(name: str) -> int:
-        return int(text[name]) if isinstance(text.get(name), int) else 0
-
-    hidden, intermediate = figure("hidden_size"), figure("intermediate_size")
+    hidden, intermediate = figure(text, "hidden_size"), figure(text, "intermediate_size")
     # Activations: residual stream with a copy, and the widest matrices of a layer, which are split
     # among ranks.
     activations = sizes.in_flight * (4 * hidden + 3 * intermediate // ranks) * shape.itemsize
     # Logits: float32, with a copy that the sampler sorts.
-    logits = sizes.max_requests * figure("vocab_size") * 2 * 4
+    logits = sizes.max_requests * figure(text, "vocab_size") * 2 * 4
     working = activations + logits + _RUNTIME_BYTES
     weights_bytes = weights.total_bytes // ranks
     if stages > 1:
         # The first stage holds the embedding, the last one the LM head.
-        embedding = figure("vocab_size") * hidden * shape.itemsize
+        embedding = figure(text, "vocab_size") * hidden * shape.itemsize
         embeddings = embedding if text.get("tie_word_embeddings") else 2 * embedding
         in_layers = max(weights.total_bytes - embeddings, 0)
         weights_bytes = (in_layers // stages + embedding) // ranks
