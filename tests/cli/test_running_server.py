@@ -14,7 +14,7 @@ from endpoint_requests import ENDPOINTS, post, usage_events
 from engines import engine
 from first_layers import first_layers
 from forks import serve_forking
-from loopback import exported, recording, redirecting, server
+from loopback import exported, server
 from vllm_kvcompress.serving.text import long_prompt
 
 # Float32 is faster on CPUs without bfloat16 instructions.
@@ -364,16 +364,6 @@ def test_a_server_that_is_not_vllm_is_a_failed_check(run_in_process):
         result = run_in_process("doctor", "--url", url)
     assert result.status == 1
     assert "/v1/models answered 404: not here" in result.out
-
-
-def test_a_redirect_is_a_failed_check_and_its_target_gets_no_request(run_in_process):
-    requests = []
-    target = recording(requests, FakePages(exported({}, {}), "", ""))
-    with server(target) as final, server(redirecting(final)) as url:
-        result = run_in_process("doctor", "--url", url, "--api-key", "key", "--json")
-    assert result.status == 1
-    assert "set --url to the final address" in checks_of(result)["server"]["detail"]
-    assert requests == []
 
 
 def test_control_characters_of_the_server_are_not_printed(run_in_process):

@@ -1,5 +1,7 @@
 """Text output of ``kvcompress plan``: a table and notes."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -64,24 +66,21 @@ def _title(result: PlanResult) -> str:
     )
     if load.protected:
         title += f", {load.protected:,} protected tokens"
-    if settings.packed.dtype is not None:
-        title += f" --kv-packed-dtype {settings.packed.dtype}"
-    if settings.lookahead.tokens is not None:
-        title += f" --kv-lookahead {settings.lookahead.tokens}"
-    if settings.decode.budget is not None:
-        title += f" --kv-decode-budget {settings.decode.budget}"
+    given: dict[str, Any] = {
+        "packed-dtype": settings.packed.dtype,
+        "lookahead": settings.lookahead.tokens,
+        "decode-budget": settings.decode.budget,
+    }
     if settings.reuses_pages:
-        title += f" --kv-reuse {settings.packed.reuse}"
+        given["reuse"] = settings.packed.reuse
     elif settings.packs_outputs:
-        title += f" --kv-decode-interval {settings.decode.interval}"
+        given["decode-interval"] = settings.decode.interval
     if settings.pieces.max_whole is not None:
-        pieces = settings.pieces
-        title += f" --kv-max-whole {pieces.max_whole} --kv-piece {pieces.length}"
         first, last = settings.scoring_query_counts
-        title += f" --kv-probe {last}"
-        if first:
-            title += f" --kv-probe-first {first}"
-    return title
+        given |= {"max-whole": settings.pieces.max_whole, "piece": settings.pieces.length}
+        given |= {"probe": last, "probe-first": first or None}
+    flags = (f" --kv-{name} {value}" for name, value in given.items() if value is not None)
+    return title + "".join(flags)
 
 
 def _model_layers(shape: ModelShape) -> str:
