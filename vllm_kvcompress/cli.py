@@ -6,21 +6,13 @@ second.
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from vllm_kvcompress.commands import kv_flags
 from vllm_kvcompress.commands.compare.options import CompareOptions
-from vllm_kvcompress.commands.options import (
-    AS_JSON,
-    KEY,
-    URL,
-    PlainNumbers,
-    settings_from,
-    takes_options,
-)
+from vllm_kvcompress.commands.doctor_options import DoctorOptions
+from vllm_kvcompress.commands.options import AS_JSON, KEY, URL, PlainNumbers, takes_options
 from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.errors import KVCompressError
 
@@ -81,82 +73,16 @@ def plan(options: PlanOptions) -> None:
 
 
 @app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
-def doctor(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Model to start an engine for; put flags of vllm serve after --."),
-    ] = None,
-    url: Annotated[str | None, URL] = None,
-    method: kv_flags.Compress = None,
-    budget: kv_flags.Budget = None,
-    packed_dtype: kv_flags.PackedDtype = None,
-    window: kv_flags.Window = None,
-    min_prompt: kv_flags.MinPrompt = None,
-    everything: kv_flags.CompressConfig = None,
-    expect: Annotated[
-        str | None,
-        typer.Option(help="on or off: fail if compression is not in this state."),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Prompt length in tokens. Default: just long enough to be compressed."
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to use as the prompt, a text or the body of a chat request. Default: a"
-            " built-in text."
-        ),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Also show which tokens each layer kept.")
-    ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="PNG file for --explain. Default: kvcompress-explain.png."),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Time limit of all checks in seconds.")
-    ] = 900.0,
-    api_key: Annotated[str | None, KEY] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log on stderr.")] = False,
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
+@takes_options(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
     """Check the installation, and run one prompt to check that compression works.
 
     Starts an engine for MODEL, or checks a running server with --url. Exits with 1 if compression
     is on but did not run, or if any other check fails.
     """
-    from vllm_kvcompress.doctor import command
+    from vllm_kvcompress.commands.doctor import run
 
-    settings = settings_from(
-        everything,
-        compress=method,
-        budget=budget,
-        packed_dtype=packed_dtype,
-        window=window,
-        min_prompt=min_prompt,
-    )
-    command.run(
-        command.DoctorRequest(
-            model=model,
-            url=url,
-            settings=settings,
-            arguments=tuple(context.args),
-            expect=_on_or_off(expect),
-            tokens=tokens,
-            prompt_file=prompt_file,
-            explain=explain,
-            picture=picture,
-            timeout_s=timeout,
-            api_key=api_key,
-            verbose=verbose,
-        ),
-        as_json=as_json,
-    )
+    run(options)
 
 
 @app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
@@ -207,12 +133,6 @@ def health(
     ok, sentence = check_health(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
     typer.echo(sentence)
     raise typer.Exit(0 if ok else 1)
-
-
-def _on_or_off(text: str | None) -> bool | None:
-    if text not in (None, "on", "off"):
-        _exit_with_error(f"--expect must be on or off, got {text!r}")
-    return None if text is None else text == "on"
 
 
 def _print_json(payload: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,24 @@ def run_in_process(monkeypatch, capfd) -> Callable[..., CommandResult]:
         return CommandResult(int(exit_info.value.code or 0), captured.out, captured.err)
 
     return command
+
+
+@pytest.fixture
+def plan_text(run_in_process) -> Callable[..., str]:
+    """Return a function that returns the text of ``kvcompress plan`` on one line."""
+
+    def plan(*arguments: object) -> str:
+        done = run_in_process("plan", *arguments)
+        assert done.status == 0, done.err
+        return " ".join(done.out.split())
+
+    return plan
+
+
+@pytest.fixture
+def plan_json(run_in_process) -> Callable[..., dict[str, Any]]:
+    """Return a function that returns the JSON document of ``kvcompress plan``."""
+    return lambda *arguments: json.loads(run_in_process("plan", *arguments, "--json").out)
 
 
 @pytest.fixture

@@ -1,18 +1,21 @@
 """``kvcompress doctor`` on working engines, and on engines that silently do not compress."""
 
+import io
 import json
+import shlex
 import struct
 import subprocess
 import zlib
 from importlib.metadata import version
 
 import pytest
+from rich.console import Console
 from vllm.v1.core.block_pool import BlockPool
 
 from added_methods import installed, write_package
 from first_layers import LAYERS, first_layers
 from site_patches import WITHOUT_VLLM, patch_on_import, without_packages
-from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.doctor.kept import KeptMap, show_kept
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -23,34 +26,11 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TINY = [
-    "--kv-min-prompt",
-    "128",
-    "--timeout",
-    "1500",
-    "--",
-    "--enforce-eager",
-    "--block-size",
-    "32",
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "2048",
-    "--skip-tokenizer-init",
-    "--num-gpu-blocks-override",
-    "129",
-]
-CHECK_NAMES = [
-    "versions",
-    "plugin",
-    "hooks",
-    "model",
-    "engine",
-    "classes",
-    "worker",
-    "blocks",
-    "pool",
-]
+TINY = shlex.split(
+    "--kv-min-prompt 128 --timeout 1500 -- --enforce-eager --block-size 32 --dtype float32"
+    " --max-model-len 2048 --skip-tokenizer-init --num-gpu-blocks-override 129"
+)
+CHECK_NAMES = shlex.split("versions plugin hooks model engine classes worker blocks pool")
 
 
 def checks(done) -> dict[str, dict]:
@@ -178,12 +158,6 @@ def bars(rows: list[list[tuple[int, int, int]]], column: int) -> int:
 
 
 def test_text_has_a_line_per_layer_with_the_same_tokens(explained):
-    import io
-
-    from rich.console import Console
-
-    from vllm_kvcompress.doctor.kept import KeptMap, show_kept
-
     kept = KeptMap.from_json(json.loads(explained[0].stdout)["kept"])
     out = io.StringIO()
     show_kept(kept, Console(file=out, width=100))

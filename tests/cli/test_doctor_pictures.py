@@ -1,11 +1,13 @@
 """``kvcompress doctor --explain`` on a chat that contains an image."""
 
 import json
+import shlex
 
 import pytest
 
 from engines import prepare_model_runner
 from vision_checkpoints import data_url, make, picture, without_videos
+from vllm_kvcompress.doctor.kept import KeptMap
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures(without_videos.__name__)]
 prepare_model_runner()
@@ -13,18 +15,9 @@ prepare_model_runner()
 
 IMAGE_TOKENS = 12 * 10
 IMAGE_START = len(["<|im_start|>", *"user\n", "<|vision_start|>"])
-FLAGS = (
-    "--enforce-eager",
-    "--block-size",
-    "32",
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "1024",
-    "--num-gpu-blocks-override",
-    "65",
-    "--limit-mm-per-prompt",
-    '{"video": 0}',
+FLAGS = shlex.split(
+    "--enforce-eager --block-size 32 --dtype float32 --max-model-len 1024"
+    """ --num-gpu-blocks-override 65 --limit-mm-per-prompt '{"video": 0}'"""
 )
 
 
@@ -47,8 +40,6 @@ def explained(run_doctor_in_process, tmp_path):
 
 
 def test_kept_share_of_an_image_is_reported(explained):
-    from vllm_kvcompress.doctor.kept import KeptMap
-
     done = explained()
     assert done.status == 0, done.out + done.err[-2000:]
     kept = KeptMap.from_json(json.loads(done.out)["kept"])

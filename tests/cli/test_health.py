@@ -39,23 +39,23 @@ OFF = exported({}, {})
         (pages(exported({"0": 9, "1": 8}, {"0": 9, "1": 0})), [], 1, "Engine 1 planned to comp"),
     ],
 )
-def test_health_prints_one_sentence_and_sets_the_status(run, respond, flags, status, sentence):
+def test_health_prints_one_sentence_and_sets_the_status(
+    run_in_process, respond, flags, status, sentence
+):
     with server(respond) as url:
-        result = run("health", "--url", url, *flags)
-    assert sentence in result.stdout
-    assert result.returncode == status
-    assert result.stdout.count("\n") == 1
+        result = run_in_process("health", "--url", url, *flags)
+    assert sentence in result.out
+    assert result.status == status
+    assert result.out.count("\n") == 1
 
 
-def test_an_unreachable_server_is_unhealthy(run):
-    result = run("health", "--url", "http://127.0.0.1:9")
-    assert result.returncode == 1
-    assert re.fullmatch(
-        r"http://127\.0\.0\.1:9/health does not answer \(.*\); .*\.\n", result.stdout
-    )
+def test_an_unreachable_server_is_unhealthy(run_in_process):
+    result = run_in_process("health", "--url", "http://127.0.0.1:9")
+    assert result.status == 1
+    assert re.fullmatch(r"http://127\.0\.0\.1:9/health does not answer \(.*\); .*\.\n", result.out)
 
 
-def test_a_hanging_server_is_unhealthy_after_the_timeout(run):
+def test_a_hanging_server_is_unhealthy_after_the_timeout(run_in_process):
     released = threading.Event()
 
     def hanging(path: str, body: bytes) -> tuple[int, str]:
@@ -63,47 +63,49 @@ def test_a_hanging_server_is_unhealthy_after_the_timeout(run):
         return 200, ""
 
     with server(hanging) as url:
-        result = run("health", "--url", url, "--timeout", "0.5")
+        result = run_in_process("health", "--url", url, "--timeout", "0.5")
         released.set()
-    assert result.returncode == 1
-    assert "does not answer (timed out)" in result.stdout
+    assert result.status == 1
+    assert "does not answer (timed out)" in result.out
 
 
-def test_proxy_settings_are_ignored(run):
+def test_proxy_settings_are_ignored(run_in_process, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with server(pages(OFF)) as url:
-        result = run("health", "--url", url, environment={"http_proxy": "http://127.0.0.1:9"})
-    assert result.returncode == 0
+        result = run_in_process("health", "--url", url)
+    assert result.status == 0
 
 
-def test_a_redirect_is_unhealthy_and_its_target_gets_no_request(run):
+def test_a_redirect_is_unhealthy_and_its_target_gets_no_request(run_in_process, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "key")
     requests = []
     with (
         server(recording(requests, pages(OFF))) as target,
         server(redirecting(target)) as url,
     ):
-        result = run("health", "--url", url, environment={"VLLM_API_KEY": "key"})
-    assert result.returncode == 1
-    assert f"/health answered 307: it redirects to '{target}/health'" in result.stdout
-    assert "set --url to the final address" in result.stdout
+        result = run_in_process("health", "--url", url)
+    assert result.status == 1
+    assert f"/health answered 307: it redirects to '{target}/health'" in result.out
+    assert "set --url to the final address" in result.out
     assert requests == []
 
 
-def test_control_characters_of_the_server_are_not_printed(run):
+def test_control_characters_of_the_server_are_not_printed(run_in_process):
     page = exported({"\x1b[2J": 9}, {}) + exported({"0": 9}, {"0": 9}).replace("cake", "\x9b2J")
     for metrics in (
         page,
         exported({"0": 9}, {"0": 9}).replace('method="cake"', 'method="\x1b[2J"'),
     ):
         with server(pages(metrics)) as url:
-            result = run("health", "--url", url)
-        assert "[2J" in result.stdout
-        assert result.stdout.removesuffix("\n").isprintable()
+            result = run_in_process("health", "--url", url)
+        assert "[2J" in result.out
+        assert result.out.removesuffix("\n").isprintable()
 
 
-def test_an_invalid_address_is_status_2(run):
-    result = run("health", "--url", "localhost:8000/metrics")
-    assert result.returncode == 2
-    assert "--url must be a server's address without a path" in result.stderr
+def test_an_invalid_address_is_status_2(run_in_process):
+    result = run_in_process("health", "--url", "localhost:8000/metrics")
+    assert result.status == 2
+    assert "--url must be a server's address without a path" in result.err
 
 
 def test_health_imports_neither_torch_nor_vllm():

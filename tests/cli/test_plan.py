@@ -1,6 +1,7 @@
 """``kvcompress plan``: its figures equal the engine's, and its errors are one sentence."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,6 @@ from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
 from vllm_kvcompress.commands.plan.command import make_plan
-from vllm_kvcompress.commands.plan.forecast import Workload
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan.next_turn import packed_tokens
@@ -19,6 +19,7 @@ from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.planning.model_traits import traits_of
+from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.settings.config import CompressionConfig
 
 CPU_FLAGS = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
@@ -185,7 +186,7 @@ def test_blocks_of_a_prompt_that_drops_no_token_have_no_look_ahead(wide, pieces)
     assert forecast.kept_tokens == 700
 
 
-def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, run_in_process):
+def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, plan_text):
     """Its output may be shorter than the look-ahead that lower budgets have."""
     config = {"compress": "cake-chunk", "packed_dtype": "k4v3", "min_prompt": 128}
     every = make_forecast(wide, 700, 8, {**config, "budget": 1.0})
@@ -199,7 +200,7 @@ def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, run_
 
     def text(budget):
         flags = ("--kv-budget", budget, "--kv-packed-dtype", "k4v3")
-        return run_in_process("plan", wide, "--len", 2000, *flags, *CPU_FLAGS).out
+        return plan_text(wide, "--len", 2000, *flags, *CPU_FLAGS)
 
     assert "look-ahead" in text(0.6)
     assert "look-ahead" not in text(1.0)
@@ -248,11 +249,11 @@ def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
     assert (short.page_tokens, short.left_whole) == (1024, every.auto.left_whole)
 
 
-def test_the_plan_shows_both_formats(run_in_process, wide):
+def test_the_plan_shows_both_formats(plan_text, plan_json, wide):
     flags = ["--len", 2000, "--kv-budget", 0.4, "--kv-packed-dtype", "k4v3", "--kv-memory", 0.1]
     cpu_flags = ["--device", "cpu", "--dtype", "bfloat16"]
     flags += ["--block-size", 128]  # more than the plugin asks for
-    text = " ".join(run_in_process("plan", wide, *flags, *cpu_flags).out.split())
+    text = plan_text(wide, *flags, *cpu_flags)
     assert "per request │ off │ auto │ k4v3 │ │" in text.replace("┃", "│")
     assert "--kv-packed-dtype k4v3" in text
     assert (
@@ -260,7 +261,7 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
         " layer (55.2%) at a budget of 800, because kept tokens fill whole blocks. A"
         " smaller --block-size comes closer." in text
     )
-    forecast = json.loads(run_in_process("plan", wide, *flags, *cpu_flags, "--json").out)
+    forecast = plan_json(wide, *flags, *cpu_flags)
     assert (forecast["packed_dtype"], forecast["page_tokens"]) == ("k4v3", 512)
     assert forecast["settings"]["packed_dtype"] == "k4v3"
     auto = forecast["auto"]
@@ -269,7 +270,7 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
     assert auto["pool_on"]["decoding"] < forecast["pool_on"]["decoding"]
 
     def formats(*given):
-        plan = json.loads(run_in_process("plan", wide, "--len", 2000, *given, "--json").out)
+        plan = plan_json(wide, "--len", 2000, *given)
         return plan["packed_dtype"], plan["budget"], plan["auto"] is None
 
     assert formats("--kv-budget", 0.3) == ("auto", 0.3, True)
@@ -279,9 +280,9 @@ def test_the_plan_shows_both_formats(run_in_process, wide):
     assert formats("--device", "cpu", "--kv-cache-dtype", "fp8") == ("auto", 0.2, True)
 
 
-def test_k4v3_is_recommended_on_cpus_only(run_in_process, wide, tiny):
+def test_k4v3_is_recommended_on_cpus_only(plan_text, wide, tiny):
     def text(model, *flags):
-        return " ".join(run_in_process("plan", model, "--len", 2000, *flags).out.split())
+        return plan_text(model, "--len", 2000, *flags)
 
     gpu = "Recommended: --kv-compress cake-chunk --kv-budget 0.2. No GPU has run --kv-packed-dtype"
     shares = (
@@ -312,32 +313,29 @@ def test_k4v3_is_recommended_on_cpus_only(run_in_process, wide, tiny):
         (dict(model_type="qwen3", attention_bias=False), False),
     ],
 )
-def test_fp8_is_named_with_its_risk(run_in_process, tiny, tmp_path, changes, biased):
+def test_fp8_is_named_with_its_risk(plan_text, plan_json, tiny, tmp_path, changes, biased):
     config = {**json.loads(Path(tiny, "config.json").read_text()), **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = " ".join(run_in_process("plan", tmp_path, "--len", 2000).out.split())
+    text = plan_text(tmp_path, "--len", 2000)
     assert "How much outputs change depends on the model. To measure it, pass the URL" in text
     assert ("This model's keys have biases" in text) == biased
-    forecast = json.loads(run_in_process("plan", tmp_path, "--len", 2000, "--json").out)
+    forecast = plan_json(tmp_path, "--len", 2000)
     assert forecast["shape"]["key_biases"] == biased
 
 
-def test_a_budget_that_whole_blocks_change_is_named(run_in_process, tiny):
-    def text(model, *flags):
-        return " ".join(run_in_process("plan", model, "--kv-budget", 0.2, *flags).out.split())
-
-    cpu = ("--device", "cpu", "--len", 1414)
-    forecast = json.loads(text(tiny, *cpu, "--json"))
+def test_a_budget_that_whole_blocks_change_is_named(plan_text, plan_json, tiny):
+    text = partial(plan_text, tiny, "--kv-budget", 0.2, "--device", "cpu", "--len")
+    forecast = plan_json(tiny, "--kv-budget", 0.2, "--device", "cpu", "--len", 1414)
     kept, budget = round(forecast["kept_tokens"]), forecast["budget_tokens"]
     assert (abs(kept - budget) > 0.05 * budget, budget) == (True, 282)
     assert (
         f"This prompt keeps {kept} tokens per layer ({kept / 1414:.1%}) at a budget of 282, because"
         " kept tokens fill whole blocks. A smaller --block-size comes closer."
-    ) in text(tiny, *cpu)
+    ) in text(1414)
     protected = "because kept tokens fill whole blocks and hold the protected tokens."
-    assert protected in text(tiny, *cpu, "--protected", 300)
-    assert "This prompt keeps" not in text(tiny, *cpu, "--block-size", 16)
-    assert "This prompt keeps" not in text(tiny, "--device", "cpu", "--len", 900)  # not compressed
+    assert protected in text(1414, "--protected", 300)
+    assert "This prompt keeps" not in text(1414, "--block-size", 16)
+    assert "This prompt keeps" not in text(900)  # not compressed
 
 
 # -- what the next turn of a chat finds in the prefix cache ----------------------------------------
@@ -411,11 +409,8 @@ def test_cached_tokens_of_a_model_with_windows_are_not_counted(tmp_path):
     assert hits is None
 
 
-def test_the_next_turn_is_shown_where_prefix_caching_is_on(run_in_process, tiny):
-    def text(*flags):
-        flags = ("--len", 1790, "--max-tokens", 300, "--device", "cpu", *flags)
-        return " ".join(run_in_process("plan", tiny, *flags).out.split())
-
+def test_the_next_turn_is_shown_where_prefix_caching_is_on(plan_text, tiny):
+    text = partial(plan_text, tiny, "--len", 1790, "--max-tokens", 300, "--device", "cpu")
     line = (
         "Next turn of a chat: 1,792 of this request's 2,090 tokens are in the prefix cache, instead"
         " of 2,048 without compression."
@@ -446,10 +441,10 @@ BFLOAT16 = dict(dtype="bfloat16", block_size=16)
     ],
 )
 def test_tokens_that_a_request_leaves_in_packed_pages_are_counted(prompt, output, page, grid, late):
-    load = Workload(prompt=prompt, output=output)
+    load = dict(block_size=16, page_tokens=page, prompt=prompt, output=output)
     for reuse, expected in (("grid", grid), ("late", late)):
-        parsed = CompressionConfig.parse({**REUSE, "reuse": reuse})
-        assert packed_tokens(parsed, load, 16, page, packs_prompt=True) == expected
+        parsed = CompressionConfig.parse({**REUSE, "reuse": reuse, "min_prompt": 128})
+        assert packed_tokens(PlannedRequest(settings=parsed, num_layers=3, **load)) == expected
 
 
 @pytest.mark.engine
@@ -506,15 +501,12 @@ def test_prompts_that_leave_no_packed_pages_stay_as_in_vllm(wide):
     assert plan_on_cpu(wide, 8000, 449, REUSE, prefix_caching=False, **BFLOAT16).warm is None
 
 
-def test_the_plan_shows_warm_conversations_with_reuse(run_in_process, wide):
+def test_the_plan_shows_warm_conversations_with_reuse(plan_text, plan_json, wide):
     packed = ("--kv-compress", "cake-chunk", "--kv-budget", 1.0, "--kv-packed-dtype", "k4v3")
     flags = ("--len", 8000, "--max-tokens", 449, "--max-model-len", 8192 + 4096, *packed)
     flags += ("--device", "cpu", "--dtype", "bfloat16", "--block-size", 16)
     flags += ("--kv-memory", 2200 * 24 / 2**20)
-
-    def text(*more):
-        return " ".join(run_in_process("plan", wide, *flags, *more).out.split())
-
+    text = partial(plan_text, wide, *flags)
     shown = text("--kv-reuse", "grid")
     assert "--kv-packed-dtype k4v3 --kv-reuse grid" in shown
     assert "│ blocks cached between turns │ 528 │ 528 │ 144 │ 3.7x │" in shown
@@ -528,7 +520,7 @@ def test_the_plan_shows_warm_conversations_with_reuse(run_in_process, wide):
         " --max-model-len tokens."
     ) in shown
     assert "warm" not in text()
-    plan = json.loads(run_in_process("plan", wide, *flags, "--kv-reuse", "grid", "--json").out)
+    plan = plan_json(wide, *flags, "--kv-reuse", "grid")
     assert (plan["warm"]["off"], plan["warm"]["fp8"], plan["warm"]["on"]) == (4, 8, 15)
     assert plan["settings"]["reuse"] == "grid"
 
@@ -612,18 +604,8 @@ def test_the_planned_number_of_requests_fits_the_engine(tiny):
 
 
 def test_the_command_prints_the_forecast_without_vllm(run, tiny):
-    flags = [
-        "--len",
-        1000,
-        "--max-tokens",
-        70,
-        "--kv-budget",
-        0.1,
-        "--kv-min-prompt",
-        500,
-        *CPU_FLAGS,
-    ]
-    flags += ["--kv-memory", 0.01, "--kv-compress", "snapkv"]
+    flags = ["--len", 1000, "--max-tokens", 70, "--kv-budget", 0.1, "--kv-min-prompt", 500]
+    flags += ["--kv-memory", 0.01, "--kv-compress", "snapkv", *CPU_FLAGS]
     result = run("plan", tiny, *flags, "--json", site=WITHOUT_VLLM)
     assert result.returncode == 0, result.stderr
     forecast = json.loads(result.stdout)
@@ -644,85 +626,55 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["nowhere/a/model", "--len", 10], "there is no folder nowhere/a/model"),
-        (["owner/model", "--len", 10], "nor a model whose config.json is on the Hugging Face hub"),
-        (["TINY", "--len", 2000, "--kv-compress", "caek"], "did you mean 'cake'"),
-        (["TINY", "--len", 2000, "--kv-compress", "off"], "needs a compression method"),
-        (["TINY", "--len", 2000, "--kv-budget", "1.5"], "budget must be a ratio in (0, 1]"),
-        (
-            ["TINY", "--len", 2000, "--kv-memory", "0.0001"],
-            "the KV pool must hold one uncompressed prompt",
-        ),
-        (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
-        (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
-        (["TINY", "--len", 2000, "--mamba-ssm-cache-dtype", "fp8"], "dtype must be auto or one of"),
-        (["TINY", "--len", 2000, "--kv-cache-dtype", "nvfp4"], "set --kv-cache-dtype auto"),
+        ("nowhere/a/model --len 10", "there is no folder nowhere/a/model"),
+        ("owner/model --len 10", "nor a model whose config.json is on the Hugging Face hub"),
+        ("TINY --len 9 --gpu-memory-utilization 1.5", "must be in (0, 1], got 1.5"),
+        ("--kv-compress caek", "did you mean 'cake'"),
+        ("--kv-compress off", "needs a compression method"),
+        ("--kv-budget 1.5", "budget must be a ratio in (0, 1]"),
+        ("--kv-memory 0.0001", "the KV pool must hold one uncompressed prompt"),
+        ("--tp 3", "--tp must divide the model's 4 heads"),
+        ("--dtype fp8", "--dtype must be auto or one of"),
+        ("--mamba-ssm-cache-dtype fp8", "dtype must be auto or one of"),
+        ("--kv-cache-dtype nvfp4", "set --kv-cache-dtype auto"),
         *(
             (
-                [
-                    "TINY",
-                    "--len",
-                    2000,
-                    "--kv-cache-dtype",
-                    "fp8",
-                    "--kv-compress",
-                    "d2o",
-                    "--dtype",
-                    dtype,
-                ],
+                f"--kv-cache-dtype fp8 --kv-compress d2o --dtype {dtype}",
                 "merges tokens, which would have to be quantised again in a fp8 KV cache; choose a"
                 " method that does not merge, or set --kv-cache-dtype auto",
             )
             for dtype in ("bfloat16", "float32")  # not values of --kv-cache-dtype
         ),
+        ("--kv-packed-dtype k4v3", "k4v3 needs a head dim that is a multiple of 8 and at least 64"),
         (
-            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3"],
-            "k4v3 needs a head dim that is a multiple of 8 and at least 64",
-        ),
-        (
-            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-cache-dtype", "fp8"],
+            "--kv-packed-dtype k4v3 --kv-cache-dtype fp8",
             "packed_dtype=k4v3 cannot be combined with a fp8 KV cache",
         ),
-        (["TINY", "--len", 2000, "--kv-packed-dtype", "k4v4"], "did you mean 'k4v3'?"),
+        ("--kv-packed-dtype k4v4", "did you mean 'k4v3'?"),
         (
-            ["TINY", "--len", 2000, "--kv-packed-dtype", "k4v3", "--kv-decode-budget", 512],
+            "--kv-packed-dtype k4v3 --kv-decode-budget 512",
             "packed_dtype=k4v3 cannot be combined with --kv-decode-budget 512",
         ),
+        ("--gpu-memory 1", "leaves nothing for the KV cache: the weights take"),
+        ("--gpu-memory 80 --device cpu", "give --kv-memory"),
+        ("--kv-budget-bounds 0.1:0.5", "--kv-allow-override all"),
+        ("--kv-allow-override caek", "did you mean 'cake'"),
+        ("--kv-alias tiny@half=caek:0.5", "did you mean 'cake'"),
+        ("--max-model-len 100", "--max-model-len must be at least --len plus --max-tokens"),
+        ("--kv-compress-config {", "must be a JSON object"),
         (
-            ["TINY", "--len", 2000, "--gpu-memory", "1"],
-            "leaves nothing for the KV cache: the weights take",
-        ),
-        (["TINY", "--len", 2000, "--gpu-memory", "80", "--device", "cpu"], "give --kv-memory"),
-        (["TINY", "--len", 9, "--gpu-memory-utilization", "1.5"], "must be in (0, 1], got 1.5"),
-        (["TINY", "--len", 2000, "--kv-budget-bounds", "0.1:0.5"], "--kv-allow-override all"),
-        (["TINY", "--len", 2000, "--kv-allow-override", "caek"], "did you mean 'cake'"),
-        (
-            ["TINY", "--len", 2000, "--max-model-len", 100],
-            "--max-model-len must be at least --len plus --max-tokens",
-        ),
-        (["TINY", "--len", 2000, "--kv-compress-config", "{"], "must be a JSON object"),
-        (
-            ["TINY", "--len", 2000, "--kv-compress", "dynamickv", "--kv-decode-budget", 64],
+            "--kv-compress dynamickv --kv-decode-budget 64",
             "--kv-decode-budget cannot bound outputs by 'dynamickv'",
         ),
         (
-            [
-                "TINY",
-                "--len",
-                2000,
-                "--kv-decode-budget",
-                64,
-                "--block-size",
-                48,
-                "--kv-compress-config",
-                '{"decode_interval": 128}',
-            ],
+            "--kv-decode-budget 64 --kv-decode-interval 128 --block-size 48",
             "must be a multiple of the KV block's 48 tokens, got 128; set it to 96",
         ),
     ],
 )
 def test_an_invalid_option_is_one_sentence_and_status_2(run_in_process, tiny, flags, sentence):
-    result = run_in_process("plan", *[tiny if flag == "TINY" else flag for flag in flags])
+    arguments = f"TINY --len 2000 {flags}" if flags.startswith("--") else flags
+    result = run_in_process("plan", *arguments.replace("TINY", tiny).split())
     assert result.status == 2
     assert result.out == ""
     (line,) = result.err.splitlines()
@@ -778,16 +730,14 @@ def test_defaults_equal_vllms(device, gib, ranks, monkeypatch):
     assert (forecast.batched_tokens, forecast.max_num_seqs) == (tokens_[server], requests[server])
 
 
-def test_concurrency_is_limited_by_max_num_seqs(tiny, run_in_process):
+def test_concurrency_is_limited_by_max_num_seqs(tiny, plan_text):
     settings_dict = settings(budget=0.1)["kvcompress"]
     few = make_forecast(tiny, 1000, 8, settings_dict, memory_gib=1, requests=4)
     assert (few.pool_off.decoding, few.pool_on.decoding, few.pool_on.beside_prefill) == (4, 4, 4)
     default = make_forecast(tiny, 1000, 8, settings_dict, memory_gib=1, requests=None)
     assert default.pool_on.decoding == default.pool_on.most == 128  # vLLM's default on a CPU
-    output = run_in_process(
-        "plan", tiny, "--len", 1000, "--kv-memory", 1, "--max-num-seqs", 4, *CPU_FLAGS
-    ).out
-    assert "More requests would fit, but --max-num-seqs is 4." in " ".join(output.split())
+    output = plan_text(tiny, "--len", 1000, "--kv-memory", 1, "--max-num-seqs", 4, *CPU_FLAGS)
+    assert "More requests would fit, but --max-num-seqs is 4." in output
 
 
 def test_the_largest_request_that_overrides_allow(tiny):
@@ -843,40 +793,38 @@ def test_the_largest_request_that_aliases_allow(tiny):
     assert with_override.blocks == blocks_of("cake", 0.8)
 
 
-def test_aliases_are_parsed_as_by_the_server(run_in_process, tiny):
-    flags = ["--kv-alias", "tiny@half=snapkv:0.5", "--kv-alias", "tiny@less=cake:0.1"]
-    forecast = json.loads(
-        run_in_process("plan", tiny, "--len", 2000, *flags, *CPU_FLAGS, "--json").out
-    )
-    assert forecast["settings"]["alias"] == {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.1"}
-    assert forecast["worst"]["asks"] == "the model name tiny@half"
-    assert forecast["worst"]["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
-    wrong = run_in_process(
-        "plan", tiny, "--len", 2000, "--kv-alias", "tiny@half=caek:0.5", *CPU_FLAGS
-    )
-    assert wrong.status == 2
-    assert "did you mean 'cake'" in wrong.err
+@pytest.mark.parametrize(
+    ("flags", "parsed", "asks"),
+    [
+        (
+            "--kv-alias tiny@half=snapkv:0.5 --kv-alias tiny@less=cake:0.1",
+            {"alias": {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.1"}},
+            "the model name tiny@half",
+        ),
+        (
+            "--kv-allow-override cake,snapkv --kv-budget-bounds 0.05:0.5",
+            {"allow_override": ["cake", "snapkv"]},
+            "cake at 0.5",
+        ),
+    ],
+)
+def test_clients_choices_are_parsed_as_by_the_server(
+    plan_text, plan_json, tiny, flags, parsed, asks
+):
+    arguments = [tiny, "--len", 2000, *flags.split(), *CPU_FLAGS]
+    shown = plan_text(*arguments)
+    assert f"The largest request that clients may choose ({asks}) holds" in shown
+    forecast = plan_json(*arguments)
+    assert parsed.items() <= forecast["settings"].items()
+    worst = forecast["worst"]
+    assert (worst["asks"], worst["pool"]) == (asks, None)
+    assert worst["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
 
 
-def test_overrides_are_parsed_as_by_the_server(run_in_process, tiny):
-    flags = ["--kv-allow-override", "cake,snapkv", "--kv-budget-bounds", "0.05:0.5"]
-    result = run_in_process("plan", tiny, "--len", 2000, *flags, *CPU_FLAGS)
-    assert result.status == 0
-    assert "The largest request that clients may choose (" in result.out
-    forecast = json.loads(
-        run_in_process("plan", tiny, "--len", 2000, *flags, *CPU_FLAGS, "--json").out
-    )
-    assert forecast["settings"]["allow_override"] == ["cake", "snapkv"]
-    assert forecast["worst"]["request"]["end_blocks"] > forecast["request_on"]["end_blocks"]
-    assert forecast["worst"]["pool"] is None
-
-
-def test_a_server_that_compresses_only_on_request_is_planned(run_in_process, tiny):
+def test_a_server_that_compresses_only_on_request_is_planned(plan_text, plan_json, tiny):
     flags = ["--len", 2000, "--kv-compress", "off", "--kv-allow-override", "cake", *CPU_FLAGS]
-    result = run_in_process("plan", tiny, *flags)
-    assert result.status == 0
-    assert "only requests that choose a method are compressed" in " ".join(result.out.split())
-    forecast = json.loads(run_in_process("plan", tiny, *flags, "--json").out)
+    assert "only requests that choose a method are compressed" in plan_text(tiny, *flags)
+    forecast = plan_json(tiny, *flags)
     assert forecast["window"] is None
     assert forecast["request_on"] == forecast["request_off"]
 

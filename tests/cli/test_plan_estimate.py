@@ -85,9 +85,9 @@ def test_bits_of_modelopt_checkpoints_depend_on_the_algorithm(tiny, tmp_path, qu
     assert forecast.total_bytes == pytest.approx(embeddings + plain * bits / 16, abs=1)
 
 
-def test_the_pool_is_estimated_from_gpu_memory_and_marked(run_in_process, tiny):
+def test_the_pool_is_estimated_from_gpu_memory_and_marked(plan_text, plan_json, tiny):
     flags = ["--len", 2000, "--gpu-memory", 80, "--tp", 2, "--gpu-memory-utilization", 0.5]
-    forecast = json.loads(run_in_process("plan", tiny, *flags, "--json").out)
+    forecast = plan_json(tiny, *flags)
     estimate = forecast["kv_cache_estimate"]
     assert estimate["estimated"] is True
     assert estimate["gpu_bytes"] == 80 * 2**30
@@ -95,11 +95,11 @@ def test_the_pool_is_estimated_from_gpu_memory_and_marked(run_in_process, tiny):
     assert estimate["kv_cache_bytes"] == left == forecast["pool_off"]["pool_bytes"]
     assert forecast["pool_on"]["pool_bytes"] == left - forecast["extra_bytes"]
     assert forecast["pool_on"]["most"] == 1024  # vLLM's default from 70 GiB
-    output = " ".join(run_in_process("plan", tiny, *flags).out.split())
+    output = plan_text(tiny, *flags)
     assert "KV pool (estimated)" in output
     assert "The pool size is an estimate: 0.5 of 80.00 GiB, minus" in output
     assert "--max-num-seqs defaults to 1024, as in vLLM on GPUs with 80 GiB" in output
-    given = json.loads(run_in_process("plan", tiny, *flags, "--kv-memory", 1, "--json").out)
+    given = plan_json(tiny, *flags, "--kv-memory", 1)
     assert given["kv_cache_estimate"] is None
     assert given["pool_off"]["pool_bytes"] == 2**30
 
@@ -131,11 +131,10 @@ def test_documented_figures_are_those_of_the_command(run_in_process, tmp_path):
     assert "Of mean size, 39 requests fit instead of 12" in runbook
 
 
-def test_pipeline_stages_share_layers_and_hold_one_embedding_each(run_in_process, tiny, tmp_path):
+def test_pipeline_stages_share_layers_and_hold_one_embedding_each(plan_text, plan_json, tiny):
     """Of two stages, the first holds the embedding and the last the LM head."""
-    flags = ["--len", 2000, "--gpu-memory", 80, "--json"]
-    one = json.loads(run_in_process("plan", tiny, *flags).out)
-    two = json.loads(run_in_process("plan", tiny, *flags, "--pp", 2, "--tp", 2).out)
+    flags = ["--len", 2000, "--gpu-memory", 80]
+    one, two = plan_json(tiny, *flags), plan_json(tiny, *flags, "--pp", 2, "--tp", 2)
     shape = read_config(tiny)
     embedding = shape["vocab_size"] * shape["hidden_size"] * 2
     all_weights = one["kv_cache_estimate"]["weights_bytes"]
@@ -146,7 +145,7 @@ def test_pipeline_stages_share_layers_and_hold_one_embedding_each(run_in_process
     )
     assert (one["pipeline_parallel_size"], two["pipeline_parallel_size"]) == (1, 2)
     assert 4 * two["block_bytes"] == one["block_bytes"]
-    output = " ".join(run_in_process("plan", tiny, *flags[:-1], "--pp", 2, "--tp", 2).out.split())
+    output = plan_text(tiny, *flags, "--pp", 2, "--tp", 2)
     assert "bfloat16, 4 GPUs)" in output
     assert "of all layers of one of the 2 pipeline stages:" in output
 

@@ -1,45 +1,26 @@
 """``kvcompress plan`` for prompts that are compressed in pieces."""
 
+import shlex
+from functools import partial
+
 import pytest
 
 from engines import BLOCK
 
-FLAGS = (
-    "--len",
-    2000,
-    "--max-tokens",
-    70,
-    "--kv-budget",
-    0.2,
-    "--kv-compress",
-    "snapkv",
-    "--block-size",
-    BLOCK,
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--kv-min-prompt",
-    500,
-    "--kv-piece",
-    256,
+FLAGS = shlex.split(
+    "--len 2000 --max-tokens 70 --kv-budget 0.2 --kv-compress snapkv --dtype float32 --device cpu"
+    f" --block-size {BLOCK} --kv-min-prompt 500 --kv-piece 256"
 )
 
 
 @pytest.fixture
-def plan_text(run_in_process, tiny):
-    """Return a function that returns the output of ``kvcompress plan`` as one line."""
-
-    def plan(*flags):
-        result = run_in_process("plan", tiny, *FLAGS, *flags)
-        assert result.status == 0, result
-        return " ".join(result.out.split())
-
-    return plan
+def pieces_text(plan_text, tiny):
+    """Return a function that returns the output of ``kvcompress plan`` with `FLAGS`."""
+    return partial(plan_text, tiny, *FLAGS)
 
 
-def test_a_max_whole_that_holds_twice_the_budget_is_suggested(plan_text):
-    small, large = (plan_text("--kv-max-whole", max_whole) for max_whole in (700, 1088))
+def test_a_max_whole_that_holds_twice_the_budget_is_suggested(pieces_text):
+    small, large = (pieces_text("--kv-max-whole", max_whole) for max_whole in (700, 1088))
     assert "holds 416 tokens between pieces and keeps 400 after prefill." in small
     assert "--kv-max-whole 1088 would hold twice the budget" in small
     assert "holds 800 tokens between pieces and keeps 400 after prefill." in large
@@ -53,15 +34,15 @@ def test_a_max_whole_that_holds_twice_the_budget_is_suggested(plan_text):
         ("--kv-memory", 0.0018),  # the pool has fewer than 1,088 tokens
     ],
 )
-def test_a_max_whole_that_cannot_help_is_not_suggested(plan_text, flags):
-    text = plan_text("--kv-max-whole", 700, *flags)
+def test_a_max_whole_that_cannot_help_is_not_suggested(pieces_text, flags):
+    text = pieces_text("--kv-max-whole", 700, *flags)
     assert "A smaller --kv-piece holds more tokens between pieces." in text
     assert "would hold twice the budget" not in text
 
 
-def test_blocks_of_a_lookahead_start_from_the_last_piece(plan_text):
+def test_blocks_of_a_lookahead_start_from_the_last_piece(pieces_text):
     """A request holds what the last piece left, the rest of the prompt and 40 output tokens."""
-    text = plan_text("--kv-max-whole", 1088, "--kv-lookahead", 40)
+    text = pieces_text("--kv-max-whole", 1088, "--kv-lookahead", 40)
     held = -(-800 // BLOCK) + -(-(2000 - 1792 + 40) // BLOCK)
     assert (
         f"During the look-ahead, the first 40 of 70 output tokens, a request holds {held} blocks"

@@ -17,28 +17,24 @@ from test_state_blocks import REAL
     ],
 )
 def test_block_size_and_state_blocks_follow_vllms_flags(
-    flags, block, state_blocks, run_in_process, tmp_path
+    flags, block, state_blocks, plan_json, tmp_path
 ):
     config = {**REAL["Qwen3-Next-80B"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run_in_process(
-        "plan", tmp_path, "--len", 16000, "--kv-budget", "0.2", *flags, "--json"
-    )
-    assert result.status == 0, result.err
-    forecast = json.loads(result.out)
+    forecast = plan_json(tmp_path, "--len", 16000, "--kv-budget", "0.2", *flags)
     assert forecast["block_size"] == block
     assert forecast["request_off"]["end_blocks"] == -(-(16000 + 255) // block) + state_blocks
 
 
-def test_the_effective_budget_in_long_blocks_is_named(run_in_process, tmp_path):
+def test_the_effective_budget_in_long_blocks_is_named(plan_text, plan_json, tmp_path):
     config = {**REAL["Granite-4-H-small"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ("--len", 4000, "--kv-budget", 0.4, "--kv-packed-dtype", "k4v3")
-    forecast = json.loads(run_in_process("plan", tmp_path, *flags, "--json").out)
+    forecast = plan_json(tmp_path, *flags)
     kept, budget = forecast["kept_tokens"], forecast["budget_tokens"]
     assert abs(kept - budget) > budget / 20
     assert forecast["next_hits"] is None
-    text = " ".join(run_in_process("plan", tmp_path, *flags).out.split())
+    text = plan_text(tmp_path, *flags)
     assert f"This prompt keeps {kept:,.0f} tokens per layer ({kept / 4000:.1%}) at a budget" in text
     assert "because kept tokens fill whole blocks. Compression needs" in text  # no --block-size
 

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from vllm_kvcompress.demo import __main__ as demo
+from vllm_kvcompress.demo import progress
 from vllm_kvcompress.demo.ask import Measured, Reply
 from vllm_kvcompress.demo.chats import CHATS, Turn
-from vllm_kvcompress.demo.progress import EVERY_S, Progress
+from vllm_kvcompress.demo.progress import EVERY_S, show_step
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST
 from vllm_kvcompress.serving.process import Compressed
 
@@ -52,13 +53,17 @@ class Ticks:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "monotonic", clock)
+    return clock
 
 
 @pytest.fixture
-def ticks():
-    return Ticks()
+def ticks(monkeypatch):
+    ticks = Ticks()
+    monkeypatch.setattr(progress, "Event", lambda: ticks)
+    return ticks
 
 
 @pytest.fixture
@@ -66,18 +71,12 @@ def log():
     return io.StringIO()
 
 
-def console(file: io.StringIO, *, terminal: bool) -> Console:
+def console(file: io.StringIO, *, terminal: bool = False) -> Console:
     return Console(file=file, width=100, force_terminal=terminal, color_system=None)
 
 
-@pytest.fixture
-def progress(log, clock, ticks):
-    """Progress whose output is a pipe."""
-    return Progress(console(log, terminal=False), clock=clock, ended=lambda: ticks)
-
-
-def test_a_pipe_gets_a_line_after_each_interval(progress, log, clock, ticks):
-    with progress.step("vLLM alone", "computing the prompt") as step:
+def test_a_pipe_gets_a_line_after_each_interval(log, clock, ticks):
+    with show_step(console(log), "vLLM alone", "computing the prompt") as step:
         assert log.getvalue() == ""
         clock.now += 10
         ticks.tick()
@@ -94,23 +93,23 @@ def test_a_pipe_gets_a_line_after_each_interval(progress, log, clock, ticks):
     assert ticks.timeouts == {EVERY_S}
 
 
-def test_a_failed_step_prints_no_line_and_leaves_no_thread(progress, log):
+def test_a_failed_step_prints_no_line_and_leaves_no_thread(log):
     before = threading.active_count()
-    with pytest.raises(RuntimeError, match="the server ended"), progress.step("a", "b"):
+    with pytest.raises(RuntimeError, match="the server ended"), show_step(console(log), "a", "b"):
         raise RuntimeError("the server ended")
     assert log.getvalue() == ""
     assert threading.active_count() == before
 
 
-def test_a_long_line_is_not_wrapped_in_a_pipe(progress, log):
-    with progress.step("a " * 100, "done"):
+def test_a_long_line_is_not_wrapped_in_a_pipe(log):
+    with show_step(console(log), "a " * 100, "done"):
         pass
     assert len(log.getvalue().splitlines()) == 1
 
 
 def test_a_terminal_shows_the_step_from_its_start(log, clock):
-    progress = Progress(console(log, terminal=True), clock=clock)
-    with progress.step("vLLM alone [1]", "computing the prompt") as step:
+    terminal = console(log, terminal=True)
+    with show_step(terminal, "vLLM alone [1]", "computing the prompt") as step:
         assert "vLLM alone [1]: computing the prompt, 0 s" in log.getvalue()
         clock.now += 24
         step.state = "48 of 48 tokens"
@@ -169,10 +168,9 @@ def events(monkeypatch):
 
 
 def test_both_servers_start_before_the_demo_waits_for_either(events, log, clock, capsys):
-    progress = Progress(console(log, terminal=False), clock=clock)
     with demo.both_servers(demo.server_flags(demo.parse_args([])), "folder") as servers:
         assert list(servers) == ["vLLM alone", "compressed"]
-        demo.wait_healthy(servers, progress)
+        demo.wait_healthy(servers, console(log))
     assert events == ["start off", "start on", "healthy off", "healthy on", "end on", "end off"]
     assert log.getvalue() == "both servers: up, 0 s\n"
     assert capsys.readouterr().out.count("vllm serve") == 2
@@ -186,20 +184,18 @@ def test_both_servers_end_if_one_does_not_start(monkeypatch, log, clock):
         return FakeServer(seen, arguments, error)
 
     monkeypatch.setattr(demo, "launch", launch)
-    progress = Progress(console(log, terminal=False), clock=clock)
     with (
         pytest.raises(RuntimeError, match="the server ended"),
         demo.both_servers(demo.server_flags(demo.parse_args([])), "folder") as servers,
     ):
-        demo.wait_healthy(servers, progress)
+        demo.wait_healthy(servers, console(log))
     assert seen == ["start off", "start on", "healthy off", "end on", "end off"]
 
 
 def test_the_servers_take_turns_and_each_turn_is_a_step(events, log, clock):
-    progress = Progress(console(log, terminal=False), clock=clock)
     with demo.both_servers(demo.server_flags(demo.parse_args([])), "folder") as servers:
         del events[:]
-        off, on = demo.measure(servers, "requests at once", ["A", "B"], 9, progress)
+        off, on = demo.measure(servers, "requests at once", ["A", "B"], 9, console(log))
         assert events == [(name, ["A", "B"], 9, "requests at once") for name in ("off", "on")]
     assert (off.replies[0].compressed, on.replies[1].compressed.kept_tokens) == (None, 300.0)
     assert log.getvalue().splitlines() == [

@@ -469,18 +469,13 @@ def test_kept_map_averages_ranks_of_a_stage_and_concatenates_stages():
         ]
 
     outcome = Outcome(free_before=1, records=[rank(1.0), rank(3.0), rank(5.0), rank(7.0)])
-    limits = SimpleNamespace(
-        settings=SimpleNamespace(
-            compress="cake", budget=0.2, resolved_packed_dtype="k4v3", resolved_lookahead=0
-        ),
-        lookahead=lambda _: 0,
-    )
-    plan, numbers = SimpleNamespace(tokens=90), (1, 3, 5, 7)
-    found = kept_map(outcome, plan, limits, "m", numbers=numbers, stages=2)
+    settings = SimpleNamespace(compress="cake", budget=0.2, resolved_packed_dtype="k4v3")
+    request, numbers = SimpleNamespace(settings=settings, prompt=90), (1, 3, 5, 7)
+    found = kept_map(outcome, request, "m", numbers=numbers, stages=2)
     assert found.kept_tokens == [2.0, 20.0, 6.0, 60.0]
     assert found.share == [[2.0], [3.0], [6.0], [7.0]]
     assert (found.kv_heads, list(found.names)) == (4, [1, 3, 5, 7])
     assert found.title == "m, cake, budget 0.2, k4v3"
-    alone = kept_map(outcome, plan, limits, "m")
+    alone = kept_map(outcome, request, "m")
     assert alone.kept_tokens == [4.0, 40.0]
     assert (alone.kv_heads, list(alone.names)) == (8, [0, 1])

@@ -29,7 +29,7 @@ from rich.console import Console
 from vllm_kvcompress.demo import chats
 from vllm_kvcompress.demo.ask import NAME, Measured, ask_all
 from vllm_kvcompress.demo.figures import compare, failures, losses, turn
-from vllm_kvcompress.demo.progress import Progress
+from vllm_kvcompress.demo.progress import show_step
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, UNCOMPRESSED, prompt, sections
 from vllm_kvcompress.demo.report import (
     save_picture,
@@ -206,13 +206,13 @@ def both_servers(flags: dict[str, list[str]], model: str) -> Iterator[dict[str, 
         yield servers
 
 
-def wait_healthy(servers: dict[str, Server], progress: Progress) -> None:
+def wait_healthy(servers: dict[str, Server], console: Console) -> None:
     """Return once both servers are healthy.
 
     Raises:
         RuntimeError: a server ended, or was not healthy within 10 minutes.
     """
-    with progress.step("both servers", "starting") as step:
+    with show_step(console, "both servers", "starting") as step:
         for name, server in servers.items():
             server.wait_healthy(deadline_s=600)
             step.state = f"{name} is up"
@@ -224,7 +224,7 @@ def measure(
     what: str,
     prompts: Sequence[str],
     tokens: int,
-    progress: Progress,
+    console: Console,
 ) -> tuple[Measured, Measured]:
     """Send all prompts at once, first to vLLM alone and then to the compressed server.
 
@@ -234,7 +234,7 @@ def measure(
     """
     measured = []
     for name, server in servers.items():
-        with progress.step(f"{name}, {what}", "computing prompts") as step:
+        with show_step(console, f"{name}, {what}", "computing prompts") as step:
 
             def tell(count: int) -> None:
                 step.state = f"{count} of {tokens * len(prompts)} output tokens"
@@ -245,7 +245,7 @@ def measure(
 
 
 def measure_chats(
-    model: str, requests: Sequence[str], progress: Progress
+    model: str, requests: Sequence[str], console: Console
 ) -> tuple[list[chats.Turn], list[chats.Turn]]:
     """Start both servers of the chats, and run all chats, first with vLLM alone.
 
@@ -254,10 +254,10 @@ def measure_chats(
     """
     measured = []
     with both_servers(chat_flags(), model) as servers:
-        wait_healthy(servers, progress)
-        measure(servers, "warming up", [requests[0][:200]], 8, progress)
+        wait_healthy(servers, console)
+        measure(servers, "warming up", [requests[0][:200]], 8, console)
         for name, server in servers.items():
-            with progress.step(f"{name}, chats", "computing prompts") as step:
+            with show_step(console, f"{name}, chats", "computing prompts") as step:
                 turns = []
                 for turn in chats.run(server, requests):
                     turns.append(turn)
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     source = origin() if args.json else {}
     # sys.exit unwinds the stack, which ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    progress = Progress(Console())
+    terminal = Console()
     with both_servers(server_flags(args), model) as servers:
         # This import takes seconds, so it runs while the servers start.
         from transformers import AutoTokenizer
@@ -299,15 +299,15 @@ def main(argv: list[str] | None = None) -> int:
         texts = sections(tokenizer, args.tokens, args.requests)
         question = prompt(tokenizer, QUESTION_TEXT, CHOSEN)
         requests = [f"{text}\n\n{REQUEST}" for text in texts]
-        wait_healthy(servers, progress)
+        wait_healthy(servers, terminal)
         # The first request to a server includes one-time work.
-        measure(servers, "warming up", [question[:200]], 8, progress)
-        one_measured = measure(servers, "one request", [question], QUESTION_TOKENS, progress)
+        measure(servers, "warming up", [question[:200]], 8, terminal)
+        one_measured = measure(servers, "one request", [question], QUESTION_TOKENS, terminal)
         load_measured = measure(
-            servers, f"{args.requests} requests at once", requests, args.max_tokens, progress
+            servers, f"{args.requests} requests at once", requests, args.max_tokens, terminal
         )
     texts = sections(tokenizer, chats.TEXT_TOKENS, chats.CHATS)
-    turns = measure_chats(model, [f"{text}\n\n{REQUEST}" for text in texts], progress)
+    turns = measure_chats(model, [f"{text}\n\n{REQUEST}" for text in texts], terminal)
     end = tokenizer.eos_token_id
     one, load = compare(*one_measured, end), compare(*load_measured, end)
     answers = [turn(measured.replies[0], end) for measured in one_measured]

@@ -1,7 +1,6 @@
-"""``kvcompress doctor``, except for the checks that need vLLM (`engine.doctor`).
+"""What ``kvcompress doctor`` runs, except for the checks that need vLLM (`engine.doctor`).
 
-`command` runs the checks and prints them. `child_process` starts `engine.doctor` for a model, and
-`server_probe` sends a prompt to a running server. `kept` holds and shows the kept tokens of that
-prompt. `checks` defines a check and a report. `probe_prompt` computes the prompt length and block
-counts.
+`child_process` starts `engine.doctor` for a model, and `server_probe` sends a prompt to a running
+server. `kept` holds and shows the kept tokens of that prompt. `checks` defines a check and a
+report. `probe_prompt` computes the prompt length.
 """

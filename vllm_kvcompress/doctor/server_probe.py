@@ -10,6 +10,7 @@ from vllm_kvcompress.doctor.checks import Check, CheckCallback, Report
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.serving.exposition import (
     PREFIX,
     Host,
@@ -93,7 +94,8 @@ def _examine(
     model, request_settings = _model_and_settings(before.info or {}, model, xargs)
     limits = _limits(before, request_settings, max_model_len)
     prompt = _prompt(host, model, text, limits, tokens)
-    plan = limits.plan(len(prompt))
+    request = limits.request(len(prompt))
+    plan = request.plan
     if plan is None:
         raise ConfigError(
             f"this server does not compress a prompt of {len(prompt)} tokens; pass --tokens"
@@ -103,7 +105,7 @@ def _examine(
     after = _settled(host, before)
     note(*_counted(before, after, limits.settings.compress))
     note(*_freed(before, after, plan))
-    note(*_gauge(before, during, after, plan, limits))
+    note(*_gauge(before, during, after, plan, request))
 
 
 def _model_and_settings(
@@ -313,7 +315,7 @@ def _gauge(
     during: list[tuple[int, Metrics]],
     after: Metrics,
     plan: PagePlan,
-    limits: Limits,
+    request: PlannedRequest,
 ) -> tuple[str, bool, str]:
     """Check vLLM's KV cache usage gauge, which is only comparable on an otherwise idle server."""
     name = "vllm:kv_cache_usage_perc"
@@ -326,7 +328,7 @@ def _gauge(
     total = int(before.of("vllm:cache_config_info")[0].labels["num_gpu_blocks"]) - 1
     packed = [metrics for computed, metrics in during if computed > plan.tokens]
     blocks_in_use = [round(metrics.total(name) * total) for metrics in packed]
-    planned = limits.blocks_held(plan, plan.tokens + 2 * limits.output_tokens)
+    planned = request.blocks_held(plan.tokens + 2 * request.output)
     uncompressed = -(-plan.tokens // plan.block_size)
     blocks_after = round(after.total(name) * total)
     ok = max(blocks_in_use) <= planned and blocks_after == 0

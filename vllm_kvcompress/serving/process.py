@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from vllm_kvcompress.serving.exposition import Host, Unreachable
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -100,10 +99,7 @@ class Server:
         Raises:
             KeyError: the server does not export `name`.
         """
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        samples = [
-            s for f in text_string_to_metric_families(text) for s in f.samples if s.name == name
-        ]
+        samples = Host(self.url).metrics(30).of(name)
         if not samples:
             raise KeyError(name)
         return sum(float(sample.labels[label]) if label else sample.value for sample in samples)
@@ -122,11 +118,9 @@ class Server:
         """
         end = time.monotonic() + deadline_s
         while time.monotonic() < end and self.process.poll() is None:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+            with suppress(Unreachable):
+                if Host(self.url).get("/health", 2)[0] == 200:
                     return
-            except httpx.TransportError:
-                pass
             time.sleep(0.3)
         ended = self.process.poll() is not None
         state = "ended" if ended else f"was not healthy within {deadline_s:.0f} s"

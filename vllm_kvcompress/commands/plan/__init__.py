@@ -4,9 +4,8 @@
 
 1. `model_shape` reads the layers and heads from the model's config.json. `weights` and
    `gpu_memory` estimate the memory that is left for the KV cache.
-2. `request` plans one request with the scheduler's own packing schedules and counts its blocks.
-3. `concurrency` computes from that how many requests fit, and `next_turn` what stays in the prefix
-   cache between the turns of a chat.
+2. `concurrency` plans one request (`planning.request`), counts its blocks, and computes how many
+   requests fit. `next_turn` computes what stays in the prefix cache between the turns of a chat.
 
 `report` prints the result. `options` declares the command's flags.
 """

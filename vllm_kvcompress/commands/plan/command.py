@@ -3,20 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from vllm_kvcompress.commands.plan.concurrency import forecast, sizes_on_rank
+from vllm_kvcompress.commands.plan.concurrency import forecast, planned_request, sizes_on_rank
 from vllm_kvcompress.commands.plan.forecast import DEVICES_WITH_K4V3, PlanResult, Workload
-from vllm_kvcompress.commands.plan.gpu_memory import GIB, Estimate, defaults_for, estimate
+from vllm_kvcompress.commands.plan.gpu_memory import GIB, defaults_for, estimate
 from vllm_kvcompress.commands.plan.model_shape import (
     ITEMSIZE,
     ModelShape,
-    config_path,
     read_config,
     shape_of,
 )
 from vllm_kvcompress.commands.plan.next_turn import next_hits, warm_conversations
 from vllm_kvcompress.commands.plan.options import PlanOptions
-from vllm_kvcompress.commands.plan.request import plan_request
-from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
 from vllm_kvcompress.planning.model_traits import text_config, traits_of
@@ -68,41 +65,27 @@ def _plan(options: PlanOptions) -> PlanResult:
     _refuse_unsupported(options, config, shape, settings, block_size)
     settings = settings.in_whole_blocks(block_size)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
-    on_gpu = options.device == "cuda"
-    sizes = sizes_on_rank(
-        shape,
-        ranks=options.ranks,
-        stages=options.stages,
-        longest=options.longest or options.length + options.output,
-        block_size=block_size,
-        max_requests=options.requests or defaults.max_num_seqs,
-        graphs=on_gpu,
-        in_flight=defaults.batched_tokens,
-    )
-    estimated = _estimated_pool(options, config, shape, sizes.max_requests, defaults.batched_tokens)
+    sizes = sizes_on_rank(shape, options, block_size, defaults)
+    estimated = estimate(options, config, shape, sizes)
     pool_bytes = None if options.memory_gib is None else int(options.memory_gib * GIB)
     if estimated is not None:
         pool_bytes = estimated.kv_cache_bytes
     load = Workload(prompt=options.length, output=options.output, protected=options.protected)
     # vLLM caches windows and states only at boundaries of the prompt.
     caches_output = options.prefix_caching is not False and not shape.groups.num_uncompressed
-    request = plan_request(settings, sizes, load)
-    planned = forecast(request, pool_bytes=pool_bytes, tables_from_pool=on_gpu)
-    warm = None
-    if caches_output and settings.reuses_pages:
-        warm = warm_conversations(settings, sizes, planned)
+    request = planned_request(settings, sizes, load)
+    planned = forecast(
+        settings, sizes, load, pool_bytes=pool_bytes, tables_from_pool=options.device == "cuda"
+    )
+    reuses = caches_output and settings.reuses_pages
     return PlanResult(
-        model=options.model,
-        device=options.device,
+        options=options,
         shape=shape,
         settings=settings,
-        ranks=options.ranks,
-        stages=options.stages,
         forecast=planned,
         next_hits=next_hits(request) if caches_output else None,
-        warm=warm,
-        gpu_gib=options.gpu_gib,
-        defaults=defaults if options.requests is None else None,
+        warm=warm_conversations(request, sizes, planned) if reuses else None,
+        defaults=defaults,
         estimated=estimated,
     )
 
@@ -194,26 +177,3 @@ def _refuse_unsupported(
         options={"--mamba-cache-mode": "align"} if options.prefix_caching else {},
     )
     refuse(SERVER, server)
-
-
-def _estimated_pool(
-    options: PlanOptions,
-    config: dict[str, Any],
-    shape: ModelShape,
-    max_num_seqs: int,
-    batched_tokens: int,
-) -> Estimate | None:
-    """Return an estimate of the KV pool, or None if its size or no GPU memory was given."""
-    if options.memory_gib is not None or options.gpu_gib is None:
-        return None
-    return estimate(
-        config,
-        shape,
-        weights_of(config_path(options.model).parent, config, shape),
-        gpu_gib=options.gpu_gib,
-        utilization=options.utilization,
-        ranks=options.ranks,
-        stages=options.stages,
-        max_num_seqs=max_num_seqs,
-        batched_tokens=batched_tokens,
-    )

@@ -10,8 +10,9 @@ from vllm_kvcompress.commands.plan.forecast import (
     Workload,
     WorstCase,
 )
+from vllm_kvcompress.commands.plan.gpu_memory import Defaults
 from vllm_kvcompress.commands.plan.model_shape import ModelShape
-from vllm_kvcompress.commands.plan.request import PlannedRequest, plan_request
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
@@ -21,6 +22,8 @@ from vllm_kvcompress.planning.memory import (
     sum_bytes_per_block,
     table_bytes,
 )
+from vllm_kvcompress.planning.packed_pages import packed_page_tokens
+from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
@@ -31,31 +34,20 @@ _MAX_SEARCHED_BLOCKS = 200
 
 
 def sizes_on_rank(
-    shape: ModelShape,
-    *,
-    ranks: int,
-    stages: int = 1,
-    longest: int,
-    block_size: int,
-    max_requests: int,
-    graphs: bool,
-    in_flight: int = 1,
+    shape: ModelShape, options: PlanOptions, block_size: int, defaults: Defaults
 ) -> Sizes:
     """Return the sizes of one rank's part of a model.
 
     Args:
         shape: shape of the model over all ranks.
-        ranks: tensor-parallel size.
-        stages: pipeline-parallel size.
-        longest: tokens of the longest sequence.
+        options: the command's options.
         block_size: tokens per block.
-        max_requests: concurrent requests.
-        graphs: whether CUDA graphs are captured, which pads batches.
-        in_flight: tokens per step.
+        defaults: the server's defaults.
 
     Raises:
         ConfigError: The heads do not divide among ranks, or the layers among stages.
     """
+    ranks, stages = options.ranks, options.stages
     kv = shape.kv_heads
     if shape.heads % ranks or (kv % ranks if kv >= ranks else ranks % kv):
         raise ConfigError(
@@ -75,37 +67,86 @@ def sizes_on_rank(
         )
     if stages > 1:
         groups = LayerGroups(full=tuple(range(shape.layers // stages)))
+    max_requests = options.requests or defaults.max_num_seqs
     return Sizes(
         layers=len(groups.full),
         groups=groups,
-        in_flight=in_flight,
+        in_flight=defaults.batched_tokens,
         heads=shape.heads // ranks,
         kv_heads=max(kv // ranks, 1),
         head_dim=shape.head_dim,
         itemsize=shape.itemsize,
         cache_itemsize=shape.stored,
-        longest=longest,
+        longest=options.longest or options.length + options.output,
         block_size=block_size,
         max_requests=max_requests,
-        max_graph_rows=min(2 * max_requests, 512) if graphs else 0,
+        max_graph_rows=min(2 * max_requests, 512) if options.device == "cuda" else 0,
+    )
+
+
+def planned_request(settings: CompressionConfig, sizes: Sizes, load: Workload) -> PlannedRequest:
+    """Return one request of a workload, and how the engine packs it."""
+    page_tokens = None
+    if settings.enabled:
+        page_tokens = packed_page_tokens(settings, sizes.block_size, sizes.key_itemsize)
+    return PlannedRequest(
+        settings=settings,
+        num_layers=sizes.layers,
+        block_size=sizes.block_size,
+        page_tokens=page_tokens,
+        prompt=load.prompt,
+        output=load.output,
+        spans=load.spans,
+    )
+
+
+def _blocks(request: PlannedRequest, sizes: Sizes) -> RequestBlocks:
+    """Return the blocks that the request holds in all layers."""
+    plan, block = request.plan, sizes.block_size
+    freed = 0 if plan is None else plan.freed_blocks
+    prefill = prefill_end = -(-request.prompt // block)
+    packed_at = request.prompt if plan is None else plan.tokens
+    looking = decoding = -(-packed_at // block) - freed
+    if request.pieces is not None:
+        prefill, prefill_end = request.pieces.max_blocks, request.pieces.blocks_at_end
+    if plan is not None and request.lookahead is not None:
+        looking = request.lookahead.blocks_when_due(prefill_end)
+        prefill = max(prefill, looking)
+    end, awaited = request.end_blocks, request.lookahead_tokens
+    decode_blocks = (request.output - awaited) * (decoding + end) / 2
+    mean = (awaited * looking + decode_blocks) / request.output
+    others, others_at_end = sizes.other_blocks(request.prompt), sizes.other_blocks(request.cached)
+    return RequestBlocks(
+        prefill=prefill + sizes.other_blocks(request.prompt, sizes.in_flight),
+        looking=looking + others,
+        decoding=decoding + others,
+        end=end + others_at_end,
+        mean=mean + others_at_end,
     )
 
 
 def forecast(
-    request: PlannedRequest, *, pool_bytes: int | None = None, tables_from_pool: bool = True
+    settings: CompressionConfig,
+    sizes: Sizes,
+    load: Workload,
+    *,
+    pool_bytes: int | None,
+    tables_from_pool: bool,
 ) -> Forecast:
     """Return the blocks and memory of a workload, and how many of its requests fit.
 
     Args:
-        request: one of the requests, with the settings of the engine.
+        settings: settings of the engine.
+        sizes: sizes of one rank.
+        load: the workload.
         pool_bytes: KV cache of one GPU without compression, None if unknown.
         tables_from_pool: whether the memory of compression is taken from the pool, as on a GPU.
 
     Raises:
         ConfigError: Not even one prompt fits.
     """
-    settings, sizes, load = request.settings, request.sizes, request.load
-    off, on = plan_request(_OFF, sizes, load).blocks(), request.blocks()
+    request = planned_request(settings, sizes, load)
+    off, on = _blocks(planned_request(_OFF, sizes, load), sizes), _blocks(request, sizes)
     clients_choose = bool(settings.allow_override or settings.alias)
     asks, largest = _largest_request(settings, sizes, load) if clients_choose else ("", on)
     num_blocks = None if pool_bytes is None else pool_bytes // sizes.block_bytes or None
@@ -125,13 +166,15 @@ def forecast(
         pool_off = _fit(pool_bytes, sizes, off, none_may_fit=none_may_fit)
         pool_on = _fit(remaining, sizes, on)
         pool_largest = _fit(remaining, sizes, largest, none_may_fit=none_may_fit)
-    in_pieces, groups = _in_pieces(request, num_blocks), sizes.groups
+    groups = sizes.groups
     in_auto = None
     if request.page_tokens is not None:
         auto_settings = settings.variant(packed_dtype=AUTO)
         with suppress(ConfigError):
             in_auto = forecast(
-                plan_request(auto_settings, sizes, load),
+                auto_settings,
+                sizes,
+                load,
                 pool_bytes=pool_bytes,
                 tables_from_pool=tables_from_pool,
             )
@@ -154,34 +197,33 @@ def forecast(
         pool_on=pool_on,
         worst=WorstCase(asks=asks, blocks=largest, pool=pool_largest) if asks else None,
         group=groups.size if groups is not None and groups.num_uncompressed else None,
-        in_pieces=in_pieces,
+        in_pieces=_in_pieces(request, load, num_blocks),
         with_states=groups is not None and groups.stateful > 0,
-        pays_from=_pays_from(request),
+        pays_from=_pays_from(request, sizes),
         auto=in_auto,
     )
 
 
-def _pays_from(request: PlannedRequest) -> int | None:
+def _pays_from(request: PlannedRequest, sizes: Sizes) -> int | None:
     """Return the prompt length in tokens from which compression always frees a block.
 
     Returns None for models without states, and if no such length is found. Checks only prompts
     without a tail: among prompts with the same number of full blocks, they keep the most pages.
     """
-    settings, sizes = request.settings, request.sizes
+    settings = request.settings
     if sizes.groups is None or not sizes.groups.stateful or not settings.enabled:
         return None
-    block, min_tokens = sizes.block_size, max(settings.resolved_min_prompt, 1)
+    block, min_tokens = request.block_size, max(settings.resolved_min_prompt, 1)
     min_full = min_tokens // block
     for full in range(min_full + _MAX_SEARCHED_BLOCKS, min_full - 1, -1):
         tokens = max(full * block, min_tokens)
-        plan = settings.page_plan(sizes.layers, tokens, block, (), request.page_tokens)
+        plan = settings.page_plan(request.num_layers, tokens, block, (), request.page_tokens)
         if plan is None or plan.freed_blocks <= 0:
             return (full + 1) * block if full < min_full + _MAX_SEARCHED_BLOCKS else None
     return min_tokens
 
 
-def _in_pieces(request: PlannedRequest, num_blocks: int | None) -> InPieces | None:
-    sizes, load = request.sizes, request.load
+def _in_pieces(request: PlannedRequest, load: Workload, num_blocks: int | None) -> InPieces | None:
     if request.pieces is None:
         return None
     limit = request.pieces.boundary_limit
@@ -192,9 +234,9 @@ def _in_pieces(request: PlannedRequest, num_blocks: int | None) -> InPieces | No
             f"--protected {load.protected} is more than a prompt in pieces can hold between pieces;"
             " raise --kv-max-whole, or protect fewer tokens"
         )
-    held_tokens = limit.held_pages * sizes.block_size / sizes.layers
+    held_tokens = limit.held_pages * request.block_size / request.num_layers
     max_whole = limit.recommended_max_whole
-    fits = num_blocks is None or -(-max_whole // sizes.block_size) < num_blocks
+    fits = num_blocks is None or -(-max_whole // request.block_size) < num_blocks
     helps = max_whole < load.prompt and fits
     return InPieces(held_tokens=held_tokens, roomy=max_whole if helps else None)
 
@@ -218,7 +260,10 @@ def _largest_request(
             # Requests cannot choose a budget below the method's window.
             with suppress(ConfigError):
                 candidates.append((asks, settings.variant(method, budget, packed_dtype)))
-    requests = [(asks, plan_request(variant, sizes, load).blocks()) for asks, variant in candidates]
+    requests = [
+        (asks, _blocks(planned_request(variant, sizes, load), sizes))
+        for asks, variant in candidates
+    ]
     return max(requests, key=lambda request: request[1].end)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvcompress.commands.plan.gpu_memory import Defaults, Estimate
 from vllm_kvcompress.commands.plan.model_shape import ModelShape
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -216,47 +217,42 @@ class PlanResult:
     """Forecast of ``kvcompress plan`` with the inputs that it is for.
 
     Args:
-        model: folder or name as given.
-        device: "cuda" or "cpu".
+        options: the command's options.
         shape: shape of the model.
         settings: compression settings.
-        ranks: tensor-parallel size.
-        stages: pipeline-parallel size.
         forecast: the forecast.
         next_hits: what a next turn finds in the prefix cache. None without that cache, and for
             models with sliding windows or states.
         warm: conversations that stay warm with ``--kv-reuse``. None without it, or where
             `next_hits` is None.
-        gpu_gib: all memory of one GPU in GiB. None if it was not given.
-        defaults: vLLM's defaults, if --max-num-seqs has its default. None if it was given.
+        defaults: vLLM's defaults for the device.
         estimated: estimate of the KV pool. None if its size was given or is unknown.
     """
 
-    model: str
-    device: str
+    options: PlanOptions
     shape: ModelShape
     settings: CompressionConfig
-    ranks: int
-    stages: int
     forecast: Forecast
     next_hits: NextHits | None
     warm: WarmConversations | None
-    gpu_gib: float | None
-    defaults: Defaults | None
+    defaults: Defaults
     estimated: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
+        parts = {
+            "kv_cache_estimate": self.estimated,
+            "next_hits": self.next_hits,
+            "warm": self.warm,
+        }
         return {
-            "model": self.model,
-            "device": self.device,
+            "model": self.options.model,
+            "device": self.options.device,
             "shape": asdict(self.shape),
             "settings": self.settings.to_additional_config(),
             "budget": self.settings.budget,
             "window": self.settings.resolved_window if self.settings.enabled else None,
-            "tensor_parallel_size": self.ranks,
-            "pipeline_parallel_size": self.stages,
-            "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
-            "next_hits": None if self.next_hits is None else asdict(self.next_hits),
-            "warm": None if self.warm is None else asdict(self.warm),
+            "tensor_parallel_size": self.options.ranks,
+            "pipeline_parallel_size": self.options.stages,
+            **{name: None if part is None else asdict(part) for name, part in parts.items()},
             **self.forecast.to_json(),
         }

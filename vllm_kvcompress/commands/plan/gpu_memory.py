@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.commands.plan.model_shape import ModelShape
-from vllm_kvcompress.commands.plan.weights import Weights
+from vllm_kvcompress.commands.plan.model_shape import ModelShape, config_path, figure
+from vllm_kvcompress.commands.plan.options import PlanOptions
+from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.planning.memory import Sizes
 from vllm_kvcompress.planning.model_traits import text_config
 
 GIB = 2**30
@@ -73,61 +75,51 @@ class Estimate:
 
 
 def estimate(
-    config: Mapping[str, Any],
-    shape: ModelShape,
-    weights: Weights,
-    *,
-    gpu_gib: float,
-    utilization: float,
-    ranks: int,
-    stages: int = 1,
-    max_num_seqs: int,
-    batched_tokens: int,
-) -> Estimate:
-    """Return an estimate of one GPU's KV cache.
+    options: PlanOptions, config: Mapping[str, Any], shape: ModelShape, sizes: Sizes
+) -> Estimate | None:
+    """Return an estimate of one GPU's KV cache; None if its size or no GPU memory was given.
 
     Args:
+        options: the command's options.
         config: the model's config.json.
-        gpu_gib: memory of one GPU in GiB.
-        utilization: share of it that vLLM may use, in (0, 1].
-        ranks: tensor-parallel size.
-        stages: pipeline-parallel size. The first stage holds the embedding, the last the LM head.
-        max_num_seqs: concurrent requests.
-        batched_tokens: tokens per step.
+        shape: shape of the model.
+        sizes: sizes of one rank.
 
     Raises:
         ConfigError: Nothing is left for the KV cache.
     """
+    if options.memory_gib is not None or options.gpu_gib is None:
+        return None
+    ranks, stages = options.ranks, options.stages
+    weights = weights_of(config_path(options.model).parent, config, shape)
     text = text_config(config)
-
-    def figure(name: str) -> int:
-        return int(text[name]) if isinstance(text.get(name), int) else 0
-
-    hidden, intermediate = figure("hidden_size"), figure("intermediate_size")
+    hidden, intermediate = figure(text, "hidden_size"), figure(text, "intermediate_size")
     # Activations: residual stream with a copy, and the widest matrices of a layer, which are split
     # among ranks.
-    activations = batched_tokens * (4 * hidden + 3 * intermediate // ranks) * shape.itemsize
+    activations = sizes.in_flight * (4 * hidden + 3 * intermediate // ranks) * shape.itemsize
     # Logits: float32, with a copy that the sampler sorts.
-    logits = max_num_seqs * figure("vocab_size") * 2 * 4
+    logits = sizes.max_requests * figure(text, "vocab_size") * 2 * 4
     working = activations + logits + _RUNTIME_BYTES
     weights_bytes = weights.total_bytes // ranks
     if stages > 1:
-        embedding = figure("vocab_size") * hidden * shape.itemsize
+        # The first stage holds the embedding, the last one the LM head.
+        embedding = figure(text, "vocab_size") * hidden * shape.itemsize
         embeddings = embedding if text.get("tie_word_embeddings") else 2 * embedding
         in_layers = max(weights.total_bytes - embeddings, 0)
         weights_bytes = (in_layers // stages + embedding) // ranks
-    total = int(gpu_gib * GIB)
-    kv_cache_bytes = int(total * utilization) - weights_bytes - working
+    total = int(options.gpu_gib * GIB)
+    kv_cache_bytes = int(total * options.utilization) - weights_bytes - working
     if kv_cache_bytes <= 0:
         raise ConfigError(
-            f"--gpu-memory {gpu_gib:g} at --gpu-memory-utilization {utilization:g} leaves nothing"
-            f" for the KV cache: the weights take {weights_bytes / GIB:.2f} GiB (from"
-            f" {weights.source}), activations and the CUDA runtime about {working / GIB:.2f} GiB;"
-            " raise --tp or --pp, or use a larger GPU or a smaller model"
+            f"--gpu-memory {options.gpu_gib:g} at --gpu-memory-utilization {options.utilization:g}"
+            " leaves nothing for the KV cache: the weights take"
+            f" {weights_bytes / GIB:.2f} GiB (from {weights.source}), activations and the CUDA"
+            f" runtime about {working / GIB:.2f} GiB; raise --tp or --pp, or use a larger GPU or a"
+            " smaller model"
         )
     return Estimate(
         gpu_bytes=total,
-        utilization=utilization,
+        utilization=options.utilization,
         weights_bytes=weights_bytes,
         weights_source=weights.source,
         working_bytes=working,

@@ -183,14 +183,14 @@ def shape_of(
     if not prefix_caching:
         traits = replace(traits, cached_states=1)
     refuse(MODEL, traits)
-    heads, layers = _figure(text, _HEADS), _num_layers(text)
+    heads, layers = _required(text, _HEADS), _num_layers(text)
     dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(
         layers=layers,
         groups=groups(traits, layers),
         heads=heads,
         kv_heads=_kv_heads(text, heads),
-        head_dim=int(dim or _figure(text, _WIDTH) // heads),
+        head_dim=int(dim or _required(text, _WIDTH) // heads),
         dtype=model_dtype,
         longest=longest,
         cache=traits.stored if traits.has_fp8_cache else None,
@@ -207,18 +207,22 @@ def _has_key_biases(text: Mapping[str, Any]) -> bool:
 def _num_layers(text: Mapping[str, Any]) -> int:
     """Return the number of layers. Some configs only list the types of the layers."""
     listed = len(layer_types(text)) if not isinstance(text.get(_LAYERS[0]), int) else 0
-    return listed or _figure(text, _LAYERS)
+    return listed or _required(text, _LAYERS)
 
 
-def _figure(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
+def figure(text: Mapping[str, Any], *names: str) -> int:
+    """Return the value of the first key of a config that is present, or 0."""
+    return next((int(text[name]) for name in names if isinstance(text.get(name), int)), 0)
+
+
+def _required(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
     """Return the value of the first key that is present.
 
     Raises:
-        ConfigError: No key is present.
+        ConfigError: No key is present, or it is 0.
     """
-    for name in names:
-        if isinstance(text.get(name), int):
-            return int(text[name])
+    if value := figure(text, *names):
+        return value
     raise ConfigError(
         f"the model's config.json must have {names[0]} to compute the size of its KV cache"
     )
@@ -266,10 +270,10 @@ def _dtype(config: Mapping[str, Any], dtype: str) -> str:
 
 def _longest(text: Mapping[str, Any]) -> int | None:
     """Return the maximum sequence length, RoPE scaling included, or None if the config has none."""
-    positions = next((text[name] for name in _LONGEST if isinstance(text.get(name), int)), None)
+    positions = figure(text, *_LONGEST)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
     original = scaling.get("original_max_position_embeddings") if factor else None
-    if positions is None:
+    if not positions:
         return None
-    return max(int(positions), int(original * factor)) if original and factor else int(positions)
+    return max(positions, int(original * factor)) if original and factor else positions

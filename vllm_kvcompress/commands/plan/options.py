@@ -1,12 +1,12 @@
 """Command-line options of ``kvcompress plan``."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from vllm_kvcompress.commands import kv_flags
-from vllm_kvcompress.commands.options import settings_from
+from vllm_kvcompress.commands.options import AS_JSON, settings_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,7 @@ class PlanOptions:
         ),
     ] = False
     device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda"
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False
+    as_json: Annotated[bool, AS_JSON] = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -135,22 +133,13 @@ class PlanOptions:
         Raises:
             ConfigError: ``--kv-compress-config`` is not a JSON object.
         """
-        return settings_from(
-            self.everything,
-            compress=self.compress,
-            budget=self.budget,
-            packed_dtype=self.packed_dtype,
-            reuse=self.reuse,
-            window=self.window,
-            lookahead=self.lookahead,
-            min_prompt=self.min_prompt,
-            allow_override=self.allow_override,
-            budget_bounds=self.budget_bounds,
-            alias=self.alias,
-            decode_budget=self.decode_budget,
-            decode_interval=self.decode_interval,
-            max_whole=self.max_whole,
-            piece=self.piece,
-            probe=self.probe,
-            probe_first=self.probe_first,
-        )
+        given = {name: getattr(self, name) for name in _SETTINGS}
+        return settings_from(self.everything, **given)
+
+
+_SETTINGS = tuple(
+    name
+    for name, hint in get_type_hints(PlanOptions, include_extras=True).items()
+    if hint in vars(kv_flags).values() and hint != kv_flags.CompressConfig
+)
+"""Fields of `PlanOptions` that are flags of compression settings."""

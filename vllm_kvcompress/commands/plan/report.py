@@ -1,5 +1,7 @@
 """Text output of ``kvcompress plan``: a table and notes."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -29,21 +31,21 @@ _SMALL_BLOCK = 32
 
 def show_plan(result: PlanResult) -> None:
     """Print the blocks and memory of a request, without and with compression, and how many fit."""
-    console, device, shape = Console(), result.device, result.shape
+    console, options, shape = Console(), result.options, result.shape
     load, hits = result.forecast.load, result.next_hits
     console.print(_title(result), style="bold", highlight=False)
     console.print(_table(result))
     lines: list[str] = []
     if result.forecast.lookahead:
         lines.append(_lookahead_note(result.forecast))
-    lines += _notes(result.forecast, result.stages, device)
+    lines += _notes(result.forecast, options.stages, options.device)
     if result.warm is not None:
         lines += _warm_notes(load, result.warm)
     if hits is not None and hits.on != hits.off:
         lines.append(_next_turn_note(load, hits))
-    lines += _recommended_notes(device, shape)
-    if result.defaults is not None:
-        lines.append(_default_note(device, result.gpu_gib, result.defaults))
+    lines += _recommended_notes(options.device, shape)
+    if options.requests is None:
+        lines.append(_default_note(options.device, options.gpu_gib, result.defaults))
     if result.estimated is not None:
         lines.append(_estimate_note(result.estimated))
     if shape.longest is not None and load.cached > shape.longest:
@@ -54,33 +56,31 @@ def show_plan(result: PlanResult) -> None:
 
 def _title(result: PlanResult) -> str:
     load, shape, settings = result.forecast.load, result.shape, result.settings
-    gpus = f", {result.ranks * result.stages} GPUs" if result.ranks * result.stages > 1 else ""
+    num_gpus = result.options.ranks * result.options.stages
+    gpus = f", {num_gpus} GPUs" if num_gpus > 1 else ""
     title = (
-        f"{result.model.rstrip('/').rsplit('/', 1)[-1]} ({_model_layers(shape)},"
+        f"{result.options.model.rstrip('/').rsplit('/', 1)[-1]} ({_model_layers(shape)},"
         f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{gpus}):"
         f" {load.prompt:,} tokens, --kv-compress {settings.compress}"
         f" --kv-budget {settings.budget}"
     )
     if load.protected:
         title += f", {load.protected:,} protected tokens"
-    if settings.packed.dtype is not None:
-        title += f" --kv-packed-dtype {settings.packed.dtype}"
-    if settings.lookahead.tokens is not None:
-        title += f" --kv-lookahead {settings.lookahead.tokens}"
-    if settings.decode.budget is not None:
-        title += f" --kv-decode-budget {settings.decode.budget}"
+    given: dict[str, Any] = {
+        "packed-dtype": settings.packed.dtype,
+        "lookahead": settings.lookahead.tokens,
+        "decode-budget": settings.decode.budget,
+    }
     if settings.reuses_pages:
-        title += f" --kv-reuse {settings.packed.reuse}"
+        given["reuse"] = settings.packed.reuse
     elif settings.packs_outputs:
-        title += f" --kv-decode-interval {settings.decode.interval}"
+        given["decode-interval"] = settings.decode.interval
     if settings.pieces.max_whole is not None:
-        pieces = settings.pieces
-        title += f" --kv-max-whole {pieces.max_whole} --kv-piece {pieces.length}"
         first, last = settings.scoring_query_counts
-        title += f" --kv-probe {last}"
-        if first:
-            title += f" --kv-probe-first {first}"
-    return title
+        given |= {"max-whole": settings.pieces.max_whole, "piece": settings.pieces.length}
+        given |= {"probe": last, "probe-first": first or None}
+    flags = (f" --kv-{name} {value}" for name, value in given.items() if value is not None)
+    return title + "".join(flags)
 
 
 def _model_layers(shape: ModelShape) -> str:
@@ -100,12 +100,12 @@ def _model_layers(shape: ModelShape) -> str:
 
 def _table(result: PlanResult) -> Table:
     """Return the table of blocks and memory, and of the requests that fit if the pool is known."""
-    forecast, device, warm, settings = result.forecast, result.device, result.warm, result.settings
+    forecast, warm, settings = result.forecast, result.warm, result.settings
     # A request may hold the most blocks before its end if outputs are packed too.
     packs_outputs = settings.decode.budget is not None or settings.packs_outputs
     block, load = forecast.block_bytes, forecast.load
     auto = forecast.auto
-    untested = "" if device in DEVICES_WITH_K4V3 else ", untested"
+    untested = "" if result.options.device in DEVICES_WITH_K4V3 else ", untested"
     compressed = ["compressed"] if auto is None else ["auto", forecast.packed_dtype + untested]
     table = Table("per request", "off", *compressed, "")
     for column in table.columns[1:]:

@@ -4,11 +4,12 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.commands.plan.model_shape import ModelShape
+from vllm_kvcompress.commands.plan.model_shape import ModelShape, figure
 from vllm_kvcompress.planning.model_traits import text_config
 
 _INDEX = "model.safetensors.index.json"
@@ -99,22 +100,19 @@ def _element_bytes(dtype: str, itemsize: int) -> float:
 def _bytes_from_config(config: Mapping[str, Any], shape: ModelShape) -> int:
     """Return the size of a decoder's matrices: attention, gated MLPs of all experts, embeddings."""
     text = text_config(config)
-
-    def figure(*names: str) -> int:
-        return next((int(text[name]) for name in names if isinstance(text.get(name), int)), 0)
-
-    hidden = figure("hidden_size", "n_embd", "d_model")
-    intermediate = figure("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    experts = figure("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    first = partial(figure, text)
+    hidden = first("hidden_size", "n_embd", "d_model")
+    intermediate = first("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     attention = 2 * hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     mlp = 3 * hidden * intermediate
     if experts:
-        per_expert = figure("moe_intermediate_size", "expert_intermediate_size") or intermediate
-        shared = figure("n_shared_experts", "num_shared_experts") * per_expert
-        shared = shared or figure("shared_expert_intermediate_size")
+        per_expert = first("moe_intermediate_size", "expert_intermediate_size") or intermediate
+        shared = first("n_shared_experts", "num_shared_experts") * per_expert
+        shared = shared or first("shared_expert_intermediate_size")
         mlp = 3 * hidden * (experts * per_expert + shared)
     num_embeddings = 1 if text.get("tie_word_embeddings") else 2
-    embeddings = figure("vocab_size", "n_vocab") * hidden * num_embeddings
+    embeddings = first("vocab_size", "n_vocab") * hidden * num_embeddings
     in_layers = shape.layers * (attention + mlp) * _bits(config, 8 * shape.itemsize) / 8
     return int(in_layers + embeddings * shape.itemsize)
 

@@ -20,6 +20,7 @@ from vllm_kvcompress.engine.messages.settings import active_settings, attach_set
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
+from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off
 from vllm_kvcompress.settings.overrides import override_args
@@ -56,7 +57,7 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
     )
     if spec["tokens"] is not None and not spec["exact"]:
         # Reject a length that is not compressed before the engine starts, which takes minutes.
-        _plan(limits, spec["tokens"])
+        _plan(limits, limits.request(spec["tokens"]))
     engine = _started(on_check, config)
     try:
         require(on_check, runner(engine, config))
@@ -71,13 +72,14 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         )
         prompt = prompt_of(engine, config, limits, spec)
         limits = dataclasses.replace(limits, spans=prompt.protected)
-        plan = _plan(limits, len(prompt.ids))
+        request = limits.request(len(prompt.ids))
+        plan = _plan(limits, request)
         try:
             outcome = trial_outcome.run(engine, prompt, limits, buckets=spec["buckets"] or 1)
         except Exception as e:
             on_check(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
             return None
-        for check in trial_outcome.check_outcome(outcome, plan, limits):
+        for check in trial_outcome.check_outcome(outcome, request, plan):
             on_check(check)
         if not spec["buckets"]:
             return None
@@ -85,7 +87,7 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         numbers = groups.full if groups.num_uncompressed else ()
         name = str(config.model_config.model)
         kept_map = trial_outcome.kept_map(
-            outcome, plan, limits, name, parts=prompt.parts, numbers=numbers, stages=stages
+            outcome, request, name, parts=prompt.parts, numbers=numbers, stages=stages
         )
         return None if kept_map is None else kept_map.to_json()
     finally:
@@ -98,19 +100,18 @@ def _page_tokens(config: VllmConfig, settings: CompressionConfig) -> int | None:
     return packed_page_tokens(settings, config.cache_config.block_size, itemsize)
 
 
-def _plan(limits: Limits, tokens: int) -> PagePlan:
-    """Return the page plan of a prompt.
+def _plan(limits: Limits, request: PlannedRequest) -> PagePlan:
+    """Return the page plan of a request's prompt.
 
     Raises:
         ConfigError: the prompt stays uncompressed.
     """
-    plan = limits.plan(tokens)
-    if plan is None:
+    if request.plan is None:
         raise ConfigError(
-            f"these settings do not compress a prompt of {tokens} tokens; use one of"
+            f"these settings do not compress a prompt of {request.prompt} tokens; use one of"
             f" {limits.shortest()} tokens"
         )
-    return plan
+    return request.plan
 
 
 def parse(arguments: list[str]) -> EngineArgs:

@@ -1,9 +1,11 @@
 """Runs one prompt through an engine in this process and counts its blocks at every step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -14,6 +16,7 @@ from vllm_kvcompress.engine.doctor.kept_recorder import record, recorded, repack
 from vllm_kvcompress.engine.doctor.trial_prompt import TrialPrompt
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans, token_count
+from vllm_kvcompress.planning.request import PlannedRequest
 
 
 @dataclass(slots=True)
@@ -89,29 +92,23 @@ def _packed(wrapper: Any) -> int:
     return 0 if compressor is None else int(compressor.compressed)
 
 
-def check_outcome(outcome: Outcome, plan: PagePlan, limits: Limits) -> list[Check]:
+def check_outcome(outcome: Outcome, request: PlannedRequest, plan: PagePlan) -> list[Check]:
     """Return checks that the measurements match the page plan."""
-    checks = [_worker(outcome, plan, limits), _blocks(outcome, plan, limits), _pool(outcome)]
-    if limits.settings.decode.budget is not None:
-        checks.insert(1, _output(outcome, plan, limits))
+    checks = [_worker(outcome, request, plan), _blocks(outcome, request, plan), _pool(outcome)]
+    if request.settings.decode.budget is not None:
+        checks.insert(1, _output(outcome, request))
     return checks
 
 
-def _prompt_tokens(plan: PagePlan, limits: Limits) -> int:
-    """Return the prompt's tokens, without the look-ahead's output tokens that were packed too."""
-    return plan.tokens - limits.lookahead(plan)
-
-
-def _worker(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
+def _worker(outcome: Outcome, request: PlannedRequest, plan: PagePlan) -> Check:
     """Check that every rank packed the prompt into the planned number of pages."""
     pages = [sum(record["pages"] for record in records) for records in outcome.records]
     ok = all(prompts == 1 for prompts in outcome.packed) and all(
         packed_pages == plan.pages for packed_pages in pages
     )
     if ok:
-        tokens = _prompt_tokens(plan, limits)
         detail = (
-            f"{len(pages)} of {len(pages)} ranks packed the prompt of {tokens} tokens into"
+            f"{len(pages)} of {len(pages)} ranks packed the prompt of {request.prompt} tokens into"
             f" {plan.pages} pages"
         )
     else:
@@ -123,9 +120,9 @@ def _worker(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
     return Check(name="worker", ok=ok, detail=detail)
 
 
-def _output(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
+def _output(outcome: Outcome, request: PlannedRequest) -> Check:
     """Check that every rank packed the output as often as planned."""
-    planned, ranks = limits.times_repacked(plan), len(outcome.repacked)
+    planned, ranks = request.times_repacked, len(outcome.repacked)
     if ok := planned > 0 and all(times == planned for times in outcome.repacked):
         detail = f"{ranks} of {ranks} ranks packed the output as it grew"
     else:
@@ -136,19 +133,17 @@ def _output(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
     return Check(name="answer", ok=ok, detail=detail)
 
 
-def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
+def _blocks(outcome: Outcome, request: PlannedRequest, plan: PagePlan) -> Check:
     """Check that the request held the planned number of blocks at every step."""
     uncompressed = -(-plan.tokens // plan.block_size)
-    wrong = [
-        (n, blocks) for n, blocks in outcome.blocks_held if blocks != limits.blocks_held(plan, n)
-    ]
+    wrong = [(n, blocks) for n, blocks in outcome.blocks_held if blocks != request.blocks_held(n)]
     packed = [blocks for tokens, blocks in outcome.blocks_held if tokens >= plan.tokens]
     if not packed:
         detail = "the request ended before it was packed, so no blocks were counted"
     elif wrong:
         tokens, blocks = wrong[0]
         detail = (
-            f"{blocks} blocks held after {tokens} tokens, but {limits.blocks_held(plan, tokens)}"
+            f"{blocks} blocks held after {tokens} tokens, but {request.blocks_held(tokens)}"
             f" planned ({uncompressed} without compression): blocks were not freed; look for"
             " another plugin or patch that replaces vLLM's scheduler or its KV cache manager"
         )
@@ -157,7 +152,7 @@ def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
             f"{packed[0]} held while decoding, as planned, instead of {uncompressed}, at each of"
             f" {len(packed)} steps"
         )
-        if lookahead := limits.lookahead(plan):
+        if lookahead := request.lookahead_tokens:
             detail += f" after a look-ahead of {lookahead} tokens"
     return Check(name="blocks", ok=bool(packed) and not wrong, detail=detail)
 
@@ -173,8 +168,7 @@ def _pool(outcome: Outcome) -> Check:
 
 def kept_map(
     outcome: Outcome,
-    plan: PagePlan,
-    limits: Limits,
+    request: PlannedRequest,
     model: str,
     *,
     parts: Mapping[str, Spans] | None = None,
@@ -185,8 +179,7 @@ def kept_map(
 
     Args:
         outcome: measurements of the request, with its recorded tokens.
-        plan: the prompt's page plan.
-        limits: the request's settings.
+        request: the request as planned.
         model: name of the model.
         parts: spans of the prompt that were counted separately, by name.
         numbers: model-wide indices of the layers; empty if all layers are compressed.
@@ -198,32 +191,22 @@ def kept_map(
     stage_size = len(ranks) // stages
     stage_ranks = [ranks[i : i + stage_size] for i in range(0, len(ranks), stage_size)]
 
-    def mean(rows: list[list[float]]) -> list[float]:
-        return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-
-    share = [
-        mean(list(rows))
-        for stage in stage_ranks
-        for rows in zip(*(rank["share"] for rank in stage), strict=True)
-    ]
-    kept = [mean([rank["kept_tokens"] for rank in stage]) for stage in stage_ranks]
+    kept_tokens, share = (
+        np.concatenate([np.mean([rank[key] for rank in stage], axis=0) for stage in stage_ranks])
+        for key in ("kept_tokens", "share")
+    )
     return KeptMap(
         model=model,
-        method=limits.settings.compress,
-        budget=limits.settings.budget,
-        packed_dtype=limits.settings.resolved_packed_dtype,
-        prompt_tokens=_prompt_tokens(plan, limits),
+        method=request.settings.compress,
+        budget=request.settings.budget,
+        packed_dtype=request.settings.resolved_packed_dtype,
+        prompt_tokens=request.prompt,
         kv_heads=sum(rank["kv_heads"] for rank in stage_ranks[0]),
-        kept_tokens=[tokens for stage in kept for tokens in stage],
-        share=share,
+        kept_tokens=kept_tokens.tolist(),
+        share=share.tolist(),
         numbers=tuple(numbers),
         parts={
-            name: (token_count(spans), _mean(rank["parts"][name] for rank in ranks))
+            name: (token_count(spans), fmean(rank["parts"][name] for rank in ranks))
             for name, spans in (parts or {}).items()
         },
     )
-
-
-def _mean(shares: Iterable[float]) -> float:
-    values = list(shares)
-    return sum(values) / len(values)

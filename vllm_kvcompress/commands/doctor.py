@@ -2,13 +2,13 @@
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from vllm_kvcompress.commands.doctor_options import DoctorOptions
 from vllm_kvcompress.doctor import child_process, server_probe
 from vllm_kvcompress.doctor.checks import Check, CheckCallback, Report
 from vllm_kvcompress.doctor.kept import KeptMap, require_matplotlib, save_picture, show_kept
@@ -27,153 +27,107 @@ _MIN_TOKENS_TO_DRAW = 2048
 _PICTURE = Path("kvcompress-explain.png")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorRequest:
-    """Arguments of ``kvcompress doctor``.
-
-    Args:
-        model: model to start an engine for, or None.
-        url: address of a running server, or None.
-        settings: compression settings by their keys in `CompressionConfig`.
-        arguments: further flags of ``vllm serve`` for `model`.
-        expect: whether compression must be on. None accepts both.
-        tokens: prompt length in tokens, None for a length that is just compressed.
-        prompt_file: text or chat body to use as the prompt, None for the built-in text.
-        explain: also show which tokens each layer kept.
-        picture: PNG file for `explain`. None writes `_PICTURE` if matplotlib is installed.
-        timeout_s: time limit of all checks in seconds.
-        verbose: show vLLM's log on stderr.
-    """
-
-    model: str | None
-    url: str | None
-    settings: dict[str, Any]
-    arguments: tuple[str, ...]
-    expect: bool | None
-    tokens: int | None
-    prompt_file: Path | None
-    explain: bool
-    picture: Path | None
-    timeout_s: float
-    api_key: str | None
-    verbose: bool
-
-    def __post_init__(self) -> None:
-        if self.model is not None and self.url is not None:
-            raise ConfigError("give either MODEL to start an engine or --url, not both")
-        if self.url is not None and self.arguments:
-            raise ConfigError(
-                f"flags of vllm serve need MODEL, got --url; remove {' '.join(self.arguments)}"
-            )
-        if self.explain and self.model is None:
-            raise ConfigError("--explain starts its own engine and needs MODEL; give one")
-        if self.picture is not None and not self.explain:
-            raise ConfigError("--picture needs --explain; add it, or remove --picture")
-        if self.model is None and self.url is None and (self.settings or self.arguments):
-            raise ConfigError("these flags need MODEL or --url; give one of them")
-        missing = self.model is not None and not Path(self.model).expanduser().exists()
-        if self.model is not None and missing and not looks_like_hub_id(self.model):
-            raise ConfigError(
-                f"there is no folder {self.model}; give a model folder or a Hugging Face model name"
-            )
-
-
-def run(request: DoctorRequest, *, as_json: bool) -> None:
+def run(options: DoctorOptions) -> None:
     """Run the checks and print their results.
 
     Raises:
         ConfigError: An argument is invalid.
         SystemExit: 0 if every check passed, else 1.
     """
-    if request.explain and request.picture is not None:
+    model = options.model
+    if model is not None and not Path(model).expanduser().exists() and not looks_like_hub_id(model):
+        raise ConfigError(
+            f"there is no folder {model}; give a model folder or a Hugging Face model name"
+        )
+    if options.explain and options.picture is not None:
         require_matplotlib()
     console = Console(soft_wrap=False)
-    report = _report(request, (lambda _: None) if as_json else _check_printer(console))
-    picture = _save_picture(request, report)
-    if as_json:
+    report = _report(options, (lambda _: None) if options.as_json else _check_printer(console))
+    picture = _save_picture(options, report)
+    if options.as_json:
         payload = report.to_json() | ({"picture": str(picture)} if picture else {})
         sys.stdout.write(json.dumps(payload, indent=2) + "\n")
     else:
-        _print_summary(request, report, picture, console)
+        _print_summary(options, report, picture, console)
     raise SystemExit(report.status)
 
 
-def _report(request: DoctorRequest, on_check: CheckCallback) -> Report:
-    text = _prompt_text(request)
-    if request.url is not None:
+def _report(options: DoctorOptions, on_check: CheckCallback) -> Report:
+    text = _prompt_text(options)
+    if options.url is not None:
         return server_probe.examine(
-            Host(request.url, request.api_key),
+            Host(options.url, options.api_key),
             on_check=on_check,
             text=text,
-            xargs=_request_xargs(request.settings),
-            expect=request.expect,
-            tokens=request.tokens,
-            timeout_s=request.timeout_s,
+            xargs=_request_xargs(options.settings),
+            expect=options.expects_compression,
+            tokens=options.tokens,
+            timeout_s=options.timeout,
         )
     spec = {
-        "chat": _chat(request, text),
-        "arguments": _engine_arguments(request, with_default_method(request.settings)),
+        "chat": _chat(options, text),
+        "arguments": _engine_arguments(options, with_default_method(options.settings)),
         "text": text,
         "question": f"\n\n{QUESTION}",
-        "exact": request.prompt_file is not None,
-        "tokens": request.tokens,
-        "at_least": _MIN_TOKENS_TO_DRAW if request.explain else 0,
-        "buckets": _BUCKETS if request.explain else None,
+        "exact": options.prompt_file is not None,
+        "tokens": options.tokens,
+        "at_least": _MIN_TOKENS_TO_DRAW if options.explain else 0,
+        "buckets": _BUCKETS if options.explain else None,
     }
     report = child_process.examine(
-        spec, on_check=on_check, timeout_s=request.timeout_s, verbose=request.verbose
+        spec, on_check=on_check, timeout_s=options.timeout, verbose=options.verbose
     )
-    return _with_expectation(request, report, on_check)
+    return _with_expectation(options, report, on_check)
 
 
-def _engine_arguments(request: DoctorRequest, settings: dict[str, Any]) -> list[str]:
-    if request.model is None:
+def _engine_arguments(options: DoctorOptions, settings: dict[str, Any]) -> list[str]:
+    if options.model is None:
         return []
     # Report invalid settings with our own message before an engine starts.
     CompressionConfig.parse(settings)
     compression = ["--kv-compress-config", json.dumps(settings)]
-    return ["--model", request.model, *compression, *request.arguments]
+    return ["--model", options.model, *compression, *options.arguments]
 
 
-def _with_expectation(request: DoctorRequest, report: Report, on_check: CheckCallback) -> Report:
+def _with_expectation(options: DoctorOptions, report: Report, on_check: CheckCallback) -> Report:
     """Return the report with a failed check if compression is not as ``--expect`` requires."""
-    if request.expect is None or request.model is None or not report.ok:
+    if options.expects_compression is None or options.model is None or not report.ok:
         return report
     is_on = not any(check.name == "compression" for check in report.checks)
-    if is_on == request.expect:
+    if is_on == options.expects_compression:
         return report
-    expected, actual = ("on", "off") if request.expect else ("off", "on")
+    expected, actual = ("on", "off") if options.expects_compression else ("off", "on")
     check = Check(name="expected", ok=False, detail=f"compression is {actual}, expected {expected}")
     on_check(check)
     return Report(checks=[*report.checks, check], kept=report.kept)
 
 
-def _prompt_text(request: DoctorRequest) -> str:
-    if request.prompt_file is None:
+def _prompt_text(options: DoctorOptions) -> str:
+    if options.prompt_file is None:
         return english()
     try:
-        return request.prompt_file.read_text()
+        return options.prompt_file.read_text()
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--prompt-file {request.prompt_file} cannot be read ({e})") from None
+        raise ConfigError(f"--prompt-file {options.prompt_file} cannot be read ({e})") from None
 
 
-def _chat(request: DoctorRequest, text: str) -> dict[str, Any] | None:
+def _chat(options: DoctorOptions, text: str) -> dict[str, Any] | None:
     """Return the chat in the prompt file, or None if the file is plain text."""
-    if request.prompt_file is None or not text.lstrip().startswith("{"):
+    if options.prompt_file is None or not text.lstrip().startswith("{"):
         return None
     try:
         body = parse_json(text)
     except json.JSONDecodeError:
         return None
     except RepeatedKeyError as e:
-        raise ConfigError(f"--prompt-file {request.prompt_file}: {e}") from None
+        raise ConfigError(f"--prompt-file {options.prompt_file}: {e}") from None
     messages = body.get("messages")
     has_roles = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
-    if not messages or not has_roles or request.tokens is not None:
+    if not messages or not has_roles or options.tokens is not None:
         raise ConfigError(
-            f"--prompt-file {request.prompt_file} must be a text, or a chat body whose messages"
+            f"--prompt-file {options.prompt_file} must be a text, or a chat body whose messages"
             " each have a role; with a chat, remove --tokens"
         )
     return {"messages": messages, "tools": body.get("tools")}
@@ -196,15 +150,15 @@ def _request_xargs(settings: dict[str, Any]) -> dict[str, Any]:
     return xargs
 
 
-def _save_picture(request: DoctorRequest, report: Report) -> Path | None:
+def _save_picture(options: DoctorOptions, report: Report) -> Path | None:
     """Return the saved picture, or None without data or, unless --picture is given, matplotlib."""
     if report.kept is None:
         return None
-    path = request.picture or _PICTURE
+    path = options.picture or _PICTURE
     try:
         save_picture(KeptMap.from_json(report.kept), path)
     except ConfigError as e:
-        if request.picture is not None:
+        if options.picture is not None:
             raise
         sys.stderr.write(f"kvcompress: no picture: {e}\n")
         return None
@@ -221,14 +175,14 @@ def _check_printer(console: Console) -> CheckCallback:
 
 
 def _print_summary(
-    request: DoctorRequest, report: Report, picture: Path | None, console: Console
+    options: DoctorOptions, report: Report, picture: Path | None, console: Console
 ) -> None:
     if report.kept is not None:
         console.print()
         show_kept(KeptMap.from_json(report.kept), console)
     if picture is not None:
         console.print(f"Picture saved in {picture}.", highlight=False, soft_wrap=True)
-    if report.ok and request.model is None and request.url is None:
+    if report.ok and options.model is None and options.url is None:
         console.print("No prompt was run: give MODEL or --url to check that compression works.")
     if not report.ok:
         failed = [check.name for check in report.checks if not check.ok]
