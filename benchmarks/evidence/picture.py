@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
-from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ALL, ORDINARY, Cell
-from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
+from benchmarks.evidence.cells import AFTER_LOOKAHEAD, ALL, ORDINARY, WITHOUT_LOOKAHEAD, Cell
 from vllm_kvcompress.compare.figures import (
     INK,
     LINES,
@@ -58,7 +57,7 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
     scored = [cell for cell in found if cell.task == ALL]
     groups: list[tuple[Sequence[Cell], Draw, str]] = [
         (scored, _score_panel, "share of the full cache's answers"),
-        (by_bytes, partial(_bytes_panel, styles=styles), _KL_LABEL),
+        (by_bytes, partial(_bytes_panel, styles=styles), f"KL in nats, tokens {AFTER_LOOKAHEAD}"),
     ]
     panels = []
     for shown, draw, label in groups:
@@ -66,27 +65,7 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
             title = f"{key[0]}, question {key[1]}, {key[2]:,} tokens"
             of_panel = [c for c in shown if (c.model, c.question, c.tokens) == key]
             panels.append(_Panel(title, of_panel, draw, label))
-    _save(panels, styles, path)
 
-
-def save_bytes_picture(found: Sequence[Cell], path: Path) -> None:
-    """Save a PNG of KL over bytes with a panel per model.
-
-    Args:
-        found: cells of one task, with the same prompts for all methods of a model.
-    """
-    styles = _styles(found)
-    draw = partial(_bytes_panel, styles=styles)
-    models = dict.fromkeys(cell.model for cell in found)
-    panels = [_Panel(m, [c for c in found if c.model == m], draw, _KL_LABEL) for m in models]
-    _save(panels, styles, path)
-
-
-_KL_LABEL = f"KL in nats, tokens {AFTER_LOOKAHEAD}"
-
-
-def _save(panels: Sequence[_Panel], styles: Mapping[str, Style], path: Path) -> None:
-    """Save panels in two columns, with a legend of `styles`."""
     columns, rows = max(1, min(len(panels), 2)), max(1, -(-len(panels) // 2))
     figure = new_figure(5.2 * columns, 4.4 * rows + (0.9 if styles else 0.0))
     for number, panel in enumerate(panels, 1):

@@ -25,6 +25,7 @@ from benchmarks.evidence.cells import (
     ALL,
     ORDINARY,
     POSITION_RANGES,
+    WITHOUT_LOOKAHEAD,
     Cell,
     answered_counts,
     as_json,
@@ -35,7 +36,6 @@ from benchmarks.evidence.cells import (
     sampling_group,
 )
 from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
 from benchmarks.evidence.texts import TASK as TEXTS
 from benchmarks.jsonl import Line
 from vllm_kvcompress.compare.statistics import Estimate, RuleResults, shares_obeyed
