@@ -6,6 +6,7 @@ bytecode of modules that the test environment also has.
 
 import concurrent.futures
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,23 +31,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 FILE = ROOT / "docker" / "Dockerfile.cpu"
 INSTALL, IMAGE = stages(FILE)
 SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "4096",
-    "--served-model-name",
-    "demo",
-    "--dtype",
-    "float32",  # faster on CPUs without bfloat16 instructions
-    "--num-gpu-blocks-override",
-    "65",
-    "--kv-compress",
-    "snapkv",
-    "--kv-budget",
-    "0.2",
-    "--shutdown-timeout",
-    "300",
-]
+# float32 is faster on CPUs without bfloat16 instructions
+FLAGS = shlex.split("""
+    --enforce-eager --max-model-len 4096 --served-model-name demo --dtype float32
+    --num-gpu-blocks-override 65 --kv-compress snapkv --kv-budget 0.2 --shutdown-timeout 300
+""")
 
 
 def test_the_dockerfile_has_the_steps_of_the_image_fixture():

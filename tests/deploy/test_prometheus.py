@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 import time
 
 import pytest
@@ -15,27 +16,12 @@ from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "4096",
-    "--served-model-name",
-    "demo",
-    "--dtype",
-    "float32",  # faster on CPUs without bfloat16 instructions
-    "--num-gpu-blocks-override",
-    "65",
-    "--kv-compress",
-    "cake",
-    "--kv-budget",
-    "0.2",
-    "--kv-min-prompt",
-    "512",
-    "--kv-allow-override",
-    "off,snapkv",
-    "--kv-budget-bounds",
-    "0.05:0.5",
-]
+# float32 is faster on CPUs without bfloat16 instructions
+FLAGS = shlex.split("""
+    --enforce-eager --max-model-len 4096 --served-model-name demo --dtype float32
+    --num-gpu-blocks-override 65 --kv-compress cake --kv-budget 0.2 --kv-min-prompt 512
+    --kv-allow-override off,snapkv --kv-budget-bounds 0.05:0.5
+""")
 LABELS = {"namespace": "inference", "pod": "vllm-0"}
 DASHBOARD = MONITORING / "dashboard.json"
 ADAPTER = ROOT / "deploy" / "components" / "autoscaling" / "prometheus-adapter-values.yaml"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import httpx
 import pytest
@@ -30,42 +31,15 @@ from vllm_kvcompress.serving.text import long_prompt
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCKS = 128
-COMMON = [
-    "--enforce-eager",
-    "--max-model-len",
-    "4096",
-    "--served-model-name",
-    "demo",
-    "--dtype",
-    "float32",  # faster than bfloat16 on CPUs without bfloat16 instructions
-    "--kv-compress",
-    "cake",
-    "--kv-budget",
-    "0.2",
-    "--kv-min-prompt",
-    "512",
-    "--kv-allow-override",
-    "off,snapkv,cake",
-    "--kv-budget-bounds",
-    "0.1:0.5,128:1024",
-    "--kv-compress-config",
-    '{"log_requests": true}',
-    "--kv-decode-budget",
-    "512",
-    "--kv-alias",
-    "demo@half=snapkv:0.5",
-    "--kv-alias",
-    "demo@256=cake:256",
-    "--kv-alias",
-    "demo@full=off",
-    "--kv-alias",
-    "demo@more=cake:0.8",
-    "--kv-usage",
-    "--num-gpu-blocks-override",
-    str(1 + BLOCKS),
-    "--kv-protect",
-    "system",
-]
+# float32 is faster than bfloat16 on CPUs without bfloat16 instructions
+COMMON = shlex.split(f"""
+    --enforce-eager --max-model-len 4096 --served-model-name demo --dtype float32
+    --kv-compress cake --kv-budget 0.2 --kv-min-prompt 512 --kv-allow-override off,snapkv,cake
+    --kv-budget-bounds 0.1:0.5,128:1024 --kv-compress-config '{{"log_requests": true}}'
+    --kv-decode-budget 512 --kv-alias demo@half=snapkv:0.5 --kv-alias demo@256=cake:256
+    --kv-alias demo@full=off --kv-alias demo@more=cake:0.8 --kv-usage
+    --num-gpu-blocks-override {1 + BLOCKS} --kv-protect system
+""")
 # Writes a line to the server's log whenever a process parses or resolves the options of a request.
 COUNTING = """
 import os, sys

@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,35 +25,14 @@ from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "6912",
-    "--served-model-name",
-    "demo",
-    # in bfloat16, rounding changes outputs when a prompt comes from the prefix cache
-    "--dtype",
-    "float32",
-    "--kv-compress",
-    "cake",
-    "--kv-budget",
-    "0.1",
-    "--kv-min-prompt",
-    "512",
-    "--kv-compress-config",
-    '{"log_requests": true}',
-    "--kv-allow-override",
-    "off",
-    # besides the null block, the pool holds a quarter of the longest prompt
-    "--kv-max-whole",
-    "1664",
-    "--kv-piece",
-    "512",
-    "--num-gpu-blocks-override",
-    "14",
-    "--kv-protect",
-    "system",
-]
+# In bfloat16, rounding changes outputs when a prompt comes from the prefix cache. Besides the null
+# block, the pool holds a quarter of the longest prompt.
+FLAGS = shlex.split("""
+    --enforce-eager --max-model-len 6912 --served-model-name demo --dtype float32
+    --kv-compress cake --kv-budget 0.1 --kv-min-prompt 512
+    --kv-compress-config '{"log_requests": true}' --kv-allow-override off --kv-max-whole 1664
+    --kv-piece 512 --num-gpu-blocks-override 14 --kv-protect system
+""")
 POOL = 13 * 128
 NO_EOS = {"ignore_eos": True}
 
