@@ -143,4 +143,4 @@ def test_vllm_rejects_an_unknown_method(rendered, capsys):
     ]
     with pytest.raises(SystemExit, match="2"):
         parse_serve(argv)
-    assert "cake-chunk" in capsys.readouterr().err
+    assert "did you mean 'cake-chunk'" in capsys.readouterr().err.splitlines()[-1]

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from openai import BadRequestError, OpenAI
 
+from first_layers import LAYERS, first_layers
+from forks import serve_forking
 from manifests import MONITORING, ROOT, alerts, rules
 from scraping import METRIC, panels, prometheus
-from vllm_kvcompress.serving.process import serve
 from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -39,8 +40,9 @@ def observed(demo_model, prompt, tool, tmp_path_factory):
     """A Prometheus after every kind of request."""
     folder = tmp_path_factory.mktemp("prometheus")
     command = tool("prometheus", "Debian's package prometheus")
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
     with (
-        serve(demo_model, FLAGS, folder / "server.log") as server,
+        serve_forking(model, FLAGS, tmp_path_factory.mktemp("server")) as server,
         prometheus(
             command,
             folder,
@@ -106,7 +108,7 @@ def test_the_panels_show_the_requests(observed):
         "budget": 0,
     }
     assert only_value(slotless) == 0
-    assert len(results["Tokens kept, by layer"][0]) == 30
+    assert len(results["Tokens kept, by layer"][0]) == LAYERS
     (configuration,) = results["Configuration"][0]
     assert configuration["metric"]["method"] == "cake"
     assert configuration["metric"]["budget"] == "0.2"

@@ -113,12 +113,6 @@ def test_two_concurrent_clients_get_their_outputs(server, text):
         assert list(pool.map(complete, prompts)) == sequential
 
 
-def test_a_short_prompt_stays_uncompressed(server, client):
-    before = len(server.compressed())
-    client.completions.create(model="demo", prompt="Hello", max_tokens=4, temperature=0)
-    assert len(server.compressed()) == before
-
-
 def test_metrics_show_that_blocks_return(server, client, text):
     stream = client.completions.create(
         model="demo",
@@ -267,21 +261,11 @@ def test_a_killed_engine_fails_all_streams(server, text):
     assert not {"length", "stop"} & set(reasons), reasons
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--kv-compress", "caek"], "did you mean 'cake'"),
-        (
-            ["--kv-compress", "cake", "--pipeline-parallel-size", "4"],
-            "must have the same number of layers",
-        ),
-    ],
-)
-def test_a_wrong_flag_stops_the_command_before_loading(demo_model, flags, message):
-    """One flag fails in vLLM's parser, the other once the model's configuration is read."""
+def test_a_wrong_flag_stops_the_command_before_loading(demo_model):
+    """The flag fails once the model's configuration is read."""
     vllm = str(Path(sys.executable).with_name("vllm"))
     result = subprocess.run(
-        [vllm, "serve", demo_model, *flags],
+        [vllm, "serve", demo_model, "--kv-compress", "cake", "--pipeline-parallel-size", "4"],
         capture_output=True,
         text=True,
         timeout=600,
@@ -290,5 +274,5 @@ def test_a_wrong_flag_stops_the_command_before_loading(demo_model, flags, messag
     )
     assert result.returncode == 2
     last_line = [line for line in result.stderr.splitlines() if line.strip()][-1]
-    assert message in last_line
+    assert "must have the same number of layers" in last_line
     assert not re.search("Loading|load_model|Traceback", result.stdout + result.stderr)
