@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import methods_reference as ref
 from kvcompress_kernels.apportion import cpu
 from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.methods.base import Reads
@@ -30,25 +31,6 @@ def stats_of(total, kv_heads, *, rows=0, variance=None):
         total=total,
         variance=None if variance is None else torch.as_tensor(variance, dtype=torch.float32),
     )
-
-
-def slow_pool(x, kind, kernel):
-    """Return pooled scores as docs/methods.md 1.5 defines them.
-
-    avg pads with 0 and always divides by the kernel; max pads with -inf.
-    """
-    half, n = kernel // 2, x.shape[1]
-    out = np.empty_like(x)
-    for h in range(len(x)):
-        for j in range(n):
-            near = x[h, max(j - half, 0) : min(j + half + 1, n)]
-            out[h, j] = near.sum() / kernel if kind == "avg" else near.max()
-    return out
-
-
-def slow_group_mean(x, kv_heads):
-    group = len(x) // kv_heads
-    return np.stack([x[g * group : (g + 1) * group].mean(0) for g in range(kv_heads)])
 
 
 def test_reads():
@@ -86,7 +68,7 @@ def test_snapkv_equals_the_equation(shape, kind):
     (heads, kv_heads), past, kernel, seed = shape
     a = np.random.RandomState(seed).rand(heads, past)
     got = SnapKV(pooling=kind, kernel=kernel).score(stats_of(a, kv_heads))
-    want = slow_pool(slow_group_mean(a, kv_heads), kind, kernel)
+    want = ref.pool(ref.over_group(a, kv_heads), kind, kernel)
     assert got.shape == (kv_heads, past)
     assert got.dtype == torch.float32
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-6)
@@ -136,13 +118,13 @@ def test_cake_equals_the_equation(shape, w, gamma):
     a = np.random.RandomState(seed).rand(heads, w, past)
     mean = a.mean(1)
     var = ((a - mean[:, None]) ** 2).sum(1) / (w - 1)
-    pooled = slow_pool(mean + gamma * var, "avg", kernel)  # pool per query head, then the group
+    pooled = ref.pool(mean + gamma * var, "avg", kernel)  # pool per query head, then the group
     got = CakeIndicator(gamma=gamma, kernel=kernel).score(
         stats_of(a.sum(1), kv_heads, rows=w, variance=var)
     )
     assert got.shape == (kv_heads, past)
     assert got.dtype == torch.float32
-    np.testing.assert_allclose(got.numpy(), slow_group_mean(pooled, kv_heads), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(got.numpy(), ref.over_group(pooled, kv_heads), rtol=1e-4, atol=1e-6)
 
 
 def test_cake_shape_check():
