@@ -113,28 +113,6 @@ def test_two_concurrent_clients_get_their_outputs(server, text):
         assert list(pool.map(complete, prompts)) == sequential
 
 
-def test_metrics_show_that_blocks_return(server, client, text):
-    stream = client.completions.create(
-        model="demo",
-        prompt=text,
-        max_tokens=192,  # the engine is still decoding when the client receives token 40
-        temperature=0,
-        stream=True,
-        extra_body=NO_EOS,
-    )
-    usage = []
-    for number, _ in enumerate(stream):
-        if number in (4, 20, 40):
-            usage.append(server.metric("vllm:kv_cache_usage_perc"))
-    total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
-    used_blocks = [round(share * total) for share in usage]
-    full = 1500 // 128
-    assert 0 < max(used_blocks) <= full // 2
-    assert server.metric("vllm:num_preemptions_total") == 0
-    # the gauge changes with the engine's next report
-    wait_for(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
-
-
 def test_the_demo_measures_prompts_without_prefix_cache_hits(server, text):
     def hits() -> float:
         return server.metric("vllm:prefix_cache_hits_total")
