@@ -13,7 +13,6 @@ On a GPU the host also waits in CUDA's launch functions, about 2 to 5 microsecon
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -91,19 +90,22 @@ def measure(
     trees: dict[str, Path], rounds: int, repeats: int
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return, by case and tree, the median and the smallest milliseconds per packing."""
-    workers = {name: _start(tree) for name, tree in trees.items()}
+    from benchmarks.json_process import JsonProcess
+
+    # A worker times the code in its tree with this benchmark's own code.
+    script = str(Path(__file__).resolve())
+    workers = {
+        name: JsonProcess([script, "--worker"], PYTHONPATH=f"{tree}{os.pathsep}{tree / 'kernels'}")
+        for name, tree in trees.items()
+    }
     seconds: dict[str, dict[str, list[float]]] = {}
     for case in CASES:
         seconds[case] = {name: [] for name in workers}
         for _ in range(rounds + 1):  # the first round warms up
             for name, worker in workers.items():
-                assert worker.stdin is not None
-                assert worker.stdout is not None
-                worker.stdin.write(json.dumps({"case": case, "repeats": repeats}) + "\n")
-                worker.stdin.flush()
-                seconds[case][name] += json.loads(worker.stdout.readline())
+                seconds[case][name] += worker.ask({"case": case, "repeats": repeats})
     for worker in workers.values():
-        worker.communicate()
+        worker.close()
     return {
         case: {
             name: {
@@ -116,29 +118,12 @@ def measure(
     }
 
 
-def _start(tree: Path) -> subprocess.Popen[str]:
-    """Start a worker that times the code in `tree` with this benchmark's own code."""
-    paths = os.pathsep.join([str(tree), str(tree / "kernels")])
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), "--worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-
-
 def serve() -> None:
     """Time the cases named on standard input; write the seconds of each packing."""
+    # An older commit's `benchmarks` may lack this module, so import it from this file's folder.
+    import dummy_prompts
     import torch
 
-    # An older commit's `benchmarks` has no such module, so load it from this file's folder.
-    path = Path(__file__).with_name("dummy_prompts.py")
-    spec = importlib.util.spec_from_file_location("dummy_prompts", path)
-    assert spec is not None
-    assert spec.loader is not None
-    dummy_prompts = sys.modules["dummy_prompts"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(dummy_prompts)
     torch.set_num_threads(1)
     # As many layers of a shortened prompt share a launch as of a prompt of full length.
     memory = importlib.import_module("vllm_kvcompress.planning.memory")

@@ -24,11 +24,9 @@ Cases:
 import argparse
 import gc
 import itertools
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_bench import print_result, replace_kernels_once, use_one_process
+from json_process import JsonProcess, Replies
 
 CONFIGURATIONS = ("vllm", "idle", "compressing")
 CALLS = ("schedule", "update_from_output")
@@ -187,8 +186,7 @@ def serve(args: argparse.Namespace) -> None:
     """Run one round for each line of standard input, and write its times as one line of JSON."""
     from origin import commit, machine
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to standard output
+    replies = Replies()  # vLLM prints to standard output
     use_one_process(cache_gib=1)
     replace_kernels_once()
     with tempfile.TemporaryDirectory() as folder:
@@ -198,46 +196,19 @@ def serve(args: argparse.Namespace) -> None:
         gc.collect()
         gc.freeze()
         gc.disable()
-        print(json.dumps({"machine": machine(), "commit": commit()}), file=answers, flush=True)
+        replies.send({"machine": machine(), "commit": commit()})
         for _ in sys.stdin:
-            print(json.dumps(schedulers.run_round()), file=answers, flush=True)
+            replies.send(schedulers.run_round())
             gc.collect()
         for engine in engines.values():
             engine.engine_core.shutdown()
 
 
-class Checkout:
-    """A process that measures the schedulers of one checkout."""
-
-    def __init__(self, root: Path) -> None:
-        paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", *sys.argv[1:]],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.about = self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the measuring process ended with {self._process.wait()}")
-        return json.loads(line)
-
-    def run_round(self) -> dict[str, Times]:
-        """Return the times of one round by configuration."""
-        assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        times: dict[str, Times] = self._answer()
-        return times
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def checkout(root: Path) -> JsonProcess:
+    """Start a process that measures the schedulers of one checkout."""
+    paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
+    arguments = [__file__, "--serve", *sys.argv[1:]]
+    return JsonProcess(arguments, PYTHONPATH=os.pathsep.join(filter(None, paths)))
 
 
 def summary(rounds: list[dict[str, Times]]) -> dict[str, Any]:
@@ -260,19 +231,20 @@ def main() -> None:
         return
     here = Path(__file__).resolve().parents[1]
     roots = {"after": here} if args.before is None else {"before": args.before, "after": here}
-    checkouts = {name: Checkout(root.resolve()) for name, root in roots.items()}
+    checkouts = {name: checkout(root.resolve()) for name, root in roots.items()}
+    about = {name: process.read() for name, process in checkouts.items()}
     rounds: dict[str, list[dict[str, Times]]] = {name: [] for name in checkouts}
     for number in range(args.warm_up + args.rounds):
-        for name, checkout in checkouts.items():
-            times = checkout.run_round()
+        for name, process in checkouts.items():
+            times = process.ask("a round")
             if number >= args.warm_up:
                 rounds[name].append(times)
-    for checkout in checkouts.values():
-        checkout.close()
+    for process in checkouts.values():
+        process.close()
     result = {
-        "machine": checkouts["after"].about["machine"],
+        "machine": about["after"]["machine"],
         "command": " ".join(["python", "benchmarks/bench_scheduler.py", *sys.argv[1:]]),
-        "commits": {name: checkout.about["commit"] for name, checkout in checkouts.items()},
+        "commits": {name: each["commit"] for name, each in about.items()},
         "shapes": {
             **{"method": args.method, "budget": args.budget, "lookahead": args.lookahead},
             **{"layers": args.layers, "block_tokens": args.block, "rounds": args.rounds},

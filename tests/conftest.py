@@ -40,7 +40,6 @@ import pytest
 import torch
 
 import tools
-from parameter_ids import readable
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
@@ -79,7 +78,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    return readable(argname, val)
+    """Name numbers and dtypes in test ids: ``dim=80-dtype=float16``, not ``80-dtype0``."""
+    if val is None or isinstance(val, bool | int | float | torch.dtype):
+        return f"{argname}={str(val).removeprefix('torch.')}"
+    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,7 +1,7 @@
 """Summarise result lines as cells: means with confidence intervals per method and budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -11,8 +11,11 @@ from benchmarks.field import reading, ruler
 from benchmarks.jsonl import Line, lines
 from vllm_kvcompress.compare import measures, tasks
 from vllm_kvcompress.compare.statistics import Estimate, mean
+from vllm_kvcompress.methods.registry import RECOMMENDED
 
 FULL = "full"
+WITHOUT_LOOKAHEAD = f"{RECOMMENDED}, lookahead 0"
+"""Name of the recommended preset without its look-ahead, as all other presets run."""
 ALL = "all tasks"
 ORDINARY = "ordinary requests"
 """Name of the cell over all tasks without expected answers."""
@@ -250,14 +253,3 @@ def answered_counts(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str
             key = (line["model"], line["question"], line["tokens"], line["task"])
             scores.setdefault(key, []).append(line["score"])
     return {key: f"{sum(s > 0 for s in found)} of {len(found)}" for key, found in scores.items()}
-
-
-def as_json(found: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Return the cells as JSON objects with numbers rounded to 5 digits."""
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: rounded(item) for key, item in value.items()}
-        return round(value, 5) if isinstance(value, float) else value
-
-    return [rounded(asdict(cell)) for cell in found]

@@ -1,4 +1,4 @@
-"""Write tables and a picture of measured outputs.
+"""Write tables of measured outputs.
 
 In benchmarks/results, with the repository's root in PYTHONPATH, these commands write the reports:
 
@@ -9,13 +9,9 @@ In benchmarks/results, with the repository's root in PYTHONPATH, these commands 
     python -m benchmarks.evidence.report formats_tasks_smollm2.jsonl.xz \\
         formats_tasks_qwen2.jsonl.xz --out formats_tasks
     python -m benchmarks.evidence.report settings_qwen2.jsonl.xz --pooled --out settings
-
-Git keeps the .md files and formats.png. It ignores the other files, which follow from the raw
-files.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,17 +21,15 @@ from benchmarks.evidence.cells import (
     ALL,
     ORDINARY,
     POSITION_RANGES,
+    WITHOUT_LOOKAHEAD,
     Cell,
     answered_counts,
-    as_json,
     cells,
     differences,
     pooled,
     read,
     sampling_group,
 )
-from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
 from benchmarks.evidence.texts import TASK as TEXTS
 from benchmarks.jsonl import Line
 from vllm_kvcompress.compare.statistics import Estimate, RuleResults, shares_obeyed
@@ -87,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="outputs of benchmarks.evidence")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="where to write .json, .md and .png"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="where to write the .md file")
     parser.add_argument(
         "--pooled",
         action="store_true",
@@ -102,13 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     origin = {
         key: sorted({str(line[key]) for line in results}) for key in ("machine", "commit", "seed")
     }
-    document = {"origin": origin, "cells": as_json(found)}
-    args.out.with_suffix(".json").write_text(json.dumps(document, indent=0) + "\n")
     text = markdown(found, results, origin)
     if args.pooled:
         text += "\n" + pooled_markdown(pooled(results))
     args.out.with_suffix(".md").write_text(text)
-    save_picture(found, args.out.with_suffix(".png"))
 
 
 def markdown(

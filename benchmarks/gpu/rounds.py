@@ -86,6 +86,28 @@ def interval_rank(count: int) -> tuple[int, float]:
     return rank, confidence
 
 
+def report_rounds(report: Any, workload: str, found: Mapping[str, Sequence[Figures]]) -> None:
+    """Keep all rounds of a workload in a `Report`, and add a row of medians for each variant."""
+    report.keep_rounds(workload, found)
+    for name, rounds in found.items():
+        medians = {figure: median(rounds, figure) for figure in rounds[0]}
+        report.row("requests", of=workload, variant=name, rounds=len(rounds), **medians)
+
+
+def report_difference(
+    report: Any,
+    workload: str,
+    found: Mapping[str, Sequence[Figures]],
+    variant: str,
+    baseline: str,
+    figure: str,
+) -> None:
+    """Add a row with the paired difference of a figure between two variants to a `Report`."""
+    result = difference(found, variant, baseline, figure)
+    of = f"{workload}: {figure}"
+    report.row("differences", of=of, variant=variant, than=baseline, **result._asdict())
+
+
 def median(rounds: Sequence[Figures], figure: str) -> float:
     middle: float = statistics.median(figures[figure] for figures in rounds)
     return middle

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.rounds import Figures, alternate, difference, median
+from benchmarks.gpu.rounds import Figures, alternate, report_difference, report_rounds
 from benchmarks.gpu.tokens import MODEL
 from vllm_kvcompress.serving.process import Server, serve
 
@@ -76,18 +76,14 @@ def measure(report: Report, load: Load, servers: dict[str, Server]) -> None:
     variants = {name: client(server.url, load, report.seed) for name, server in servers.items()}
     found = alternate(load.rounds, variants)
     workload = f"{load.requests} x {load.prompt} by HTTP"
-    report.keep_rounds(workload, found)
+    report_rounds(report, workload, found)
     for name, figures in found.items():
         complete = min(x["completed"] for x in figures)
         report.check(f"{workload}, {name}: completed", complete, ("==", load.requests))
-        medians = {figure: median(figures, figure) for figure in FIGURES}
-        report.row("requests", of=workload, variant=name, rounds=load.rounds, **medians)
     packed = servers[PLUGIN].metric(PACKED) - before
     report.check(f"{workload}: requests compressed", packed, (">=", load.requests * load.rounds))
     for figure in FIGURES:
-        result = difference(found, PLUGIN, FULL, figure)
-        of = f"{workload}: {figure}"
-        report.row("differences", of=of, variant=PLUGIN, than=FULL, **result._asdict())
+        report_difference(report, workload, found, PLUGIN, FULL, figure)
 
 
 def client(url: str, load: Load, seed: int) -> Callable[[int], Figures]:

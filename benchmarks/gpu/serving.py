@@ -19,7 +19,15 @@ import torch
 from benchmarks.gpu.engine_process import EngineProcess, engine_pair
 from benchmarks.gpu.models import DRY as DRY_MODEL
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.rounds import Figures, Variants, alternate, difference, median
+from benchmarks.gpu.rounds import (
+    Figures,
+    Variants,
+    alternate,
+    difference,
+    median,
+    report_difference,
+    report_rounds,
+)
 from benchmarks.gpu.switches import SWITCHES
 from benchmarks.gpu.workloads import DRY, Sizes, fit_model, options
 
@@ -103,8 +111,8 @@ class Turns:
         self._check(f"{workload}: first token", found, PLUGIN, "first_token_s", 0.02)
         for figure in ("first_token_s", "step_ms"):
             for name in present:
-                self._compare(workload, found, f"without {name}", PLUGIN, figure)
-            self._compare(workload, found, PLUGIN, FULL, figure)
+                report_difference(self.report, workload, found, f"without {name}", PLUGIN, figure)
+            report_difference(self.report, workload, found, PLUGIN, FULL, figure)
 
     def trace(self, length: int) -> None:
         """Save a profile of one prompt: from its forward pass to the copy of its first token."""
@@ -122,7 +130,7 @@ class Turns:
         workload = f"{count} x {length}, decoding"
         found = self._compressing(workload, rounds, variants, prompts=count)
         for figure in ("longest_gap_ms", "median_gap_ms"):
-            self._compare(workload, found, PLUGIN, FULL, figure)
+            report_difference(self.report, workload, found, PLUGIN, FULL, figure)
 
     def short_prompts(self) -> None:
         """Measure the plugin's cost for prompts under the threshold."""
@@ -217,24 +225,8 @@ class Turns:
         compressed = self.on.call("compressed") - before
         expected = prompts * (rounds + 1)
         self.report.check(f"{workload}: requests compressed", compressed, ("==", expected))
-        self.report.keep_rounds(workload, found)
-        for name, figures in found.items():
-            medians = {key: median(figures, key) for key in figures[0]}
-            self.report.row("requests", of=workload, variant=name, rounds=rounds, **medians)
+        report_rounds(self.report, workload, found)
         return found
-
-    def _compare(
-        self,
-        workload: str,
-        found: dict[str, list[Figures]],
-        variant: str,
-        baseline: str,
-        figure: str,
-    ) -> None:
-        """Report the paired difference of a figure between two variants."""
-        result = difference(found, variant, baseline, figure)
-        of = f"{workload}: {figure}"
-        self.report.row("differences", of=of, variant=variant, than=baseline, **result._asdict())
 
     def _check(
         self, name: str, found: dict[str, list[Figures]], variant: str, figure: str, goal: float

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.report import FAIL, line, plain, read_stages
 from benchmarks.gpu.stages import LIMITS
+from vllm_kvcompress.compare.tables import markdown_table
 
 
 def conclude(folder: Path, names: Sequence[str], faults: Sequence[str]) -> int:
@@ -76,9 +77,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
         return ""
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[_cell(row.get(column)) for column in columns] for row in rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    return markdown_table(columns, cells, text_columns=len(columns)).rstrip("\n")
 
 
 def _cell(value: Any) -> str:

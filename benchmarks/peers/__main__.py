@@ -4,7 +4,7 @@
 
 Three processes share a folder. One makes the prompts, one compresses them with kvpress's presses in
 kvpress's own environment, and one with our methods. Results stay in the folder, so an interrupted
-run continues. The outputs are a JSON file, a Markdown report and a picture.
+run continues. The outputs are a JSON file and a Markdown report.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from benchmarks.origin import commit, machine
 from benchmarks.peers import exchange
-from benchmarks.peers.report import markdown, picture, summaries
+from benchmarks.peers.report import markdown, summaries
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("prompts", "kvpress", "ours")
@@ -113,12 +114,10 @@ def collect_results(args: argparse.Namespace) -> dict[str, Any]:
         for side in (exchange.KVPRESS, exchange.OURS)
         for result in exchange.read(args.run / f"{side}.jsonl", exchange.Result)
     ]
-    agreement: dict[str, dict[str, int]] = {}
+    agreement: dict[str, Counter[str]] = {}
     for file in sorted(args.run.glob("agreement-*.json")):
         for key, counts in json.loads(file.read_text()).items():
-            total = agreement.setdefault(key, dict.fromkeys(counts, 0))
-            for name, value in counts.items():
-                total[name] += value
+            agreement.setdefault(key, Counter()).update(counts)
     lengths = [len(prompt.ids) for prompt in prompts]
     needles = sum(prompt.kind == exchange.NEEDLE for prompt in prompts)
     kvpress, theirs = versions(args.peers, "kvpress", "transformers")
@@ -149,7 +148,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     text = markdown(results)
     args.out.with_suffix(".md").write_text(text)
-    picture(results, args.out.with_suffix(".png"))
     print(text)
 
 

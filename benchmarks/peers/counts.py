@@ -6,7 +6,6 @@ counts, so that both sides keep the same number.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -63,33 +62,20 @@ def closest_ratio(total: int, tokens: int, kept_at: Callable[[float], int]) -> f
     return min((low, high), key=lambda ratio: abs(kept_at(ratio) - total))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Number of positions that two selections of equal size share, over layers and KV heads.
+Agreement = dict[str, int]
+"""Numbers of positions that two selections of equal size share, over KV heads.
 
-    Args:
-        kept: positions of kvpress.
-        equal: positions that our side keeps, too.
-        named: other positions that differ for a documented reason.
-        rounding: other positions whose score equals the lowest kept score up to rounding.
-    """
+* kept: positions of kvpress
+* equal: positions that our side keeps, too
+* named: other positions that differ for a documented reason
+* rounding: other positions whose score equals the lowest kept score up to rounding
+* unexplained: all others
+"""
 
-    kept: int = 0
-    equal: int = 0
-    named: int = 0
-    rounding: int = 0
 
-    @property
-    def unexplained(self) -> int:
-        return self.kept - self.equal - self.named - self.rounding
-
-    def __add__(self, other: "Agreement") -> "Agreement":
-        return Agreement(
-            kept=self.kept + other.kept,
-            equal=self.equal + other.equal,
-            named=self.named + other.named,
-            rounding=self.rounding + other.rounding,
-        )
+def agreement(kept: int, *, equal: int, named: int, rounding: int) -> Agreement:
+    counts = {"kept": kept, "equal": equal, "named": named, "rounding": rounding}
+    return {**counts, "unexplained": kept - equal - named - rounding}
 
 
 def masks(positions: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -114,9 +100,10 @@ def compare(
     boundary = scores.masked_fill(~mine, torch.inf).amin(-1, keepdim=True)
     near = (scores - boundary).abs() <= tolerance * boundary.abs()
     missing = other & ~mine
-    return Agreement(
-        kept=int(other.sum()),
+    return agreement(
+        int(other.sum()),
         equal=int((mine & other).sum()),
+        named=0,
         rounding=int((missing & near).sum()),
     )
 
@@ -184,8 +171,8 @@ def compare_chunks(
     near = torch.zeros(tokens, dtype=torch.bool)
     past = chunk_of_token < means.numel()
     near[past] = (means[chunk_of_token[past]] - boundary).abs() <= tolerance * boundary.abs()
-    return Agreement(
-        kept=heads * int(other.sum()),
+    return agreement(
+        heads * int(other.sum()),
         equal=heads * int((mine & other).sum()),
         named=heads * int((missing & named).sum()),
         rounding=heads * int((missing & ~named & near).sum()),

@@ -1,14 +1,16 @@
 """Files that the two environments exchange: prompts, the full cache's tokens, and results.
 
 kvpress needs an older transformers than vLLM, so it runs in its own process and environment. Both
-sides write JSON lines into the same folder. This file needs only the standard library.
+sides write JSON lines into the same folder. This file and `benchmarks.jsonl` need only the standard
+library.
 """
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from benchmarks import jsonl
 
 NEEDLE, TEXT = "needle", "text"
 FULL = "full cache"
@@ -80,41 +82,31 @@ class Result:
 def write(path: Path, records: Iterable[Prompt | Result]) -> None:
     """Write records to a new file, one line each. The file appears only when it is complete."""
     part = path.with_suffix(".part")
-    part.write_text("".join(_line(record) for record in records))
+    part.unlink(missing_ok=True)
+    jsonl.append(part, map(asdict, records))
     part.rename(path)
 
 
 def append(path: Path, record: Prompt | Result) -> None:
-    with path.open("a") as file:
-        file.write(_line(record))
+    jsonl.append(path, [asdict(record)])
 
 
 def read(path: Path, kind: type[Record]) -> list[Record]:
-    """Return the records of a file; no file means no records.
+    """Return the complete records of a file; no file means no records.
 
     Raises:
-        ValueError: a line is not a record of this kind. The message has the line number.
+        ValueError: a line is not a record of this kind.
     """
-    return list(_read(path, kind)) if path.exists() else []
-
-
-def _read(path: Path, kind: type[Record]) -> Iterator[Record]:
-    names = {field.name for field in fields(kind)}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            raw: Any = json.loads(line)
-            if not isinstance(raw, dict) or not set(raw) <= names:
-                raise TypeError(f"its keys must be among {sorted(names)}")
-            named: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
+    records = []
+    try:
+        for line in jsonl.lines(path):
+            fields: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in line.items()
             }
-            yield kind(**named)
-        except (TypeError, ValueError) as e:
-            raise ValueError(
-                f"{path}, line {number}, must be a {kind.__name__}: {e};"
-                " delete the file and run `make peers` again"
-            ) from None
-
-
-def _line(record: Prompt | Result) -> str:
-    return json.dumps(asdict(record)) + "\n"
+            records.append(kind(**fields))
+    except (AttributeError, TypeError, ValueError) as e:
+        raise ValueError(
+            f"{path} must have lines of {kind.__name__}: {e}; delete the file and run"
+            " `make peers` again"
+        ) from None
+    return records

@@ -8,6 +8,7 @@ have one token, so that each layer keeps exactly its number of tokens.
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,35 +156,29 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
 @torch.inference_mode()
 def agreements(
     prompt: exchange.Prompt, theirs: Mapping[str, torch.Tensor], full_cache: Mapping[str, Any]
-) -> dict[str, dict[str, int]]:
-    """Return the counts of `Agreement` for one prompt over all layers, by ``press@budget``.
+) -> dict[str, counts.Agreement]:
+    """Return the `counts.Agreement` of one prompt over all layers, by ``press@budget``.
 
     Args:
         theirs: ``[L, Hkv, n]`` kept positions by ``press@budget``.
         full_cache: queries, keys and values for `compress`.
     """
-    out: dict[str, dict[str, int]] = {}
+    out: dict[str, counts.Agreement] = {}
     for key, positions in theirs.items():
         press = key.rpartition("@")[0]
         if press not in SAME_SETTINGS:
             continue
         method = METHODS[SAME_SETTINGS[press]]
         compressed = compress(**full_cache, policy=method, budget=positions.shape[-1])
-        found = counts.Agreement()
+        found: Counter[str] = Counter()
         for layer, kept in enumerate(compressed.positions):
             arguments = kept, positions[layer], compressed.scores[layer]
             if press == "ChunkKV":
                 chunks, _ = counts.complete_chunks(len(prompt.ids), positions.shape[-1])
-                found += counts.compare_chunks(*arguments, chunks)
+                found.update(counts.compare_chunks(*arguments, chunks))
             else:
-                found += counts.compare(*arguments)
-        out[key] = {
-            "kept": found.kept,
-            "equal": found.equal,
-            "named": found.named,
-            "rounding": found.rounding,
-            "unexplained": found.unexplained,
-        }
+                found.update(counts.compare(*arguments))
+        out[key] = found
     return out
 
 

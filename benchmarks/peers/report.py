@@ -1,13 +1,11 @@
-"""Report the results of both sides as a Markdown table and a picture."""
+"""Report the results of both sides as Markdown tables."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.exchange import FULL, KVPRESS, OURS, Result
-from vllm_kvcompress.compare.figures import new_figure
 from vllm_kvcompress.compare.tables import markdown_table
 
 Pairs = dict[tuple[str, str], dict[float, dict[str, Any]]]
@@ -167,48 +165,3 @@ def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> str:
         shares = [f"{100 * counts[kind] / counts['kept']:.3f} %" for kind in kinds]
         rows.append([key.replace("@", " at "), str(counts["kept"]), *shares])
     return markdown_table(["", "kept", *kinds], rows)
-
-
-def picture(results: Mapping[str, Any], path: Path) -> None:
-    """Save a plot of needles and KL per budget, one line per method: kvpress orange, ours blue.
-
-    Methods are sorted by KL at the smallest budget, the best on top.
-    """
-    budgets: list[float] = results["budgets"]
-    pairs = paired(results["pairs"])
-    keys = [key for key in pairs if key[0] in (KVPRESS, OURS) and key[1] != FULL]
-    keys.sort(key=lambda key: _value(pairs[key], budgets[-1], "kl") or float("inf"), reverse=True)
-    figure = new_figure(11, 1.9 + 0.28 * len(keys))
-    axes = figure.subplots(1, 2, sharey=True)
-    colours = {KVPRESS: "tab:orange", OURS: "tab:blue"}
-    for axis, name in zip(axes, ("needles_answered", "kl"), strict=True):
-        for size, budget in enumerate(budgets):
-            points = [(y, key[0], _value(pairs[key], budget, name)) for y, key in enumerate(keys)]
-            for side, colour in colours.items():
-                side_points = [(x, y) for y, owner, x in points if owner == side and x is not None]
-                axis.scatter(
-                    [x for x, _ in side_points],
-                    [y for _, y in side_points],
-                    s=90 - 30 * size,
-                    color=colour,
-                    alpha=(0.25, 0.55, 1.0)[max(3 - len(budgets), 0) + min(size, 2)],
-                    label=f"{side}, {budget:g} kept",
-                )
-        axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(keys)), [f"{side}: {method}" for side, method in keys])
-    axes[0].set_xlabel("needles answered, %")
-    axes[1].set_xlabel("KL from the full cache, nats per token")
-    axes[1].set_xscale("log")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(budgets), frameon=False)
-    figure.savefig(path, format="png")
-
-
-def _value(by_budget: Mapping[float, Mapping[str, Any]], budget: float, name: str) -> float | None:
-    """Return the plotted value: percent of needles or nats. None if it was not measured."""
-    line = by_budget.get(budget)
-    if line is None:
-        return None
-    if name == "kl":
-        return float(line["kl"]) if line["kl"] else None
-    return 100 * line["needles_answered"] / line["needles"] if line["needles"] else None

@@ -99,7 +99,3 @@ def test_a_switch_that_this_commit_lacks_is_reported(monkeypatch):
     target = (worker.__name__, "CompressingWorker", "_does_not_exist", False)
     monkeypatch.setitem(switches.SWITCHES, "not here", target)
     assert not switches.switch("not here", on=False)
-
-
-def test_packing_after_sampling_can_be_switched():
-    assert switches.switch("packing after sampling", on=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pytest_process
+from benchmarks import json_process
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import ops, stages
 from benchmarks.gpu.engine_process import EngineProcess
@@ -170,22 +171,20 @@ def test_a_stopped_stage_is_killed_with_its_child_processes(tmp_path, monkeypatc
 
 
 def test_an_engine_that_does_not_shut_down_is_killed(monkeypatch, tmp_path):
-    from benchmarks.gpu import engine_process
-
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
     popen = subprocess.Popen
 
     def start(arguments, **options):
         return popen([sys.executable, "-c", stubborn], **options)
 
-    monkeypatch.setattr(engine_process.subprocess, "Popen", start)
-    monkeypatch.setattr(engine_process, "SHUTDOWN_SECONDS", 0.1)
+    monkeypatch.setattr(json_process.subprocess, "Popen", start)
+    monkeypatch.setattr(json_process, "SHUTDOWN_SECONDS", 0.1)
     engine = EngineProcess("model", None)
     engine.close()
     assert engine.process.returncode == -signal.SIGKILL
     engine.close()
     with pytest.raises(RuntimeError, match="ended with status -9; see the log"):
-        engine.ready()
+        engine.read()
 
 
 def test_a_long_log_keeps_only_its_end(tmp_path):

@@ -1,6 +1,5 @@
 """The parts of `make peers` that run without kvpress: counts, agreement, files and report."""
 
-import dataclasses
 import json
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import counts, decoding, exchange
-from benchmarks.peers.report import better, markdown, paired, picture, summaries
+from benchmarks.peers.report import better, markdown, paired, summaries
 
 PROMPT = exchange.Prompt(
     name="needle0", kind=exchange.NEEDLE, ids=(1, 2), output_ids=(3,), answer="7"
@@ -87,16 +86,16 @@ def test_equal_selections_agree():
     scores = torch.rand(3, 50, generator=torch.Generator().manual_seed(0))
     kept = best(scores, 20)
     found = counts.compare(kept, kept.flip(-1), scores)
-    assert (found.kept, found.equal, found.rounding, found.unexplained) == (60, 60, 0, 0)
+    assert found == {"kept": 60, "equal": 60, "named": 0, "rounding": 0, "unexplained": 0}
 
 
 def test_only_near_ties_count_as_rounding():
     scores = torch.tensor([[5.0, 3.0, 3.001, 1.0, torch.inf]])
     ours = torch.tensor([[0, 2, 4]])
     tie = counts.compare(ours, torch.tensor([[0, 1, 4]]), scores)
-    assert (tie.equal, tie.rounding, tie.unexplained) == (2, 1, 0)
+    assert (tie["equal"], tie["rounding"], tie["unexplained"]) == (2, 1, 0)
     wrong = counts.compare(ours, torch.tensor([[0, 3, 4]]), scores)
-    assert (wrong.equal, wrong.rounding, wrong.unexplained) == (2, 0, 1)
+    assert (wrong["equal"], wrong["rounding"], wrong["unexplained"]) == (2, 0, 1)
 
 
 def kvpress_chunks(scores: torch.Tensor, chunks: int, window: int, size: int) -> torch.Tensor:
@@ -125,8 +124,7 @@ def test_all_chunk_differences_to_kvpress_are_explained(tokens):
     ours = [j for run in order for j in run][: kept - window] + list(range(past, tokens))
     sides = torch.tensor([sorted(ours)] * 2), theirs.expand(2, -1)
     found = counts.compare_chunks(*sides, scores, chunks, window=window, size=size)
-    assert found.kept == 2 * kept
-    assert found.unexplained == 0
+    assert (found["kept"], found["unexplained"]) == (2 * kept, 0)
 
 
 def test_a_chunk_that_kvpress_would_not_keep_is_unexplained():
@@ -136,7 +134,7 @@ def test_a_chunk_that_kvpress_would_not_keep_is_unexplained():
     ours = torch.cat([torch.arange(20), torch.arange(50, 60)]).expand(2, -1)
     theirs = torch.cat([torch.arange(10), torch.arange(30, 40), torch.arange(50, 60)])
     found = counts.compare_chunks(ours, theirs.expand(2, -1), scores, 3, window=window, size=size)
-    assert (found.kept, found.equal, found.unexplained) == (60, 40, 20)
+    assert (found["kept"], found["equal"], found["unexplained"]) == (60, 40, 20)
     assert tokens == scores.shape[1]
 
 
@@ -198,12 +196,12 @@ def test_records_survive_a_round_trip(tmp_path):
     assert exchange.read(tmp_path / "prompts.jsonl", exchange.Prompt) == [PROMPT]
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"name": "a"}', '{"other": 1}', "{", '{"kind": "x"}'])
-def test_an_invalid_line_is_reported_with_its_number(tmp_path, line):
+@pytest.mark.parametrize("line", ["[1]", '{"name": "a"}', '{"other": 1}', '{"kind": "x"}'])
+def test_an_invalid_line_is_an_error(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     exchange.write(path, [PROMPT])
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=r"line 2, must be a Prompt: .*delete the file"):
+    with pytest.raises(ValueError, match=r"must have lines of Prompt: .*delete the file"):
         exchange.read(path, exchange.Prompt)
 
 
@@ -245,8 +243,7 @@ def test_a_press_is_compared_on_its_own_prompts_ignoring_rounding():
     assert better(paired(summaries(lines)), ("kvpress", "KVzip"), [0.1]) == "needles at 0.1"
 
 
-def test_the_report_has_all_methods_notes_and_the_origin(tmp_path):
-    agreement = dataclasses.asdict(counts.Agreement(kept=10, equal=9, rounding=1))
+def test_the_report_has_all_methods_notes_and_the_origin():
     results = {
         "machine": "a processor",
         "command": "python -m benchmarks.peers",
@@ -257,7 +254,7 @@ def test_the_report_has_all_methods_notes_and_the_origin(tmp_path):
         "prompts": "1 needles and 1 texts of 100 to 100 tokens",
         "budgets": [0.1],
         "pairs": pairs(),
-        "agreement": {"SnapKV@0.1": {**agreement, "unexplained": 0}},
+        "agreement": {"SnapKV@0.1": counts.agreement(10, equal=9, named=0, rounding=1)},
     }
     text = markdown(json.loads(json.dumps(results)))
     assert "| kvpress: SnapKV | 0/1 | 0.100 | 0.10 | 20 | KL at 0.1 |" in text
@@ -265,5 +262,3 @@ def test_the_report_has_all_methods_notes_and_the_origin(tmp_path):
     assert "* SnapKV, at 0.1: a note." in text
     assert "| SnapKV at 0.1 | 10 | 90.000 % | 0.000 % | 10.000 % | 0.000 % |" in text
     assert "a processor; commit abc; `python -m benchmarks.peers`" in text
-    picture(results, tmp_path / "peers.png")
-    assert (tmp_path / "peers.png").stat().st_size > 1000

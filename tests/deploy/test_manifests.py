@@ -9,11 +9,12 @@ import kubernetes_validate
 import pytest
 
 from manifests import (
+    GROUP,
     GROUPS,
     NAMES,
     NEWEST,
     OLDEST,
-    ROOT,
+    SERVING,
     arguments,
     container,
     downloads_model,
@@ -25,10 +26,7 @@ from manifests import (
 from operator_schemas import SCHEMAS
 from vllm_kvcompress import __version__
 
-SERVING = [name for name in NAMES if not name.endswith("prefetch")]
 GPU = [name for name in SERVING if name != "cpu"]
-GROUP = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "vllm-group-0.vllm-group.default"}
-README = (ROOT / "deploy" / "README.md").read_text()
 
 
 @pytest.fixture(params=NAMES)

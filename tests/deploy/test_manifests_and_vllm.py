@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from manifests import (
-    NAMES,
+    GROUP,
     ROOT,
+    SERVING,
     arguments,
     container,
     find_object,
@@ -17,9 +18,6 @@ from manifests import (
     pods,
 )
 
-SERVING = [name for name in NAMES if not name.endswith("prefetch")]
-GPU = [name for name in SERVING if name != "cpu"]
-GROUP = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "vllm-group-0.vllm-group.default"}
 README = (ROOT / "deploy" / "README.md").read_text()
 
 
@@ -143,4 +141,4 @@ def test_vllm_rejects_an_unknown_method(rendered, capsys):
     ]
     with pytest.raises(SystemExit, match="2"):
         parse_serve(argv)
-    assert "cake-chunk" in capsys.readouterr().err
+    assert "did you mean 'cake-chunk'" in capsys.readouterr().err.splitlines()[-1]

@@ -2,40 +2,27 @@
 
 import dataclasses
 import math
+import shlex
 import time
 
 import pytest
 import yaml
 from openai import BadRequestError, OpenAI
 
+from first_layers import LAYERS, first_layers
+from forks import serve_forking
 from manifests import MONITORING, ROOT, alerts, rules
 from scraping import METRIC, panels, prometheus
-from vllm_kvcompress.serving.process import serve
 from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "4096",
-    "--served-model-name",
-    "demo",
-    "--dtype",
-    "float32",  # faster on CPUs without bfloat16 instructions
-    "--num-gpu-blocks-override",
-    "65",
-    "--kv-compress",
-    "cake",
-    "--kv-budget",
-    "0.2",
-    "--kv-min-prompt",
-    "512",
-    "--kv-allow-override",
-    "off,snapkv",
-    "--kv-budget-bounds",
-    "0.05:0.5",
-]
+# float32 is faster on CPUs without bfloat16 instructions
+FLAGS = shlex.split("""
+    --enforce-eager --max-model-len 4096 --served-model-name demo --dtype float32
+    --num-gpu-blocks-override 65 --kv-compress cake --kv-budget 0.2 --kv-min-prompt 512
+    --kv-allow-override off,snapkv --kv-budget-bounds 0.05:0.5
+""")
 LABELS = {"namespace": "inference", "pod": "vllm-0"}
 DASHBOARD = MONITORING / "dashboard.json"
 ADAPTER = ROOT / "deploy" / "components" / "autoscaling" / "prometheus-adapter-values.yaml"
@@ -53,8 +40,9 @@ def observed(demo_model, prompt, tool, tmp_path_factory):
     """A Prometheus after every kind of request."""
     folder = tmp_path_factory.mktemp("prometheus")
     command = tool("prometheus", "Debian's package prometheus")
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
     with (
-        serve(demo_model, FLAGS, folder / "server.log") as server,
+        serve_forking(model, FLAGS, tmp_path_factory.mktemp("server")) as server,
         prometheus(
             command,
             folder,
@@ -120,7 +108,7 @@ def test_the_panels_show_the_requests(observed):
         "budget": 0,
     }
     assert only_value(slotless) == 0
-    assert len(results["Tokens kept, by layer"][0]) == 30
+    assert len(results["Tokens kept, by layer"][0]) == LAYERS
     (configuration,) = results["Configuration"][0]
     assert configuration["metric"]["method"] == "cake"
     assert configuration["metric"]["budget"] == "0.2"

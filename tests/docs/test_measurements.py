@@ -4,18 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.cells import (
     AFTER_FIRST,
     AFTER_LOOKAHEAD,
     BOTH,
     ORDINARY,
+    REASONS,
+    RULER,
+    SECOND_TURNS,
     cells,
     differences,
     pooled,
     read,
 )
-from benchmarks.evidence.field_report import summary_table
+from vllm_kvcompress.planning.cache_dtypes import LOW_BIT_CACHES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,14 +63,37 @@ def rows(page, start_of_header):
 
 
 def test_the_table_of_the_fields_tasks_matches_the_raw_results():
-    found = cells(read([RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]))
-    assert summary_table(found) in (ROOT / "docs" / "measurements.md").read_text()
+    paths = [RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]
+    found = {(c.model, c.task, c.method, c.budget): c for c in cells(read(paths))}
+    header, _, *body = rows("measurements.md", "| model: task")
+    assert len(body) == 8
+    for row, *figures in body:
+        model, title = row.split(": ")
+        task, figure = FIELD_FIGURES[title]
+        for column, written in zip(header[1:], figures, strict=True):
+            cell = found[(model, task, *field_system(column))]
+            assert written == figure(cell), (row, column)
+
+
+FIELD_FIGURES = {
+    "RULER": (RULER, lambda cell: f"{cell.score.mean:.0%}"),
+    "reasons, F1": (REASONS, lambda cell: f"{cell.answer_f1.mean:.0%}"),
+    "reasons, KL": (REASONS, lambda cell: f"{cell.along[AFTER_LOOKAHEAD].kl.mean:.3f}"),
+    "second turn, F1": (SECOND_TURNS, lambda cell: f"{cell.answer_f1.mean:.0%}"),
+}
+
+
+def field_system(column):
+    """Return method and budget of a column such as "k4v3, 0.2" or "fp8 alone, 0.5"."""
+    name, _, share = column.rpartition(", ")
+    alone = {"fp8 alone": "fp8", "k4v3, all tokens": "k4v3, all tokens"}
+    return (alone[name], 1.0) if name in alone else (f"{name}, evicting", float(share))
 
 
 def cache_format(name, kept):
     """Return method and budget of a table's row."""
     budget = int(kept.removesuffix(" %")) / 100
-    if budget == 1.0 and name in CACHE_FORMATS:
+    if budget == 1.0 and name in LOW_BIT_CACHES:
         return name, budget
     if (name, budget) == ("k4v3", 1.0):  # packed as a server does it
         return f"{WITHOUT_LOOKAHEAD}, k4v3", budget

@@ -9,6 +9,7 @@ polls.
 
 import importlib
 import json
+import shlex
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,20 +24,11 @@ from vllm_kvcompress.serving.process import free_port
 
 M, LENGTH, OUTPUT_TOKENS = 8, 417, 40
 SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
-DECODE = [
-    "--kv-compress",
-    "cake-chunk",
-    "--kv-budget",
-    "0.3",
-    "--kv-lookahead",
-    str(M),
-    "--kv-min-prompt",
-    "128",
-    "--kv-allow-override",
-    "off,cake-chunk,snapkv",
-    "--kv-usage",
-    "--enable-scale-out",  # enables /inference/v1/generate
-]
+# --enable-scale-out enables /inference/v1/generate
+DECODE = shlex.split(f"""
+    --kv-compress cake-chunk --kv-budget 0.3 --kv-lookahead {M} --kv-min-prompt 128
+    --kv-allow-override off,cake-chunk,snapkv --kv-usage --enable-scale-out
+""")
 PROMPTS = [
     tokens(LENGTH, seed=1),
     tokens(LENGTH, seed=1)[:200] + tokens(300, seed=2),  # shares a prefix with the first prompt
@@ -44,19 +36,10 @@ PROMPTS = [
 ]
 if V2:  # slow in Triton's interpreter
     OUTPUT_TOKENS, PROMPTS = 16, PROMPTS[:1]
-FLAGS = [
-    "--block-size",
-    "32",
-    "--enforce-eager",
-    "--max-model-len",
-    "1024",
-    "--dtype",
-    "float32",
-    "--served-model-name",
-    "demo",
-    "--num-gpu-blocks-override",
-    "129",
-]
+FLAGS = shlex.split("""
+    --block-size 32 --enforce-eager --max-model-len 1024 --dtype float32
+    --served-model-name demo --num-gpu-blocks-override 129
+""")
 TO_PREFILL = {
     **{"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
     **{"remote_block_ids": None, "remote_host": None, "remote_port": None},

@@ -6,6 +6,7 @@ it lacks.
 
 import concurrent.futures
 import json
+import shlex
 import shutil
 import threading
 from pathlib import Path
@@ -64,21 +65,11 @@ def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     shutil.copy(gloo_experts.__file__, folder)
     flags = [
-        "--data-parallel-size",
-        "2",
-        "--api-server-count",
-        "2",
-        "--enforce-eager",
-        "--distributed-executor-backend",
-        "uni",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "8192",
-        "--block-size",
-        "32",
-        "--served-model-name",
-        "experts",
+        *shlex.split("""
+            --data-parallel-size 2 --api-server-count 2 --enforce-eager
+            --distributed-executor-backend uni --dtype float32 --max-model-len 8192 --block-size 32
+            --served-model-name experts
+        """),
         "--kv-compress-config",
         json.dumps(SETTINGS | FEATURES),
     ]

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import shlex
 import signal
 import time
 from collections import Counter
@@ -22,38 +23,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCKS = 8  # of 128 tokens, null block included: enough for one prompt of 560 tokens, not for two
 LOOKAHEAD = 64  # output tokens before compression, so that clients can leave before it
-FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "896",
-    "--served-model-name",
-    "demo",
-    "--kv-compress",
-    "cake",
-    "--kv-budget",
-    "0.3",
-    "--kv-min-prompt",
-    "256",
-    "--dtype",
-    "float32",  # faster than bfloat16 on CPUs without bfloat16 instructions
-    "--kv-allow-override",
-    "off,snapkv",
-    "--num-gpu-blocks-override",
-    str(BLOCKS),
-    "--kv-decode-budget",
-    "128",  # compressed again 128 tokens after the prompt's last block
-    "--kv-max-whole",
-    "600",
-    "--kv-piece",
-    "256",  # only the longest prompt is prefilled in pieces
-    "--kv-lookahead",
-    str(LOOKAHEAD),
-    "--kv-compress-config",
-    '{"log_requests": true}',
-    "--enable-scale-out",
-    "--kv-alias",
-    "demo@off=off",
-]
+# Outputs are compressed again 128 tokens after the prompt's last block, and only the longest prompt
+# is prefilled in pieces. float32 is faster than bfloat16 on CPUs without bfloat16 instructions
+FLAGS = shlex.split(f"""
+    --enforce-eager --max-model-len 896 --served-model-name demo --kv-compress cake
+    --kv-budget 0.3 --kv-min-prompt 256 --dtype float32 --kv-allow-override off,snapkv
+    --num-gpu-blocks-override {BLOCKS} --kv-decode-budget 128 --kv-max-whole 600 --kv-piece 256
+    --kv-lookahead {LOOKAHEAD} --kv-compress-config '{{"log_requests": true}}' --enable-scale-out
+    --kv-alias demo@off=off
+""")
 PACKING_COUNTERS = "repacked_answers", "packed_pieces"
 
 

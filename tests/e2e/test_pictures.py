@@ -1,5 +1,6 @@
 """A server compresses chats with images that OpenAI clients send over HTTP."""
 
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -24,32 +25,12 @@ pytestmark = [
 NEW = 12
 IMAGE_TOKENS, SMALL_IMAGE_TOKENS = 12 * 10, 6 * 9
 TEXT = "The lamp is blue, the door is red, and nobody knows who painted them so. "
-FLAGS = [
-    "--enforce-eager",
-    "--block-size",
-    str(BLOCK),
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "1024",
-    "--num-gpu-blocks-override",
-    "129",
-    "--served-model-name",
-    "demo",
-    "--enable-scale-out",
-    "--enable-prompt-tokens-details",
-    "--kv-compress",
-    "cake",
-    "--kv-budget",
-    "0.3",
-    "--kv-min-prompt",
-    "128",
-    "--kv-usage",
-    "--kv-allow-override",
-    "all",
-    "--kv-compress-config",
-    '{"log_requests": true}',
-]
+FLAGS = shlex.split(f"""
+    --enforce-eager --block-size {BLOCK} --dtype float32 --max-model-len 1024
+    --num-gpu-blocks-override 129 --served-model-name demo --enable-scale-out
+    --enable-prompt-tokens-details --kv-compress cake --kv-budget 0.3 --kv-min-prompt 128
+    --kv-usage --kv-allow-override all --kv-compress-config '{{"log_requests": true}}'
+""")
 
 
 def image(seed, columns=12, rows=10, **fields):

@@ -6,23 +6,21 @@ A CPU captures none, so unmodified vLLM crashes there; `BUFFERS` allocates the b
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import engines
+import rank_engines
 import test_early_compression as early_compression
 from checkpoints import make, tokens
 from configuring import configure
 from engines import Engine, allow_async_scheduling, engine, settings, with_states
 from forked_workers import SLEEP_SITE, workers_with
-from forks import FORKS
+from rank_engines import RankResults, run_script
 from server_metrics import wait_for
 from site_patches import patch_on_import, write_site
 from vllm_kvcompress.commands.plan.command import make_plan
@@ -84,9 +82,7 @@ ROUNDS = [
 
 
 def extra_args(method: str, new: int) -> dict[str, Any]:
-    """Return the extra arguments of a request for `new` output tokens."""
-    lookahead = {"kv_lookahead": 0} if new < LONG and method != "off" else {}
-    return {"kv_compress": method, **lookahead}
+    return rank_engines.extra_args(method, new, LONG)
 
 
 @pytest.fixture(scope="module")
@@ -128,21 +124,6 @@ def outputs_and_reports(llm: Engine, method: str, new: int) -> tuple[list[list[i
     return outputs, json.loads(json.dumps([getattr(x, "kv_compress", None) for x in results]))
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """Results of an engine with two stages.
-
-    Args:
-        outputs: output tokens and compression reports by round.
-        log: the ranks' output up to the last successful round.
-        failure: the ranks' output in the round that ends the engine.
-    """
-
-    outputs: dict[tuple[str, int], tuple[list[list[int]], Reports]]
-    log: str
-    failure: str
-
-
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     """Return the log of all ranks; the first stage fails to pack prompts of method `FAILING`."""
@@ -162,7 +143,7 @@ def on_two(model, log):
             outputs_and_reports(llm, FAILING, 12)
         wait_for(lambda: not any(stage.is_alive() for stage in stages))
     full_log = log.read_text()
-    return Stages(outputs, full_log[:rounds_end], full_log[rounds_end:])
+    return RankResults(outputs, full_log[:rounds_end], full_log[rounds_end:])
 
 
 @pytest.fixture(scope="module")
@@ -322,33 +303,12 @@ def test_a_stage_that_cannot_pack_ends_the_engine(on_two):
 
 # -- Model Runner V2 -------------------------------------------------------------------------------
 
-# The workers are forks of this script's process.
-SCRIPT = """
-import json, sys
+BEFORE = """
 import pytest
 from engines import allow_async_scheduling, prepare_model_runner
 prepare_model_runner()
-from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, settings, rounds, prompts = json.loads(sys.argv[1])
     allow_async_scheduling(pytest.MonkeyPatch())
-    llm = LLM(
-        model, pipeline_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
-        dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
-        num_gpu_blocks_override=129, distributed_executor_backend="mp", async_scheduling=True,
-    )
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
-    for method, tokens, extra_args in rounds:
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra_args
-        )
-        inputs = [{"prompt_token_ids": p} for p in prompts]
-        done = llm.generate(inputs, params, use_tqdm=False)
-        assert pool.get_num_free_blocks() == free, method
-        reports = [getattr(o, "kv_compress", None) for o in done]
-        outputs = [list(o.outputs[0].token_ids) for o in done]
-        print("OUTPUTS", json.dumps([outputs, reports]), flush=True)
 """
 
 
@@ -356,37 +316,26 @@ def test_two_stages_on_model_runner_v2_match_one_rank(model, on_one, tmp_path):
     """Model Runner V2 runs in Triton's interpreter, with async scheduling."""
     rounds = [("h2o", 12), ("snapkv", LONG)]
     write_site(tmp_path, SLEEP_SITE)
-    script = tmp_path / "script.py"
-    script.write_text(FORKS + SCRIPT)
-    arguments = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}]
-    arguments += [[(method, new, extra_args(method, new)) for method, new in rounds], PROMPTS]
+    options = {
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "async_scheduling": True,
+        "additional_config": {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}},
+    }
     paths = [tmp_path, Path(__file__).parent, Path(engines.__file__).parent]
-    python_path = os.environ.get("PYTHONPATH")
-    result = subprocess.run(
-        [sys.executable, str(script), json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, paths), python_path])),
-            "VLLM_LOGGING_LEVEL": "INFO",
-        },
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = [x for x in result.stdout.splitlines() if x.startswith("OUTPUTS ")]
-    for (method, new), line in zip(rounds, lines, strict=True):
-        outputs, reports = json.loads(line.removeprefix("OUTPUTS "))
+    python_path = os.pathsep.join(filter(None, [*map(str, paths), os.environ.get("PYTHONPATH")]))
+    result = run_script(
+        tmp_path, model, options, [(*each, extra_args(*each)) for each in rounds], PROMPTS,
+        BEFORE, VLLM_USE_V2_MODEL_RUNNER="1", PYTHONPATH=python_path,
+    )  # fmt: skip
+    assert result.status == 0, result.log[-3000:]
+    for (method, new), (outputs, reports) in zip(rounds, result.rounds, strict=True):
         assert outputs[COMPARABLE] == on_one[method, new][COMPARABLE]
         lookahead = reports[0].get("lookahead", 0)
         assert lookahead == (12 if new == LONG else 0)
         assert reports[0]["layer_tokens"] == [128] * 4
-    log = result.stdout + result.stderr
-    assert "Using V2 Model Runner" in log
-    assert "CompressingAsyncScheduler" in log
+    assert "Using V2 Model Runner" in result.log
+    assert "CompressingAsyncScheduler" in result.log
 
 
 # -- refused configurations ------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A server with a custom method, with D2O, whose statistics cover all prompt tokens, and k4v3."""
 
 import json
+import shlex
 
 import pytest
 from openai import OpenAI
@@ -18,25 +19,13 @@ MIXED = {
     "scorer_params": {"base": "snapkv"},
     "selector": "chunks",
 }
+# Small blocks, because filled blocks of 128 tokens give layers of random weights equal shares.
 FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "4096",
-    "--served-model-name",
-    "demo",
-    "--dtype",
-    "float32",
-    # Small blocks, because filled blocks of 128 tokens give layers of random weights equal shares.
-    "--block-size",
-    "32",
-    "--num-gpu-blocks-override",
-    "257",
-    "--kv-budget",
-    "0.3",
-    "--kv-compress",
-    "custom",
-    "--kv-allow-override",
-    "off,d2o,snapkv",
+    *shlex.split("""
+        --enforce-eager --max-model-len 4096 --served-model-name demo --dtype float32
+        --block-size 32 --num-gpu-blocks-override 257 --kv-budget 0.3 --kv-compress custom
+        --kv-allow-override off,d2o,snapkv
+    """),
     "--kv-compress-config",
     json.dumps({**MIXED, "log_requests": True}),
     "--kv-alias",

@@ -3,26 +3,23 @@
 The ranks are two processes on one machine, or two Ray actors on two Ray nodes.
 """
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rank_engines
 from added_methods import installed, write_package
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
 from forked_workers import workers_with
-from forks import FORKS
 from local_ray import DEVICE, local_ray
+from rank_engines import RankResults, ScriptResult, run_script
 from server_metrics import wait_for
 from site_patches import patch_on_import
 from vllm_kvcompress.errors import VllmHookError
@@ -35,7 +32,6 @@ PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 METHODS = ("snapkv", "cake")
 ADDED = "evens"  # the preset of another package
 ROUNDS = [(method, 12) for method in METHODS]
-Done = subprocess.CompletedProcess[str]
 FAILING = "tova"  # the method of the last round, which ends the engine
 LONG = 150  # output tokens of requests whose output is compressed as well
 SETTINGS = settings(
@@ -52,9 +48,7 @@ SETTINGS = settings(
 
 
 def extra_args(method: str, new: int) -> dict[str, Any]:
-    """Return the extra arguments of a request for `new` output tokens."""
-    lookahead = {"kv_lookahead": 0} if new < LONG and method != "off" else {}
-    return {"kv_compress": method, **lookahead}
+    return rank_engines.extra_args(method, new, LONG)
 
 
 # vLLM reads results only from the first rank, so an error on the second one must end the engine.
@@ -91,21 +85,6 @@ def two_rank_engine(
         yield llm
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Results of an engine with two ranks.
-
-    Args:
-        outputs: output tokens by method, and ``long``.
-        log: the ranks' output up to the last successful round.
-        failure: the ranks' output and the engine's error in the round that ends the engine.
-    """
-
-    outputs: dict[str, list[list[int]]]
-    log: str
-    failure: str
-
-
 @pytest.fixture(scope="module")
 def on_two(model, tmp_path_factory):
     """Run all rounds on two ranks, of which the second one fails to pack the last round.
@@ -131,7 +110,8 @@ def on_two(model, tmp_path_factory):
             llm.generate(PROMPTS, LONG, extra_args=extra_args(FAILING, LONG))
         wait_for(lambda: not any(rank.is_alive() for rank in ranks))
     full_log = log.read_text()
-    return Ranks(outputs, full_log[:rounds_end], f"{full_log[rounds_end:]}{failure.value}")
+    failure = f"{full_log[rounds_end:]}{failure.value}"
+    return RankResults(outputs, full_log[:rounds_end], failure)
 
 
 @pytest.fixture(scope="module")
@@ -214,52 +194,16 @@ def assert_engine_ended_with_the_rank(log: str) -> None:
 # -- Ray actors ------------------------------------------------------------------------------------
 
 
-# The engine is a fork of this script's process.
-SCRIPT = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    model, settings, rounds, prompts = json.loads(sys.argv[1])
-    llm = LLM(
-        model, tensor_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
-        dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
-        num_gpu_blocks_override=129, distributed_executor_backend="ray",
-    )
-    for method, tokens, extra_args in rounds:
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra_args
-        )
-        inputs = [{"prompt_token_ids": p} for p in prompts]
-        done = llm.generate(inputs, params, use_tqdm=False)
-        print("OUTPUTS", json.dumps([list(o.outputs[0].token_ids) for o in done]), flush=True)
-"""
-
-
-def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> Done:
-    """Run `SCRIPT` in a new process: an engine with two Ray actors."""
-    script = Path(model).with_name("script.py")
-    script.write_text(FORKS + SCRIPT)
-    rounds_with_args = [(method, new, extra_args(method, new)) for method, new in rounds]
-    return subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, rounds_with_args, PROMPTS])],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        cwd=script.parent,
-        env={
-            **os.environ,
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            **environment,
-        },
-    )
-
-
-def printed_outputs(result: Done) -> list[list[list[int]]]:
-    """Return the output tokens that the script printed, by round."""
-    output_lines = [x for x in result.stdout.splitlines() if x.startswith("OUTPUTS ")]
-    return [json.loads(line.removeprefix("OUTPUTS ")) for line in output_lines]
+def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> ScriptResult:
+    """Run an engine with two Ray actors in a new process."""
+    options = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "ray",
+        "additional_config": SETTINGS,
+    }
+    with_args = [(*each, extra_args(*each)) for each in rounds]
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    return run_script(Path(model).parent, model, options, with_args, PROMPTS, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -282,9 +226,9 @@ def test_an_actor_that_fails_to_pack_ends_the_engine(model, two_nodes, on_two):
     This test must precede those that use `on_ray`, whose actors hold both devices.
     """
     result = start(model, ROUNDS, **two_nodes, CANNOT_PACK="cake")
-    assert result.returncode != 0
-    assert_engine_ended_with_the_rank(result.stdout + result.stderr)
-    assert printed_outputs(result) == [on_two.outputs["snapkv"]]
+    assert result.status != 0
+    assert_engine_ended_with_the_rank(result.log)
+    assert [outputs for outputs, _ in result.rounds] == [on_two.outputs["snapkv"]]
 
 
 def test_a_node_without_this_package_stops_the_engine_at_startup(model, two_nodes, package_missing):
@@ -292,10 +236,9 @@ def test_a_node_without_this_package_stops_the_engine_at_startup(model, two_node
     package_missing.touch()
     result = start(model, ROUNDS[:1], **two_nodes)
     package_missing.unlink()
-    assert result.returncode != 0
-    assert not printed_outputs(result)
-    log = result.stdout + result.stderr
-    assert "ModuleNotFoundError: import of vllm_kvcompress halted" in log
+    assert result.status != 0
+    assert not result.rounds
+    assert "ModuleNotFoundError: import of vllm_kvcompress halted" in result.log
 
 
 @pytest.fixture(scope="module")

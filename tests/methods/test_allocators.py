@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvcompress_kernels.apportion import cpu
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.parts.allocators import Uniform
@@ -133,12 +132,6 @@ def test_pyramid_is_within_a_token_of_the_line(p, beta):
     assert all(abs(b - x) < 1 + 1e-6 for b, x in zip(got, line, strict=True))
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0, -3.0, math.nan])
-def test_pyramid_refuses_bad_betas(beta):
-    with pytest.raises(ConfigError, match="beta must be > 1"):
-        Pyramid(beta=beta)
-
-
 # -- CAKE -------------------------------------------------------------------------------------
 
 
@@ -222,10 +215,3 @@ def test_cake_shares_ignore_a_common_factor(shifts, p):
 def test_cake_needs_the_statistics_of_every_layer(stats):
     with pytest.raises(ValueError, match="statistics of 2 layers"):
         allocate(Cake(), budget_spec(2, 8, 4, 100), stats)
-
-
-@pytest.mark.parametrize("tau", [0.0, -1.0, 1e-6, 1e-3, 50.0, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["tau1", "tau2"])
-def test_cake_refuses_bad_temperatures(name, tau):
-    with pytest.raises(ConfigError, match=f"cake.{name} must be between 0.05 and 20, got"):
-        Cake(**{name: tau})

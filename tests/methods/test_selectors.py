@@ -46,28 +46,20 @@ def tables(draw, value):
     return draw(st.lists(row, min_size=heads, max_size=heads)), draw(st.integers(0, n))
 
 
+LARGEST = 3.4028234663852886e38
+VALUES = {
+    "arbitrary": st.floats(width=32, allow_nan=False),
+    "ties": st.sampled_from([0.0, -0.0, 1.0, 2.0, 1e-45, -1.0]),
+    "infinite": st.sampled_from([math.inf, -math.inf, LARGEST, -3.4e38, 0.0]),
+    "nan ranks last": st.sampled_from([math.nan, math.inf, 1.0, 0.0, -LARGEST]),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
 @prop
-@given(tables(st.floats(width=32, allow_nan=False)))
-def test_arbitrary_scores(case):
-    check(*case)
-
-
-@prop
-@given(tables(st.sampled_from([0.0, -0.0, 1.0, 2.0, 1e-45, -1.0])))
-def test_scores_with_many_ties(case):
-    check(*case)
-
-
-@prop
-@given(tables(st.sampled_from([math.inf, -math.inf, 3.4028234663852886e38, -3.4e38, 0.0])))
-def test_infinite_and_largest_scores(case):
-    check(*case)
-
-
-@prop
-@given(tables(st.sampled_from([math.nan, math.inf, 1.0, 0.0, -3.4028234663852886e38])))
-def test_nan_ranks_last(case):
-    check(*case)
+@given(st.data())
+def test_top_k_is_a_sort(kind, data):
+    check(*data.draw(tables(VALUES[kind])))
 
 
 @pytest.mark.parametrize("seed", range(5))
