@@ -116,9 +116,9 @@ PROMPTS[1][:300] = PROMPTS[2][:300]
 
 @model_runner_v1_only
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
-def test_outputs_depend_only_on_the_prompt(method, checkpoints_folder, async_scheduling_allowed):
+def test_outputs_depend_only_on_the_prompt(method, model, async_scheduling_allowed):
     """Outputs do not depend on concurrent requests, chunks, cached blocks or scheduling."""
-    model, config = make("llama-gqa", checkpoints_folder), pieces_settings(method, 0.4)
+    config = pieces_settings(method, 0.4)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         alone = [llm.generate([prompt], 30)[0] for prompt in PROMPTS]
         assert llm.compressor.compressed == 3

@@ -31,11 +31,6 @@ def settings_with(compress="cake-chunk", **changes):
     return {"additional_config": settings(compress, 0.3, **AHEAD | changes)}
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
-
-
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector"])
 def test_a_pulling_decode_server_is_configured(model, name):
     config = configure(model, **transfer(kv_connector=name) | settings_with())

@@ -31,15 +31,15 @@ def start(monkeypatch, checkpoints_folder):
 
 
 @pytest.fixture(scope="module")
-def cpu_outputs(checkpoints_folder):
+def cpu_outputs(model):
     """Outputs of CPU_ATTN with the same method."""
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    with engine(model, additional_config=settings()) as llm:
         return llm.generate(PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def uncompressed_outputs(checkpoints_folder):
-    with engine(make("llama-gqa", checkpoints_folder)) as llm:
+def uncompressed_outputs(model):
+    with engine(model) as llm:
         return llm.generate(PROMPTS)
 
 
@@ -165,9 +165,7 @@ def test_queries_are_stored_only_in_steps_with_a_look_ahead(start):
 
 @pytest.mark.skipif(not v2_drafts(), reason="this vLLM's Model Runner V2 does not draft")
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_trap_08_prompt_end_padded_with_drafts_is_observed(
-    ahead, start, monkeypatch, checkpoints_folder
-):
+def test_trap_08_prompt_end_padded_with_drafts_is_observed(ahead, start, monkeypatch, model):
     """A graph has one token per draft, plus one, for each request.
 
     vLLM pads a prompt with one token left to that size and runs it as a decode. With a look-ahead
@@ -183,7 +181,7 @@ def test_trap_08_prompt_end_padded_with_drafts_is_observed(
         settings("snapkv" if ahead else "tova", lookahead=ahead, allow_override="all"),
     )
     spec = dict(method="ngram", num_speculative_tokens=drafts, prompt_lookup_min=1)
-    ending, model = tokens(12 * 32 + 1, seed=9), make("llama-gqa", checkpoints_folder)
+    ending = tokens(12 * 32 + 1, seed=9)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         expected = llm.generate([ending, *PROMPTS], 10)
     graphs = cuda_on_cpu.Graphs(monkeypatch, (2, 4), drafts)

@@ -182,7 +182,7 @@ def run_load(llm: Engine, kind: EngineKind, seed: int) -> dict[str, list[int]]:
     assert llm.scheduler.lookaheads.max_reserved_blocks == 0
     assert not llm.lookahead_slots_in_use
     llm.scheduler.reset_prefix_cache()
-    return {key.split("-")[0]: output for key, output in outputs.items()}
+    return outputs
 
 
 def start_engine(name: str, folder: Any) -> Any:

@@ -10,11 +10,6 @@ pytestmark = model_runner_v1_only
 NEW = 8
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
-
-
 def test_skipped_prompts_are_counted_by_reason(model, watched):
     config = settings("cake", 0.3, min_output=6, allow_override="all")
     with engine(model, additional_config=config) as llm:

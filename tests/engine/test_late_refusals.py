@@ -35,8 +35,7 @@ CAKE = CompressionConfig.parse({"compress": "cake"})
 
 
 @pytest.fixture(scope="module")
-def vllm_config(checkpoints_folder):
-    model = make("llama-gqa", checkpoints_folder)
+def vllm_config(model):
     return EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
 
 
@@ -241,10 +240,9 @@ def test_backend_of_another_plugin_is_not_replaced():
         ({"_v_scale_float": -1.0}, "one positive scale per layer"),
     ],
 )
-def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, checkpoints_folder):
+def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, model):
     from vllm_kvcompress.engine.worker.worker import bind_compressor
 
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=settings(), kv_cache_dtype="fp8") as llm:
         runner = llm.worker.model_runner
         context = llm.worker.vllm_config.compilation_config.static_forward_context
@@ -256,18 +254,18 @@ def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, checkpo
             )
 
 
-def test_step_without_begin_batch_raises_instead_of_continuing(checkpoints_folder):
+def test_step_without_begin_batch_raises_instead_of_continuing(model):
     """The prompt's blocks are already freed, so the next step would read unpacked blocks."""
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    with engine(model, additional_config=settings()) as llm:
         llm.compressor.begin_batch = lambda *batch: None
         llm.submit("r", list(range(1, 300)), 4)
         with pytest.raises(RuntimeError, match="the step did not compress requests"):
             llm.step()
 
 
-def test_layer_that_was_not_observed_stops_the_step(checkpoints_folder):
+def test_layer_that_was_not_observed_stops_the_step(model):
     """Its tokens would be chosen without its attention."""
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    with engine(model, additional_config=settings()) as llm:
         context = llm.worker.vllm_config.compilation_config.static_forward_context
         list(context.values())[2].impl._compressor = None
         llm.submit("r", list(range(1, 300)), 4)

@@ -176,8 +176,7 @@ def test_prompts_are_scored_without_log_sums(start, attentions, options, asks_fl
 
 
 @needs_avx512
-def test_quantised_caches_are_scored_without_log_sums(checkpoints_folder, attentions):
-    model = make("llama-gqa", checkpoints_folder)
+def test_quantised_caches_are_scored_without_log_sums(model, attentions):
     with engine(model, additional_config=SNAPKV, kv_cache_dtype="fp8_e5m2") as llm:
         asked, compressor = [], llm.compressor
         after_attention = compressor.after_attention

@@ -238,9 +238,8 @@ NUM_OUTPUT = LOOKAHEAD + 20
 
 
 @pytest.fixture(scope="module")
-def single_outputs(checkpoints_folder):
+def single_outputs(model):
     """The output of each prompt when it runs alone."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=lookahead_config(), enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], NUM_OUTPUT)[0] for prompt in PROMPTS]
 
@@ -258,10 +257,9 @@ def single_outputs(checkpoints_folder):
     ],
 )
 def test_output_does_not_depend_on_concurrent_requests(
-    more, single_outputs, checkpoints_folder, async_scheduling_allowed
+    more, single_outputs, model, async_scheduling_allowed
 ):
     """Nor on chunk sizes, prefix-cache hits or async scheduling."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=lookahead_config(), max_model_len=1024, **more) as llm:
         free_blocks = llm.free_blocks
         packed = llm.watch_packing(lambda done: done.pack_request.tokens)
@@ -275,13 +273,13 @@ def test_output_does_not_depend_on_concurrent_requests(
 
 
 @model_runner_v1_only
-def test_cached_prompt_is_not_computed_again(checkpoints_folder):
+def test_cached_prompt_is_not_computed_again(model):
     """A look-ahead needs no queries of the prompt, so prefix-cache hits are as long as vLLM's own.
 
     The last two tokens are computed anyway, because CAKE needs two queries if the prompt is
     compressed early under memory pressure.
     """
-    model, prompt = make("llama-gqa", checkpoints_folder), tokens(418, seed=3)
+    prompt = tokens(418, seed=3)
     config = lookahead_config(allow_override="all")
     overrides = [{}, {}, {"kv_compress": "off"}, {"kv_lookahead": 0}, {"kv_compress": "h2o"}]
     with engine(model, additional_config=config, max_model_len=1024) as llm:
@@ -325,8 +323,7 @@ def test_preempted_request_computes_its_lookahead_again(num_steps, checkpoints_f
 
 
 @pytest.fixture(scope="module")
-def one_engine(checkpoints_folder, single_outputs):
-    model = make("llama-gqa", checkpoints_folder)
+def one_engine(model, single_outputs):
     with engine(model, additional_config=lookahead_config(), enable_prefix_caching=False) as llm:
         yield llm, single_outputs[2]
 
@@ -348,11 +345,9 @@ def test_prompt_stays_uncompressed_if_the_output_ends_before_the_lookahead(
 
 
 @model_runner_v1_only
-def test_requests_without_a_lookahead_slot_are_packed_after_prefill(
-    single_outputs, checkpoints_folder, watched
-):
+def test_requests_without_a_lookahead_slot_are_packed_after_prefill(single_outputs, model, watched):
     """Requests with a slot keep their output. Slots are freed however a request ends."""
-    model, num_slots = make("llama-gqa", checkpoints_folder), 2
+    num_slots = 2
     config = lookahead_config(lookahead_slots=num_slots)
     without_lookahead = settings("cake", BUDGET, window=LOOKAHEAD)
     with engine(model, additional_config=without_lookahead, enable_prefix_caching=False) as llm:
@@ -387,9 +382,9 @@ def test_requests_without_a_lookahead_slot_are_packed_after_prefill(
 
 
 @model_runner_v1_only
-def test_preempted_request_finds_its_output_in_the_prefix_cache(checkpoints_folder):
+def test_preempted_request_finds_its_output_in_the_prefix_cache(model):
     """It computes the queries of its window again, and as many queries score its prompt."""
-    model, m, num_output = make("llama-gqa", checkpoints_folder), 40, 70
+    m, num_output = 40, 70
     config = lookahead_config(lookahead=m)
     with engine(model, additional_config=config, max_model_len=1024) as llm:
         expected = llm.generate([PROMPTS[2]], num_output)
@@ -408,9 +403,9 @@ def test_preempted_request_finds_its_output_in_the_prefix_cache(checkpoints_fold
 
 
 @model_runner_v1_only
-def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
+def test_parallel_samples_each_score_the_prompt(model):
     """n=2: the samples share the prompt's blocks until the second one has packed it."""
-    model, sampling = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
+    sampling = {"temperature": 1.0, "top_k": 20}
     with engine(model, additional_config=lookahead_config()) as llm:
         free_blocks = llm.free_blocks
         separate = [llm.outputs(PROMPTS, NUM_OUTPUT, seed=seed, **sampling) for seed in (7, 8)]
@@ -422,6 +417,7 @@ def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
         assert samples[0] != samples[1]
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize(
     ("method", "options", "request_args"),
     [
@@ -433,13 +429,13 @@ def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
     ],
 )
 def test_prompts_that_end_together_are_packed_together(
-    method, options, request_args, checkpoints_folder, monkeypatch
+    method, options, request_args, model, monkeypatch
 ):
     """Together they keep the tokens that each keeps alone, and have the same outputs."""
     prompts = [tokens(length, seed=length) for length in (217, 204, 250)]
     groups, kept = [], {}
     with engine(
-        make("llama-gqa", checkpoints_folder),
+        model,
         additional_config=settings(method, BUDGET, **options),
         max_num_batched_tokens=2048,
         max_num_seqs=4,
@@ -454,7 +450,7 @@ def test_prompts_that_end_together_are_packed_together(
                 (request.prompt_tokens, request.tokens), (slots.clone(), counts.clone())
             )
         )
-        num_output = options["lookahead"] + 70
+        num_output = options["lookahead"] + (70 if "decode_budget" in options else 10)
         alone = [llm.generate_each([(prompt, request_args)], num_output)[0] for prompt in prompts]
         assert set(groups) == {1}
         assert {prompt for prompt, _ in kept} >= {len(prompt) for prompt in prompts}
@@ -473,13 +469,12 @@ def test_prompts_that_end_together_are_packed_together(
             assert (slots[..., width:] == -1).all()
 
 
-def test_requests_with_different_decode_budgets_are_packed_together(
-    checkpoints_folder, monkeypatch
-):
+@model_runner_v1_only
+def test_requests_with_different_decode_budgets_are_packed_together(model, monkeypatch):
     """The decode budget does not change how a prompt is scored."""
     config = settings("cake", BUDGET, decode_budget=192, decode_interval=32, allow_override="cake")
     with engine(
-        make("llama-gqa", checkpoints_folder),
+        model,
         additional_config=config,
         max_num_batched_tokens=2048,
         max_num_seqs=4,

@@ -33,11 +33,6 @@ from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 LAYERS = 4
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
-
-
 def samples(**labels):
     """Return the plugin's metric samples with these labels, by name and values of other labels."""
     from prometheus_client import REGISTRY

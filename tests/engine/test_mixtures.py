@@ -27,7 +27,7 @@ def run(llm, names):
     for name in names:
         for prompt in PROMPTS:
             llm.submit(f"{name} {len(prompt)}", prompt, NEW, extra_args=EXTRA_ARGS[name] or None)
-    return {key.split("-")[0]: output for key, output in llm.drain().items()}
+    return llm.drain()
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -467,6 +467,6 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
                 llm.submit(
                     request_id, request.prompt, request.num_output, extra_args=overrides[request_id]
                 )
-            batch_outputs = {key.split("-")[0]: output for key, output in llm.drain().items()}
+            batch_outputs = llm.drain()
             assert batch_outputs == {request_id: outputs[request_id] for request_id in batch}
         assert not large_pool_preemptions, "a request was preempted in the large pool"

@@ -88,7 +88,7 @@ def test_pieces_keep_the_reference_tokens(name, checkpoints_folder, longer_block
     assert len(replay.packed_at) >= 2
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("name", FLOAT32[:1] if V2 else FLOAT32)
 def test_lookahead_keeps_the_reference_tokens(name, checkpoints_folder, longer_blocks):
     longer_blocks(name)
     length, m, num_output = 417, 12, 30
@@ -107,6 +107,7 @@ def test_lookahead_keeps_the_reference_tokens(name, checkpoints_folder, longer_b
     assert replay.packed_at == [length + m]
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize("name", FLOAT32)
 def test_decode_budget_is_applied_at_block_ends(name, checkpoints_folder, longer_blocks):
     """The default decode interval is the largest multiple of the block size up to 128 tokens."""
@@ -154,7 +155,7 @@ def outputs_of_all(llm, order=1):
     return llm.generate_each(requests[::order], NUM_OUTPUT)[::order]
 
 
-@pytest.fixture(scope="module", params=WITH_K4V3)
+@pytest.fixture(scope="module", params=WITH_K4V3[:1] if V2 else WITH_K4V3)
 def single_outputs(request, checkpoints_folder):
     """A model, and the output of each request when it runs alone."""
     name, outputs = request.param, []
@@ -193,20 +194,19 @@ def test_output_does_not_depend_on_concurrent_requests(
 def test_output_does_not_depend_on_the_pool_size(single_outputs):
     """From the smallest pool that holds the prompt and a state block of each group."""
     name, model, expected = single_outputs
-    block, seen_in_place = SHAPES[name].block, set()
+    block = SHAPES[name].block
     config = CompressionConfig.parse(FREE["kvcompress"])
     plan = page_plan(config.budget_spec(2, LENGTHS[0]), block)
     min_blocks = -(-448 // block) + 2
-    for blocks in range(min_blocks, min_blocks + plan.blocks + 2):
-        options = engine_options(name, max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
-        with engine(model, blocks=1 + blocks, additional_config=FREE, **options) as llm:
-            assert other_layers_of(llm.scheduler.vllm_config).blocks() == 2
-            in_place = llm.watch_packing(lambda done: done.pack_request.in_place)
+    sizes = range(min_blocks, min_blocks + plan.blocks + 2)
+    options = engine_options(name, max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
+    with engine(model, blocks=1 + sizes[-1], additional_config=FREE, **options) as llm:
+        assert other_layers_of(llm.scheduler.vllm_config).blocks() == 2
+        in_place = llm.watch_packing(lambda done: done.pack_request.in_place)
+        for _ in llm.in_smaller_pools(sizes):
             for _ in range(2):
                 assert llm.generate([PROMPTS[0]], NUM_OUTPUT) == expected[:1]
-            seen_in_place |= set(in_place)
-            assert llm.free_blocks == blocks
-    assert seen_in_place == {True, False}
+    assert set(in_place) == {True, False}
 
 
 def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(single_outputs):
@@ -222,13 +222,13 @@ def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(single_outpu
             for _ in range(20):
                 llm.step()
             assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
-        outputs = {int(key.split("-")[0]): output for key, output in llm.drain().items()}
+        outputs = llm.drain()
         assert preemptions
         assert llm.free_blocks == free
     with engine(model, additional_config=FREE, **engine_options(name)) as llm:
         for i, prompt in enumerate(PROMPTS):
             times = preemptions.get(str(i), [])
-            llm.assert_matches_solo_run(prompt, num_output, outputs[i], times)
+            llm.assert_matches_solo_run(prompt, num_output, outputs[str(i)], times)
 
 
 def fill_free_blocks_with_nan(llm):
@@ -252,7 +252,7 @@ def test_old_contents_of_blocks_are_never_read(single_outputs):
             done |= llm.step()
             fill_free_blocks_with_nan(llm)
         assert llm.compressor.compressed == 2
-    outputs = {key.split("-")[0]: list(each.outputs[0].token_ids) for key, each in done.items()}
+    outputs = {key: list(each.outputs[0].token_ids) for key, each in done.items()}
     assert outputs == {str(index): expected[index * len(OVERRIDES)] for index in range(2)}
 
 
