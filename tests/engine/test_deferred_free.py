@@ -9,10 +9,8 @@ import pytest
 
 from checkpoints import make, tokens
 from deferred_frees import defer_frees
-from engines import engine, model_runner_v1_only, settings
+from engines import engine, settings
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
-
-pytestmark = model_runner_v1_only
 
 M, LENGTH = 8, 417
 

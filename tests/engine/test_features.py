@@ -141,15 +141,6 @@ def test_a_seeded_request_samples_the_same_tokens_however_its_prompt_is_chunked(
     ]
 
 
-def test_stop_tokens_and_length_limits_work(model):
-    with engine(model, additional_config=settings()) as llm:
-        first = llm.generate([PROMPT], 10)[0]
-        stopped = llm.outputs([PROMPT], 10, stop_token_ids=[first[4]])[0].outputs[0]
-        assert list(stopped.token_ids) == first[: first.index(first[4]) + 1]
-        assert stopped.finish_reason == "stop"
-        assert llm.outputs([PROMPT], 10)[0].outputs[0].finish_reason == "length"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(V2, reason="torch.compile does not depend on the model runner")
 def test_a_compiled_model_matches_an_eager_one(checkpoints_folder, tool):

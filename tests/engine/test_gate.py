@@ -3,9 +3,7 @@
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, engine, model_runner_v1_only, settings
-
-pytestmark = model_runner_v1_only
+from engines import BLOCK, engine, settings
 
 NEW = 8
 

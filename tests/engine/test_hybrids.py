@@ -14,7 +14,7 @@ import torch
 
 from amx_layout import pretend_amx, pretend_no_amx
 from checkpoints import HYBRIDS, make, tokens
-from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from test_added_pieces import ANSWER as LONG_OUTPUT
 from test_added_pieces import BOUND, INTERVAL, PieceSumsReplay
@@ -29,7 +29,7 @@ from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.layer_groups import layer_groups, layer_types
 from vllm_kvcompress.settings.config import CompressionConfig
 
-NAMES = ["gpt-oss"] if V2 else list(HYBRIDS)
+NAMES = list(HYBRIDS)
 NUM_OUTPUT = 12
 PROMPT = tokens(417, seed=33)
 
@@ -87,7 +87,6 @@ def test_window_layers_read_their_window_after_packing(name, checkpoints_folder)
     assert num_checked > 1000
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_groups_and_planned_blocks_match_vllm(name, checkpoints_folder):
     """Groups, bytes per block, and the maximum blocks of a request in the window groups."""
@@ -141,7 +140,7 @@ def test_layer_groups_and_planned_blocks_match_vllm(name, checkpoints_folder):
 PIECEWISE = [("cake", name) for name in NAMES] + [("tova", "gpt-oss"), ("caote", "gpt-oss")]
 
 
-@pytest.mark.parametrize(("method", "name"), [("cake-chunk", "gpt-oss")] if V2 else PIECEWISE)
+@pytest.mark.parametrize(("method", "name"), PIECEWISE)
 def test_pieces_keep_the_reference_tokens(method, name, checkpoints_folder):
     """Only full-attention layers drop tokens. Window layers do not count towards the budget."""
     length, num_output = 531, 40
@@ -209,8 +208,8 @@ def single_outputs(request, checkpoints_folder):
     "more",
     [
         pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8}, id="chunks"),
-        pytest.param({"async_scheduling": True}, marks=model_runner_v1_only, id="async"),
-        pytest.param({"enable_prefix_caching": False}, marks=model_runner_v1_only, id="batch"),
+        pytest.param({"async_scheduling": True}, id="async"),
+        pytest.param({"enable_prefix_caching": False}, id="batch"),
     ],
 )
 def test_output_does_not_depend_on_concurrent_requests(
@@ -230,7 +229,6 @@ def test_output_does_not_depend_on_concurrent_requests(
         assert llm.free_blocks == free
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
 def test_hit_ends_at_the_window_even_with_another_prompt_of_the_same_prefix(
     name, checkpoints_folder
@@ -271,7 +269,6 @@ def test_conversation_reuses_only_uncompressed_window_blocks(single_outputs):
         assert expected == {str(i): output for i, (_, _, output) in enumerate(turns)}
 
 
-@model_runner_v1_only
 def test_output_does_not_depend_on_the_pool_size(single_outputs):
     """From the smallest pool that starts. The prompt is packed into free blocks or in place.
 
@@ -298,7 +295,6 @@ def test_output_does_not_depend_on_the_pool_size(single_outputs):
     assert set(in_place) == {True, False}
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("name", NAMES)
 def test_sequences_can_be_longer_than_the_pool(name, checkpoints_folder):
     """Full-attention layers can use the pool without the blocks of the window layers."""
@@ -324,7 +320,6 @@ def test_sequences_can_be_longer_than_the_pool(name, checkpoints_folder):
         assert llm.free_blocks == free
 
 
-@model_runner_v1_only
 def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(single_outputs):
     model, _, groups = single_outputs
     options = dict(max_model_len=704, max_num_batched_tokens=64, max_num_seqs=8)
@@ -343,7 +338,6 @@ def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(single_outpu
 
 
 @needs_avx512
-@model_runner_v1_only
 @pytest.mark.parametrize("name", ["gpt-oss"])
 def test_tiles_and_vectors_give_equal_outputs(name, checkpoints_folder, monkeypatch):
     """In AMX's tile layout, pages are unpacked before they are scored."""

@@ -2,12 +2,12 @@
 
 import pytest
 
-from checkpoints import HYBRIDS, SHAPES, make, tokens
+from checkpoints import HYBRIDS, MIXTURES, SHAPES, make, tokens
 from engines import V2, engine, model_runner_v1_only, settings
 
 LENGTHS = (300, 129, 640, 31, 1) if V2 else (700, 333, 90, 1500, 128, 127, 1)
 PROMPTS = [tokens(n, seed=n) for n in LENGTHS]
-CHECKPOINTS = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS]
+CHECKPOINTS = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS, *MIXTURES]
 # four methods on one checkpoint, two on the others
 METHODS = dict.fromkeys(CHECKPOINTS, ("pyramidkv", "cake"))
 METHODS["llama-gqa"] = ("snapkv", "cake") if V2 else ("snapkv", "pyramidkv", "streamingllm", "cake")
@@ -43,18 +43,9 @@ def test_budget_one_matches_vllms_output(named_engine, vllm_outputs):
     assert llm.compressor.compressed == 0
 
 
-@model_runner_v1_only
-@pytest.mark.parametrize("name", CHECKPOINTS[:2])
-def test_trap_16_prompts_below_min_prompt_match_vllms_output(
-    name, vllm_outputs, checkpoints_folder
+def test_trap_16_first_tokens_and_short_prompts_match_vllm_with_every_method(
+    named_engine, vllm_outputs
 ):
-    config = settings("cake", 0.1, min_prompt=max(LENGTHS) + 1)
-    with engine(make(name, checkpoints_folder), additional_config=config) as llm:
-        assert llm.generate(PROMPTS) == vllm_outputs(name)
-        assert llm.compressor.compressed == 0
-
-
-def test_the_first_token_matches_vllm_with_every_method(named_engine, vllm_outputs):
     name, llm = named_engine
     packed = llm.watch_packing(lambda finished: finished.pack_request)
     for method in METHODS[name]:
@@ -67,7 +58,7 @@ def test_the_first_token_matches_vllm_with_every_method(named_engine, vllm_outpu
         )
         assert {pack_request.settings.compress for pack_request in packed} == {method}
         assert [out[0] for out in outputs] == [out[0] for out in vllm_outputs(name)]
-        # compressed concurrent requests do not change the outputs of uncompressed prompts
+        # prompts below `min_prompt` are not compressed, and concurrent requests do not change them
         for length, output, vllm_output in zip(LENGTHS, outputs, vllm_outputs(name), strict=True):
             if length < 128:
                 assert output == vllm_output

@@ -127,22 +127,13 @@ def test_window_and_state_layers_need_a_full_attention_layer():
             type(specs["b"]).merge(mixed)
 
 
-def test_decode_interval_must_be_a_multiple_of_the_block():
-    settings = CompressionConfig.parse(
-        {"compress": "cake", "decode_budget": 64, "decode_interval": 48}
-    )
-    with pytest.raises(
-        ConfigError, match="must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
-    ):
-        compressed_specs({"a": full()}, settings)
-
-
-def test_piece_must_be_a_multiple_of_the_block():
-    settings = CompressionConfig.parse({"compress": "cake", "max_whole": 1024, "piece": 48})
-    with pytest.raises(
-        ConfigError, match="must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
-    ):
-        compressed_specs({"a": full()}, settings)
+@pytest.mark.parametrize(
+    "options", [{"decode_budget": 64, "decode_interval": 48}, {"max_whole": 1024, "piece": 48}]
+)
+def test_intervals_and_pieces_must_be_multiples_of_the_block(options):
+    rule = "must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
+    with pytest.raises(ConfigError, match=rule):
+        compressed_specs({"a": full()}, CompressionConfig.parse({"compress": "cake", **options}))
 
 
 def test_model_without_a_kv_cache_is_refused():

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
-
-pytestmark = pytest.mark.skipif(
-    V2, reason="the model runner does not affect the scheduler's blocks"
-)
+from engines import BLOCK, engine, settings
 
 LAYERS, WINDOW = 2, 8
 BUDGET, INTERVAL = 80, 64  # 80 tokens in two layers are 5 pages, rounded up to 3 blocks

@@ -3,9 +3,8 @@
 import pytest
 
 from checkpoints import tokens
-from engines import BLOCK, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 
-pytestmark = model_runner_v1_only
 LONGEST, PIECE = 2048, 96
 # blocks for a quarter of the longest sequence, and the null block
 POOL = LONGEST // BLOCK // 4 + 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 from test_decode_budgets import INTERVAL, METHODS, Replay
 from test_lookahead import (
     BUDGET,
@@ -55,7 +55,7 @@ class AtEnd(PieceReplay):
         self.held = [[list(range(prompt)) for _ in range(shape.kv_heads)] for _ in self.held]
 
 
-@pytest.mark.parametrize("method", ["cake"] if V2 else METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_compression_after_prefill_keeps_protected_spans(method, checkpoints_folder):
     length, answer, budget = 417, 12, 0.5
     window = {"tova": 1, "streamingllm": 0}.get(method, 32)
@@ -76,7 +76,7 @@ def test_compression_after_prefill_keeps_protected_spans(method, checkpoints_fol
 CASES = [("snapkv", None), ("cake", None), ("cake-chunk", None), ("caote", None), ("cake", 40)]
 
 
-@pytest.mark.parametrize(("method", "window"), [("cake-chunk", None)] if V2 else CASES)
+@pytest.mark.parametrize(("method", "window"), CASES)
 def test_compression_after_a_lookahead_keeps_protected_spans(method, window, checkpoints_folder):
     length, answer, spans = 417, LOOKAHEAD + 20, ["0:20", "100:103", "405:417"]
     extra_args = {} if window is None else {"window": window}
@@ -91,8 +91,8 @@ def test_compression_after_a_lookahead_keeps_protected_spans(method, window, che
     assert replay.packed_at == [length + LOOKAHEAD]
 
 
-@pytest.mark.parametrize("lookahead", [0] if V2 else [0, LOOKAHEAD])
-@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+@pytest.mark.parametrize("lookahead", [0, LOOKAHEAD])
+@pytest.mark.parametrize("method", ["cake", "snapkv", "cake-chunk"])
 def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     method, lookahead, checkpoints_folder
 ):
@@ -126,7 +126,6 @@ def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     assert replay.packed_at == [computed]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("method", ["snapkv", "cake", "streamingllm", "cake-chunk", "tova"])
 def test_later_pieces_keep_the_spans_of_earlier_pieces(method, checkpoints_folder):
     """Spans cross a boundary and include the last piece, whose end is kept anyway."""
@@ -140,7 +139,7 @@ def test_later_pieces_keep_the_spans_of_earlier_pieces(method, checkpoints_folde
     assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+@pytest.mark.parametrize("method", ["cake", "snapkv", "cake-chunk"])
 def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, checkpoints_folder):
     """Scored by the prompt's ends, then by the output, then at every decode interval."""
     length, bound, answer, spans = 535, 192, 120, ["0:18", "120:150", "470:490"]
@@ -169,7 +168,6 @@ def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, check
     assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("method", ["cake", "streamingllm", "chunkkv"])
 def test_a_decode_budget_keeps_the_spans_of_a_short_prompt(method, checkpoints_folder):
     """The prompt stayed uncompressed until then."""
@@ -183,7 +181,6 @@ def test_a_decode_budget_keeps_the_spans_of_a_short_prompt(method, checkpoints_f
     assert len(replay.packed_at) >= 3
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     ("more", "extra_args", "message"),
     [
@@ -217,7 +214,6 @@ def test_forbidden_protection_is_refused(more, extra_args, message, checkpoints_
         assert len(llm.generate([prompt[:100]], 8, extra_args={"kv_protect": "0:90"})[0]) == 8
 
 
-@model_runner_v1_only
 def test_a_mostly_protected_prompt_is_compressed_by_the_decode_budget(checkpoints_folder):
     """The prompt stays uncompressed until the output has grown past the decode budget."""
     prompt, answer, spans = 150, 150, ["3:90"]
@@ -247,7 +243,6 @@ def test_a_probe_shorter_than_the_window_keeps_the_window(probe, checkpoints_fol
         assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("rest", [5, 12])
 def test_a_lookahead_right_after_the_last_piece(rest, checkpoints_folder):
     """The prompt's last 16 queries also score, and some of them are in that piece."""
@@ -260,7 +255,6 @@ def test_a_lookahead_right_after_the_last_piece(rest, checkpoints_folder):
     assert pack_request.plan.intact_from >= 4 * PIECE - 8
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("spans", [["40:60"], ["2:9", "70:90", "140:150"]])
 def test_protected_tokens_absorb_no_merged_tokens(spans, checkpoints_folder):
     """Protected tokens stay bit-identical after every compression; other tokens are merged."""
@@ -306,7 +300,6 @@ PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]
 ASKS = [["0:17"], ["5:22"], ["40:60", "400:403"], "none"]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     ("method", "more"),
     [
@@ -347,7 +340,6 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
             assert not llm.compressor.pool.protected
 
 
-@model_runner_v1_only
 def test_all_outputs_of_a_prompt_share_its_spans(checkpoints_folder):
     model, config = make(NAME, checkpoints_folder), settings("cake", 0.4)
     with engine(model, additional_config=config) as llm:
@@ -359,7 +351,6 @@ def test_all_outputs_of_a_prompt_share_its_spans(checkpoints_folder):
         assert packed == [((0, 17),)] * 2
 
 
-@model_runner_v1_only
 def test_protected_tokens_use_or_raise_the_budget(checkpoints_folder, watched):
     """A prompt with more than half protected stays uncompressed, with a reason."""
     model, prompt = make(NAME, checkpoints_folder), tokens(600, seed=3)

@@ -5,9 +5,7 @@ import random
 import pytest
 
 from checkpoints import text_checkpoint, tokens
-from engines import engine, model_runner_v1_only, settings
-
-pytestmark = model_runner_v1_only
+from engines import engine, settings
 
 LOOKAHEAD = 32
 STOP_TOKEN = 11  # an output token within the look-ahead
