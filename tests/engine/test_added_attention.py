@@ -14,6 +14,7 @@ import torch
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_decode_budgets import BUDGET, INTERVAL, OUTPUT_TOKENS, PROMPT, Replay, round_to_pages
 from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.planning.memory import sum_bytes_per_block
@@ -89,20 +90,11 @@ class Sums(Replay):
 
 
 @pytest.mark.parametrize("method", ["h2o", "d2o"][: 1 if V2 else None])
-def test_every_step_matches_the_reference(method, checkpoints_folder):
-    name = "llama-gqa"
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=settings(method, decode_budget=BUDGET, decode_interval=INTERVAL),
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=32,
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(PROMPT, seed=5), OUTPUT_TOKENS)
-        llm.drain()
-        assert llm.free_blocks == free
-    replay = Sums(method, SHAPES[name], seen)
+def test_every_step_matches_the_reference(method, model):
+    config = settings(method, decode_budget=BUDGET, decode_interval=INTERVAL)
+    prompt = tokens(PROMPT, seed=5)
+    run = recorded(model, config, prompt, OUTPUT_TOKENS, max_num_batched_tokens=32)
+    replay = Sums(method, SHAPES["llama-gqa"], run.seen)
     for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
         replay.step(position)
     assert len(replay.packed_at) >= 3

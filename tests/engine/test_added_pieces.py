@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 import methods_reference as ref
-from checkpoints import SHAPES, make, tokens
+from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_added_attention import Sums
 from test_decode_budgets import INTERVAL, Replay, round_to_pages
 from test_prompts_in_pieces import MAX_WHOLE, PIECE, PieceReplay
@@ -84,21 +85,10 @@ class PieceSumsReplay(Sums, PieceReplay):
 @pytest.mark.parametrize(
     ("method", "length"), [("h2o", 531), ("d2o", 531), ("d2o", 480)][: 1 if V2 else None]
 )
-def test_every_step_matches_the_reference(method, length, checkpoints_folder):
-    name, budget = "llama-gqa", int(length * 0.4)
+def test_every_step_matches_the_reference(method, length, model):
     config = pieces_settings(method, 0.4, decode_budget=BOUND, decode_interval=2 * INTERVAL)
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=config,
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=70,
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=5), ANSWER)
-        llm.drain()
-        assert llm.free_blocks == free
-    replay = PieceSumsReplay(method, SHAPES[name], seen, length, budget)
+    run = recorded(model, config, tokens(length, seed=5), ANSWER, max_num_batched_tokens=70)
+    replay = PieceSumsReplay(method, SHAPES["llama-gqa"], run.seen, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
     for position in range(length + ANSWER - 1):
         replay.step(position)

@@ -16,6 +16,7 @@ from amx_layout import pretend_amx, pretend_no_amx
 from checkpoints import HYBRIDS, make, tokens
 from engines import BLOCK, engine, settings
 from processor import needs_avx512
+from recordings import recorded
 from test_added_pieces import ANSWER as LONG_OUTPUT
 from test_added_pieces import BOUND, INTERVAL, PieceSumsReplay
 from test_added_pieces import pieces_settings as bounded_pieces_settings
@@ -143,17 +144,10 @@ PIECEWISE = [("cake", name) for name in NAMES] + [("tova", "gpt-oss"), ("caote",
 @pytest.mark.parametrize(("method", "name"), PIECEWISE)
 def test_pieces_keep_the_reference_tokens(method, name, checkpoints_folder):
     """Only full-attention layers drop tokens. Window layers do not count towards the budget."""
-    length, num_output = 531, 40
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=pieces_settings(method, **PROBE),
-        **CHUNKED_PREFILL,
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        # At the thresholds of this prompt, no two scores are too close for float32.
-        llm.submit("r", tokens(length, seed=9), num_output)
-        llm.drain()
-        assert llm.free_blocks == free
+    length, num_output, config = 531, 40, pieces_settings(method, **PROBE)
+    # At the thresholds of this prompt, no two scores are too close for float32.
+    model, prompt = make(name, checkpoints_folder), tokens(length, seed=9)
+    seen = recorded(model, config, prompt, num_output, **CHUNKED_PREFILL).seen
     replay = ProbeReplay(method, full_layers(name, seen), seen, length, int(length * 0.4))
     replay.replay_all(length + num_output)
     assert len(replay.packed_at) >= 3
@@ -164,12 +158,8 @@ def test_pieces_with_a_decode_budget_keep_the_reference_tokens(method, checkpoin
     """Attention with sinks is summed over pieces and decode intervals."""
     name, length = "gpt-oss", 480
     config = bounded_pieces_settings(method, 0.4, decode_budget=BOUND, decode_interval=2 * INTERVAL)
-    options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=70)
-    with engine(make(name, checkpoints_folder), additional_config=config, **options) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=5), LONG_OUTPUT)
-        llm.drain()
-        assert llm.free_blocks == free
+    model, prompt = make(name, checkpoints_folder), tokens(length, seed=5)
+    seen = recorded(model, config, prompt, LONG_OUTPUT, **CHUNKED_PREFILL).seen
     replay = PieceSumsReplay(method, full_layers(name, seen), seen, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
     for position in range(length + LONG_OUTPUT - 1):
@@ -345,7 +335,9 @@ def test_tiles_and_vectors_give_equal_outputs(name, checkpoints_folder, monkeypa
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         model = make(name, checkpoints_folder)
-        with engine(model, additional_config=FREE, dtype="bfloat16", max_num_seqs=4) as llm:
+        # few blocks, because the AMX stand-in copies all pages for each layer
+        options = {"dtype": "bfloat16", "max_num_seqs": 4, "max_model_len": 704, "blocks": 1 + 160}
+        with engine(model, additional_config=FREE, **options) as llm:
             assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
             outputs[kind] = outputs_of_all(llm)
     assert outputs["tiles"] == outputs["vectors"]

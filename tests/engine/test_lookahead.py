@@ -12,6 +12,7 @@ import torch
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_decode_budgets import INTERVAL, Replay, min_pages, round_up_to_blocks
 from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import PIECE, PieceReplay
@@ -103,25 +104,15 @@ def test_lookahead_keeps_the_reference_tokens(
 ):
     """Attention reads the reference's tokens. The first m + 1 output tokens are vLLM's own."""
     more = {} if window is None else {"window": window}
-    num_output = m + 20
+    num_output, config = m + 20, lookahead_config(method, lookahead=m, **more)
     model, prompt = make(name, checkpoints_folder), tokens(length, seed=33)
-    with engine(
-        model,
-        additional_config=lookahead_config(method, lookahead=m, **more),
-        max_num_batched_tokens=150,
-        max_num_seqs=4,
-        max_model_len=1024,
-    ) as llm:
-        seen, free_blocks = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        llm.submit("r", prompt, num_output)
-        (output,) = llm.drain().values()
-        assert llm.free_blocks == free_blocks
-        assert packed == [length + m]
-    assert output[: m + 1] == uncompressed_outputs(name)[length][: m + 1]
+    run = recorded(model, config, prompt, num_output, max_num_batched_tokens=150)
+    assert [pack.tokens for pack in run.packed] == [length + m]
+    assert run.output[: m + 1] == uncompressed_outputs(name)[length][: m + 1]
     # `seen` has only the full-attention layers.
-    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))
-    replay = LookaheadReplay(method, shape, seen, length, m, window=window).start_after_prefill()
+    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(run.seen))
+    replay = LookaheadReplay(method, shape, run.seen, length, m, window=window)
+    replay.start_after_prefill()
     for position in range(length, length + num_output - 1):
         replay.step(position)
     assert replay.packed_at == [length + m]
@@ -186,41 +177,23 @@ class LookaheadPieceReplay(LookaheadReplay, ProbeReplay):
 
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
-def test_lookahead_after_pieces_and_before_a_decode_budget(method, checkpoints_folder):
+def test_lookahead_after_pieces_and_before_a_decode_budget(method, model):
     """Pieces, look-ahead and decode budget together, in the smallest pool that starts.
 
     The probe scores the pieces, which keep more than the budget. The output scores those tokens
     when the look-ahead ends. The decode intervals start there: nothing is packed again before.
     """
-    name, length, bound, num_output = "llama-gqa", 535, 192, 120
-    config = lookahead_config(
-        method,
-        BUDGET,
-        LOOKAHEAD,
-        max_whole=384,
-        piece=PIECE,
-        **PROBE,
-        window=8,
-        decode_budget=bound,
-        decode_interval=INTERVAL,
-    )
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=config,
-        blocks=1 + 384 // BLOCK,
-        max_num_seqs=4,
-        max_model_len=656,
-        max_num_batched_tokens=70,
-    ) as llm:
-        seen, free_blocks = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        # Seed 5 has two tokens at cake-chunk's threshold whose scores differ by 7e-11 relatively.
-        llm.submit("r", tokens(length, seed=6), num_output)
-        llm.drain()
-        assert llm.free_blocks == free_blocks
-    assert packed == [length + LOOKAHEAD]
+    length, bound, num_output = 535, 192, 120
+    pieces = {"max_whole": 384, "piece": PIECE, **PROBE, "window": 8}
+    bounds = {"decode_budget": bound, "decode_interval": INTERVAL}
+    config = lookahead_config(method, BUDGET, LOOKAHEAD, **pieces, **bounds)
+    # Seed 5 has two tokens at cake-chunk's threshold whose scores differ by 7e-11 relatively.
+    prompt = tokens(length, seed=6)
+    limits = {"blocks": 1 + 384 // BLOCK, "max_model_len": 656, "max_num_batched_tokens": 70}
+    run = recorded(model, config, prompt, num_output, **limits)
+    assert [pack.tokens for pack in run.packed] == [length + LOOKAHEAD]
     replay = LookaheadPieceReplay(
-        method, SHAPES[name], seen, length, LOOKAHEAD, window=8, bound=bound
+        method, SHAPES["llama-gqa"], run.seen, length, LOOKAHEAD, window=8, bound=bound
     )
     replay.last, replay.max_tokens_before_end = length + num_output, 384 - PIECE - 32
     for position in range(length + num_output - 1):

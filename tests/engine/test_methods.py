@@ -6,7 +6,7 @@ import torch
 from added_methods import installed, write_package
 from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
-from kept_pages import packed_pages, prompt_inputs, tail_pages, watch_selections
+from recordings import packed_pages, prompt_inputs, tail_pages, watch_selections
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress

@@ -7,8 +7,9 @@ prompt from its first token: where it is packed, how many tokens each layer may 
 import pytest
 
 import methods_reference as ref
-from checkpoints import SHAPES, make, tokens
+from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_decode_budgets import (
     METHODS,
     WINDOWS,
@@ -126,24 +127,14 @@ CASES = [*((method, 531) for method in METHODS), ("cake", 480), ("cake", 581), (
 
 
 @pytest.mark.parametrize(("method", "length"), [("cake", 581)] if V2 else CASES)
-def test_attention_matches_the_reference(method, length, checkpoints_folder):
+def test_attention_matches_the_reference(method, length, model):
     """Attention matches the reference, and blocks never exceed the kept tokens and one piece."""
-    name, budget, max_tokens = "llama-gqa", int(length * 0.4), 40
-    shape = SHAPES[name]
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=pieces_settings(method, probe=0),
-        **CHUNKED_PREFILL,
-    ) as llm:
-        recorded, free, max_blocks = llm.record_attention(), llm.free_blocks, 0
-        llm.submit("r", tokens(length, seed=5), max_tokens)
-        while llm.llm.llm_engine.has_unfinished_requests():
-            llm.step()
-            max_blocks = max(max_blocks, free - llm.free_blocks)
-        assert llm.free_blocks == free
+    budget, max_tokens, shape = int(length * 0.4), 40, SHAPES["llama-gqa"]
+    config, prompt = pieces_settings(method, probe=0), tokens(length, seed=5)
+    run = recorded(model, config, prompt, max_tokens, **CHUNKED_PREFILL)
     kept_blocks = -(-(shape.layers * budget // BLOCK) // shape.layers)
-    assert max_blocks <= kept_blocks + PIECE // BLOCK + 1
-    replay = PieceReplay(method, shape, recorded, length, budget)
+    assert run.max_blocks <= kept_blocks + PIECE // BLOCK + 1
+    replay = PieceReplay(method, shape, run.seen, length, budget)
     replay.replay_all(length + max_tokens)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3

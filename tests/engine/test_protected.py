@@ -8,6 +8,7 @@ import torch
 
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, engine, settings
+from recordings import recorded
 from test_decode_budgets import INTERVAL, METHODS, Replay
 from test_lookahead import (
     BUDGET,
@@ -29,21 +30,11 @@ def protected(spans):
     return frozenset(at for start, stop in pairs for at in range(start, stop))
 
 
-def recorded(folder, config, prompt, answer, spans, **options):
-    """Return the attention inputs of one request, and its compressions up to the prompt's end.
-
-    Checks that the request leaves no state behind.
-    """
+def record(folder, config, prompt, answer, spans, **options):
+    """Return the attention inputs of one request, and its compressions up to the prompt's end."""
     options = {**CHUNKED_PREFILL, **options}
-    with engine(make(NAME, folder), additional_config=config, **options) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.pack_request)
-        llm.submit("r", prompt, answer, extra_args={"kv_protect": spans})
-        llm.drain()
-        llm.finish_in_flight_steps()
-        assert llm.free_blocks == free
-        assert not llm.compressor.pool.protected
-    return seen, packed
+    run = recorded(make(NAME, folder), config, prompt, answer, {"kv_protect": spans}, **options)
+    return run.seen, run.packed
 
 
 class AtEnd(PieceReplay):
@@ -61,7 +52,7 @@ def test_compression_after_prefill_keeps_protected_spans(method, checkpoints_fol
     window = {"tova": 1, "streamingllm": 0}.get(method, 32)
     config = settings(method, budget, **({} if window < 2 else {"window": window}))
     prompt = tokens(length, seed=33)
-    seen, (pack_request,) = recorded(checkpoints_folder, config, prompt, answer, SPANS)
+    seen, (pack_request,) = record(checkpoints_folder, config, prompt, answer, SPANS)
     plan = pack_request.plan
     assert not plan.raised
     assert sum(stop - start for start, stop in plan.spans) == len(protected(SPANS)) == 78
@@ -81,7 +72,7 @@ def test_compression_after_a_lookahead_keeps_protected_spans(method, window, che
     length, answer, spans = 417, LOOKAHEAD + 20, ["0:20", "100:103", "405:417"]
     extra_args = {} if window is None else {"window": window}
     config = lookahead_config(method, lookahead=LOOKAHEAD, **extra_args)
-    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=33), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(length, seed=33), answer, spans)
     replay = LookaheadReplay(
         method, SHAPES[NAME], seen, length, LOOKAHEAD, window=window
     ).start_after_prefill()
@@ -102,7 +93,7 @@ def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     config = settings(
         method, 0.3, window=32, protect="system", lookahead=lookahead, allow_override=method
     )
-    seen, (pack_request,) = recorded(
+    seen, (pack_request,) = record(
         checkpoints_folder, config, tokens(length, seed=35), answer, SPANS
     )
     plan, layers = pack_request.plan, SHAPES[NAME].layers
@@ -131,7 +122,7 @@ def test_later_pieces_keep_the_spans_of_earlier_pieces(method, checkpoints_folde
     """Spans cross a boundary and include the last piece, whose end is kept anyway."""
     length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
     config = pieces_settings(method, 0.4, probe=0)
-    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
     replay.protected = protected(spans)
     replay.replay_all(length + answer)
@@ -154,7 +145,7 @@ def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, check
     )
     # with seed 6, the scores of two tokens at cake's cut-off differ by a relative 5e-9
     prompt, options = tokens(length, seed=8), {"blocks": 1 + 384 // BLOCK, "max_model_len": 656}
-    seen, _ = recorded(checkpoints_folder, config, prompt, answer, spans, **options)
+    seen, _ = record(checkpoints_folder, config, prompt, answer, spans, **options)
     replay = LookaheadPieceReplay(
         method, SHAPES[NAME], seen, length, LOOKAHEAD, window=8, bound=bound
     )
@@ -173,7 +164,7 @@ def test_a_decode_budget_keeps_the_spans_of_a_short_prompt(method, checkpoints_f
     """The prompt stayed uncompressed until then."""
     prompt, answer, spans = 45, 150, ["0:6", "20:31"]
     config = settings(method, decode_budget=64, decode_interval=INTERVAL)
-    seen, _ = recorded(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
     replay = Replay(method, SHAPES[NAME], seen)
     replay.protected = protected(spans)
     for position in range(prompt, prompt + answer - 1):
@@ -219,7 +210,7 @@ def test_a_mostly_protected_prompt_is_compressed_by_the_decode_budget(checkpoint
     prompt, answer, spans = 150, 150, ["3:90"]
     config = settings("cake", allow_override="cake", decode_budget=128, decode_interval=INTERVAL)
     # with seed 5, the rounding error of an output is slightly above the bound
-    seen, packed = recorded(checkpoints_folder, config, tokens(prompt, seed=6), answer, spans)
+    seen, packed = record(checkpoints_folder, config, tokens(prompt, seed=6), answer, spans)
     assert packed == []
     replay = Replay("cake", SHAPES[NAME], seen, prompt, 128, answer)
     replay.protected = protected(spans)
@@ -234,7 +225,7 @@ def test_a_probe_shorter_than_the_window_keeps_the_window(probe, checkpoints_fol
     method, length, answer, spans = "snapkv", 4 * PIECE + 12, 20, ["2:12", f"{4 * PIECE - 20}:390"]
     more = {"max_whole": 300, "piece": PIECE, "probe": probe, "window": 16}
     config = settings(method, 0.4, **more)
-    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     if probe < 16:
         replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
         replay.w, replay.max_tokens_before_end = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
@@ -250,7 +241,7 @@ def test_a_lookahead_right_after_the_last_piece(rest, checkpoints_folder):
     more = {"max_whole": 300, "piece": PIECE, "lookahead": 8}
     config = settings("cake-chunk", 0.4, **more)
     spans = ["0:20", f"{length - 9}:{length}"]
-    _, (pack_request,) = recorded(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
+    _, (pack_request,) = record(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
     assert pack_request.output_tokens >= 8
     assert pack_request.plan.intact_from >= 4 * PIECE - 8
 

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from checkpoints import HYBRIDS, MIXTURES, SHAPES, STATEFUL, WIDE, make, tokens
 from engines import BLOCK, V2, engine, settings
-from kept_pages import packed_pages
 from kvcompress_kernels import k4v3
+from recordings import packed_pages
 from vllm_kvcompress.methods.budget_spec import LayerStats
 from vllm_kvcompress.methods.method import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan

@@ -17,6 +17,7 @@ import test_prompts_in_pieces
 from checkpoints import STATEFUL, WIDE, make, tokens
 from configuring import configure
 from engines import BLOCKS, V2, engine, model_runner_v1_only, settings, with_states
+from recordings import recorded
 from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import LookaheadReplay, lookahead_config
@@ -73,15 +74,9 @@ def test_pieces_keep_the_reference_tokens(name, checkpoints_folder, longer_block
     longer_blocks(name)
     length, num_output = 531, 30
     config = pieces_settings("cake", 0.5, probe=0, max_whole=192)
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=config,
-        **engine_options(name, max_num_seqs=4, max_num_batched_tokens=70),
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=5), num_output)
-        llm.drain()
-        assert llm.free_blocks == free
+    model, prompt = make(name, checkpoints_folder), tokens(length, seed=5)
+    options = engine_options(name, max_num_batched_tokens=70)
+    seen = recorded(model, config, prompt, num_output, **options).seen
     replay = PieceReplay("cake", full_layers(name, seen), seen, length, int(length * 0.5))
     replay.replay_all(length + num_output)
     assert replay.packed_at[-1] == length
@@ -92,15 +87,10 @@ def test_pieces_keep_the_reference_tokens(name, checkpoints_folder, longer_block
 def test_lookahead_keeps_the_reference_tokens(name, checkpoints_folder, longer_blocks):
     longer_blocks(name)
     length, m, num_output = 417, 12, 30
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=lookahead_config("cake", 0.3, lookahead=m),
-        **engine_options(name, max_num_seqs=4, max_num_batched_tokens=150),
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=33), num_output)
-        llm.drain()
-        assert llm.free_blocks == free
+    config = lookahead_config("cake", 0.3, lookahead=m)
+    model, prompt = make(name, checkpoints_folder), tokens(length, seed=33)
+    options = engine_options(name, max_num_batched_tokens=150)
+    seen = recorded(model, config, prompt, num_output, **options).seen
     replay = LookaheadReplay("cake", full_layers(name, seen), seen, length, m).start_after_prefill()
     for position in range(length, length + num_output - 1):
         replay.step(position)

@@ -1,6 +1,33 @@
 """Read back what a compressed request's pages hold, and what its attention layers received."""
 
+from types import SimpleNamespace
+
 import torch
+
+from engines import engine
+
+
+def recorded(model, config, prompt, num_output, extra_args=None, **options) -> SimpleNamespace:
+    """Run one request in a new engine, and check that it leaves nothing behind.
+
+    Returns:
+        `seen`: what `Engine.record_attention` recorded. `packed`: the prompt's `PackRequest`s.
+        `output`: token ids. `max_blocks`: the most blocks that it held between two steps.
+    """
+    options = {"max_num_seqs": 4, "max_model_len": 1024} | options
+    with engine(model, additional_config=config, **options) as llm:
+        seen, free, held, output = llm.record_attention(), llm.free_blocks, [], {}
+        packed = llm.watch_packing(lambda done: done.pack_request)
+        llm.submit("r", prompt, num_output, extra_args=extra_args)
+        while llm.llm.llm_engine.has_unfinished_requests():
+            output |= llm.step()
+            held.append(free - llm.free_blocks)
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free
+        assert not llm.compressor.pool.protected
+    token_ids = list(output["r"].outputs[0].token_ids)
+    return SimpleNamespace(seen=seen, packed=packed, output=token_ids, max_blocks=max(held))
+
 
 from engines import BLOCK
 
