@@ -1,12 +1,9 @@
 """Refusals that need the built model. They come before its KV cache is allocated."""
 
-import json
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
@@ -22,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from checkpoints import make, tokens
 from engines import engine, settings
 from processor import needs_avx512
+from quantised import scaled
 from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.attention.backend import override_backends
 from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
@@ -183,20 +181,10 @@ def test_layers_with_an_unsupported_quantised_cache_are_refused(
 
 def test_fp8_checkpoint_runs_compressed_with_a_bfloat16_cache(checkpoints_folder, tmp_path):
     """A compressed-tensors checkpoint with scales gives the unquantised model's outputs."""
-    unquantised = Path(make("llama-one-layer", checkpoints_folder))
-    config = json.loads((unquantised / "config.json").read_text())
-    scheme = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
-    config["quantization_config"] = dict(
-        quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={},
-        kv_cache_scheme=scheme,
-    )  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = load_file(unquantised / "model.safetensors")
-    for name in ("k_scale", "v_scale"):
-        weights[f"model.layers.0.self_attn.{name}"] = torch.tensor([0.02])
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unquantised = make("llama-one-layer", checkpoints_folder)
+    quantised = scaled("llama-one-layer", checkpoints_folder, tmp_path)
     prompt, outputs = tokens(600, seed=3), []
-    for model, more in ((str(unquantised), {}), (str(tmp_path), {"kv_cache_dtype": "bfloat16"})):
+    for model, more in ((unquantised, {}), (quantised, {"kv_cache_dtype": "bfloat16"})):
         with engine(model, additional_config=settings(budget=0.3), dtype="bfloat16", **more) as llm:
             outputs.append(llm.generate([prompt], 8))
             assert llm.compressor.pool.pages.dtype == torch.bfloat16

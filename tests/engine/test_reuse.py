@@ -85,7 +85,8 @@ def test_later_turns_find_prompt_and_output_and_equal_cold_runs(
 ):
     with reuse_engine(checkpoints_folder, async_scheduling=asynchronous) as llm:
         free = llm.free_blocks
-        record = conversation(llm, 1, 3, 300)
+        # the first output fills the second cell; in Triton's interpreter, steps are slow
+        record = conversation(llm, 1, 3, 40 if V2 else 170)
         ends = [len(prompt) + len(output) for prompt, output, _ in record]
         assert [cached for *_, cached in record] == [
             0, *(hit(end - 1) for end in ends[:2])
