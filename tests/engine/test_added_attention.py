@@ -170,6 +170,7 @@ def test_output_continues_from_the_prompts_kept_tokens(method, checkpoints_folde
 
 
 LENGTHS = (20, 150, 301, 64)
+NUM_OUTPUT = 120  # also packs the output of the shortest prompt
 PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS]
 BOTH = settings("h2o", 0.4, decode_budget=96, decode_interval=INTERVAL, allow_override="d2o")
 OVERRIDES = [{"kv_compress": method} for method in ("h2o", "d2o")]
@@ -180,7 +181,7 @@ def test_outputs_depend_only_on_the_prompt(model, async_scheduling_allowed):
     """Outputs do not depend on concurrent requests, chunks, the prefix cache or scheduling."""
     with engine(model, additional_config=BOTH, enable_prefix_caching=False) as llm:
         alone = [
-            [llm.generate([prompt], 150, extra_args=override)[0] for prompt in PROMPTS]
+            [llm.generate([prompt], NUM_OUTPUT, extra_args=override)[0] for prompt in PROMPTS]
             for override in OVERRIDES
         ]
         pool = llm.compressor.pool
@@ -194,7 +195,7 @@ def test_outputs_depend_only_on_the_prompt(model, async_scheduling_allowed):
         for order in (1, -1):
             for index, override in enumerate(OVERRIDES):
                 for prompt_index, prompt in list(enumerate(PROMPTS))[::order]:
-                    llm.submit(f"{index}.{prompt_index}", prompt, 150, extra_args=override)
+                    llm.submit(f"{index}.{prompt_index}", prompt, NUM_OUTPUT, extra_args=override)
             outputs = llm.drain()
             assert [[outputs[f"{i}.{p}"] for p in range(4)] for i in range(2)] == alone
         llm.finish_in_flight_steps()
