@@ -76,11 +76,13 @@ def cpu_outputs_in_groups(checkpoints_folder):
 )
 def test_packed_groups_match_those_of_cpu_attention(start, cpu_outputs_in_groups, backend, layout):
     """Heads and layers may lie between the rows of a group."""
+    # in Triton's interpreter, the time of a prefill grows with the square of its length
+    every = 2 if backend == "TRITON_ATTN" else 1
     opened, _ = start(backend, "qwen3", layout=layout, additional_config=OPT_IN["k4v3"])
     with opened as llm:
         free = llm.free_blocks
-        assert llm.generate(PROMPTS) == cpu_outputs_in_groups
-        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
+        assert llm.generate(PROMPTS[::every]) == cpu_outputs_in_groups[::every]
+        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS[::every])
         assert llm.free_blocks == free
 
 
@@ -321,7 +323,7 @@ def test_tables_keep_their_addresses(start):
 def test_state_space_model_matches_cpu_attention(start, backend, checkpoints_folder):
     """The model has blocks of 96 tokens, which our Triton kernels must support."""
     options = dict(additional_config=settings(), max_model_len=1024, enable_prefix_caching=False)
-    prompts = PROMPTS[::2]
+    prompts = [PROMPTS[0][:200], PROMPTS[2]]
     with engine(make("granite-96", checkpoints_folder), **options) as llm:
         expected = llm.generate(prompts, 4)
     opened, _ = start(backend, model="granite-96", **options)
