@@ -95,8 +95,7 @@ def test_every_step_matches_the_reference(method, model):
     prompt = tokens(PROMPT, seed=5)
     run = recorded(model, config, prompt, OUTPUT_TOKENS, max_num_batched_tokens=32)
     replay = Sums(method, SHAPES["llama-gqa"], run.seen)
-    for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
-        replay.step(position)
+    replay.steps(PROMPT, PROMPT + OUTPUT_TOKENS - 1)
     assert len(replay.packed_at) >= 3
 
 
@@ -164,8 +163,7 @@ def test_output_continues_from_the_prompts_kept_tokens(method, checkpoints_folde
             replay.parts[layer, "v"][positions, kv] = values.double().numpy()
             if method == "d2o":
                 replay.tau[layer][kv] = thresholds[layer, kv].item()
-    for position in range(prompt, prompt + output_tokens - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + output_tokens - 1)
     assert len(replay.packed_at) >= 2
 
 

@@ -90,8 +90,7 @@ def test_every_step_matches_the_reference(method, length, model):
     run = recorded(model, config, tokens(length, seed=5), ANSWER, max_num_batched_tokens=70)
     replay = PieceSumsReplay(method, SHAPES["llama-gqa"], run.seen, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
-    for position in range(length + ANSWER - 1):
-        replay.step(position)
+    replay.steps(0, length + ANSWER - 1)
     assert replay.boundaries[-1] == length
     assert len(replay.boundaries) >= 3
     assert replay.packed_at

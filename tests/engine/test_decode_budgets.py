@@ -148,6 +148,11 @@ class Replay:
         self.look(position)
         self.after(position + 1)
 
+    def steps(self, start: int, stop: int) -> None:
+        """Check and replay the steps that compute the positions from `start` to `stop`."""
+        for position in range(start, stop):
+            self.step(position)
+
     def look(self, position: int) -> None:
         """Check that `position` attends to the held positions and itself."""
         shape = self.shape
@@ -266,8 +271,7 @@ def test_decode_budget_keeps_the_reference_tokens(method, any_method):
                     packed.append(footprint.first_block * BLOCK)
                     assert held <= BUDGET // BLOCK + INTERVAL // BLOCK + 1
     replay = Replay(method, SHAPES["llama-gqa"], seen)
-    for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
-        replay.step(position)
+    replay.steps(PROMPT, PROMPT + OUTPUT_TOKENS - 1)
     assert sorted(set(packed)) == replay.packed_at
     assert len(replay.packed_at) >= 3
 
@@ -323,8 +327,7 @@ def test_decode_budget_after_a_compressed_prompt(checkpoints_folder):
     )
     replay.interval = 2 * INTERVAL
     assert len({len(heads[0]) for heads in held}) > 1
-    for position in range(prompt, prompt + num_output - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + num_output - 1)
     assert len(replay.packed_at) >= 2
     assert sum(replay.counts) == shape.layers * budget // BLOCK
 

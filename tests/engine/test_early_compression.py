@@ -310,6 +310,5 @@ def test_early_compression_keeps_the_reference_tokens(
     shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))
     replay = EarlyReplay(method, shape, seen, LENGTH, budgets).start_after_prefill()
     replay.after(LENGTH)
-    for position in range(LENGTH, LENGTH + NUM_OUTPUT - 1):
-        replay.step(position)
+    replay.steps(LENGTH, LENGTH + NUM_OUTPUT - 1)
     assert replay.packed_at == list(budgets)

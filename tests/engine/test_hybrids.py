@@ -162,8 +162,7 @@ def test_pieces_with_a_decode_budget_keep_the_reference_tokens(method, checkpoin
     seen = recorded(model, config, prompt, LONG_OUTPUT, **CHUNKED_PREFILL).seen
     replay = PieceSumsReplay(method, full_layers(name, seen), seen, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
-    for position in range(length + LONG_OUTPUT - 1):
-        replay.step(position)
+    replay.steps(0, length + LONG_OUTPUT - 1)
     assert replay.packed_at
 
 

@@ -113,8 +113,7 @@ def test_lookahead_keeps_the_reference_tokens(
     shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(run.seen))
     replay = LookaheadReplay(method, shape, run.seen, length, m, window=window)
     replay.start_after_prefill()
-    for position in range(length, length + num_output - 1):
-        replay.step(position)
+    replay.steps(length, length + num_output - 1)
     assert replay.packed_at == [length + m]
 
 
@@ -167,8 +166,7 @@ def test_prompt_packed_early_is_scored_by_the_latest_queries(
     ).start_after_prefill()
     replay.w = window
     replay.after(length)
-    for position in range(length, length + num_output - 1):
-        replay.step(position)
+    replay.steps(length, length + num_output - 1)
     assert replay.packed_at == [due]
 
 
@@ -196,8 +194,7 @@ def test_lookahead_after_pieces_and_before_a_decode_budget(method, model):
         method, SHAPES["llama-gqa"], run.seen, length, LOOKAHEAD, window=8, bound=bound
     )
     replay.last, replay.max_tokens_before_end = length + num_output, 384 - PIECE - 32
-    for position in range(length + num_output - 1):
-        replay.step(position)
+    replay.steps(0, length + num_output - 1)
     due_index = replay.packed_at.index(length + LOOKAHEAD)
     assert due_index >= 3, "fewer than 3 pieces were packed"
     assert len(replay.packed_at) >= due_index + 3, "the output was packed fewer than 2 times"

@@ -52,9 +52,7 @@ class PieceReplay(Replay):
 
     def replay_all(self, tokens: int) -> None:
         """Replay `tokens` prompt and output tokens from the first one."""
-        for position in range(tokens - 1):
-            self.look(position)
-            self.after(position + 1)
+        self.steps(0, tokens - 1)
 
     def after(self, computed: int) -> None:
         """Pack at multiples of the piece length and at the end, if the budget is exceeded."""

@@ -77,8 +77,7 @@ def test_compression_after_a_lookahead_keeps_protected_spans(method, window, che
         method, SHAPES[NAME], seen, length, LOOKAHEAD, window=window
     ).start_after_prefill()
     replay.protected = protected(spans)
-    for position in range(length, length + answer - 1):
-        replay.step(position)
+    replay.steps(length, length + answer - 1)
     assert replay.packed_at == [length + LOOKAHEAD]
 
 
@@ -151,8 +150,7 @@ def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, check
     )
     replay.last, replay.max_tokens_before_end = length + answer, 384 - PIECE - 32
     replay.protected = protected(spans)
-    for position in range(length + answer - 1):
-        replay.step(position)
+    replay.steps(0, length + answer - 1)
     at = replay.packed_at.index(length + LOOKAHEAD)
     assert at >= 3, "pieces"
     assert len(replay.packed_at) >= at + 3, "intervals"
@@ -167,8 +165,7 @@ def test_a_decode_budget_keeps_the_spans_of_a_short_prompt(method, checkpoints_f
     seen, _ = record(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
     replay = Replay(method, SHAPES[NAME], seen)
     replay.protected = protected(spans)
-    for position in range(prompt, prompt + answer - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + answer - 1)
     assert len(replay.packed_at) >= 3
 
 
@@ -214,8 +211,7 @@ def test_a_mostly_protected_prompt_is_compressed_by_the_decode_budget(checkpoint
     assert packed == []
     replay = Replay("cake", SHAPES[NAME], seen, prompt, 128, answer)
     replay.protected = protected(spans)
-    for position in range(prompt, prompt + answer - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + answer - 1)
     assert len(replay.packed_at) >= 2
 
 

@@ -85,8 +85,7 @@ def test_a_decode_budget_after_pieces_matches_the_reference(models):
     replay = PieceSumsReplay("h2o", shape, recording, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
     quantise(replay, "fp8")
-    for position in range(length + ANSWER - 1):
-        replay.step(position)
+    replay.steps(0, length + ANSWER - 1)
     assert replay.boundaries[-1] == length
     assert replay.packed_at
 

@@ -92,8 +92,7 @@ def test_lookahead_keeps_the_reference_tokens(name, checkpoints_folder, longer_b
     options = engine_options(name, max_num_batched_tokens=150)
     seen = recorded(model, config, prompt, num_output, **options).seen
     replay = LookaheadReplay("cake", full_layers(name, seen), seen, length, m).start_after_prefill()
-    for position in range(length, length + num_output - 1):
-        replay.step(position)
+    replay.steps(length, length + num_output - 1)
     assert replay.packed_at == [length + m]
 
 
@@ -119,8 +118,7 @@ def test_decode_budget_is_applied_at_block_ends(name, checkpoints_folder, longer
     shape = full_layers(name, seen)
     replay = Replay("cake", shape, seen, prompt, bound, num_output)
     replay.interval = interval
-    for position in range(prompt, prompt + num_output - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + num_output - 1)
     assert len(replay.packed_at) >= 2
 
 
