@@ -183,9 +183,38 @@ class Engine:
         """Return the output tokens of requests ``(prompt, extra_args)`` submitted together."""
         for number, (prompt, extra_args) in enumerate(requests):
             self.submit(str(number), prompt, tokens, extra_args=extra_args)
-        # vLLM adds a suffix to request ids
-        outputs = {key.split("-")[0]: output for key, output in self.drain().items()}
+        outputs = self.drain()
         return [outputs[str(number)] for number in range(len(requests))]
+
+    @contextmanager
+    def lent(self) -> Iterator["Engine"]:
+        """Lend this engine to one test, with an empty prefix cache and a count of 0 packings.
+
+        After the test, remove its recorders and check that no block is held.
+        """
+        assert self.llm.reset_prefix_cache()
+        self.compressor.compressed, free = 0, self.free_blocks
+        context = self.worker.vllm_config.compilation_config.static_forward_context
+        owners = [self.scheduler, *(layer.impl for layer in context.values())]
+        names = [set(vars(owner)) for owner in owners]
+        num_observers = len(self.compressor.packer.observers)
+        yield self
+        for owner, before in zip(owners, names, strict=True):
+            for name in [name for name in set(vars(owner)) - before if callable(vars(owner)[name])]:
+                delattr(owner, name)
+        del self.compressor.packer.observers[num_observers:]
+        self.llm.llm_engine.abort_request([*self.scheduler.requests], internal=True)
+        self.finish_in_flight_steps()
+        assert self.free_blocks == free
+
+    def in_smaller_pools(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield each size after taking all other blocks out of the pool and emptying the cache."""
+        for size in sizes:
+            assert self.llm.reset_prefix_cache()
+            taken = self.pool.get_new_blocks(self.free_blocks - size)
+            yield size
+            assert self.free_blocks == size
+            self.pool.free_blocks(taken)
 
     def finish_in_flight_steps(self) -> None:
         """Run empty steps until the steps that async scheduling has in flight are processed."""
@@ -387,13 +416,18 @@ def replace_kernels_once() -> None:
     CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
+_open_engines: list[str] = []
+
+
 @contextmanager
 def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engine]:
     """Run an engine with `blocks` KV blocks of 32 tokens (null block included).
 
     After the first engine, starting and stopping takes less than a second (see CONTRIBUTING.md).
+    Engines may be nested: vLLM's distributed groups stay until the last one ends.
     """
     from vllm import LLM
+    from vllm.v1.engine import core
 
     options: dict[str, Any] = dict(
         skip_tokenizer_init=True,
@@ -409,10 +443,15 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
     replace_kernels_once()
     gc.freeze()  # exclude imported objects from the first engine's garbage collections
     llm = LLM(model, **{**options, **kwargs})
+    _open_engines.append(model)
     try:
         yield Engine(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        _open_engines.pop()
+        with pytest.MonkeyPatch.context() as patch:
+            if _open_engines:
+                patch.setattr(core, "cleanup_dist_env_and_memory", lambda: None)
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         keep_heap_frozen()

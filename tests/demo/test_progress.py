@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from vllm_kvcompress.demo import __main__ as demo
-from vllm_kvcompress.demo import ask
+from vllm_kvcompress.demo import ask, progress
 from vllm_kvcompress.demo.ask import Measured, Reply
 from vllm_kvcompress.demo.chats import CHATS, Turn
 from vllm_kvcompress.demo.progress import EVERY_S, show_step

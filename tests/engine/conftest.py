@@ -20,14 +20,26 @@ def checkpoints_folder(tmp_path_factory: pytest.TempPathFactory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture
-def edited(checkpoints_folder, tmp_path):
-    """Return a function that writes a changed config.json and returns its folder."""
+@pytest.fixture(scope="session")
+def llama(checkpoints_folder) -> str:
+    """Return the checkpoint that most tests use: four layers and grouped queries."""
     from checkpoints import make  # loads Triton, which V2 must prepare first
 
+    return make("llama-gqa", checkpoints_folder)
+
+
+@pytest.fixture(scope="session")
+def model(llama) -> str:
+    """Return the checkpoint of a file's tests; some files override it."""
+    return llama
+
+
+@pytest.fixture
+def edited(llama, tmp_path):
+    """Return a function that writes a changed config.json and returns its folder."""
+
     def edit(**changes) -> str:
-        original = Path(make("llama-gqa", checkpoints_folder), "config.json")
-        config = json.loads(original.read_text())
+        config = json.loads(Path(llama, "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         return str(tmp_path)
 

@@ -14,6 +14,7 @@ import torch
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_decode_budgets import BUDGET, INTERVAL, OUTPUT_TOKENS, PROMPT, Replay, round_to_pages
 from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.planning.memory import sum_bytes_per_block
@@ -89,22 +90,12 @@ class Sums(Replay):
 
 
 @pytest.mark.parametrize("method", ["h2o", "d2o"][: 1 if V2 else None])
-def test_every_step_matches_the_reference(method, checkpoints_folder):
-    name = "llama-gqa"
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=settings(method, decode_budget=BUDGET, decode_interval=INTERVAL),
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=32,
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(PROMPT, seed=5), OUTPUT_TOKENS)
-        llm.drain()
-        assert llm.free_blocks == free
-    replay = Sums(method, SHAPES[name], seen)
-    for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
-        replay.step(position)
+def test_every_step_matches_the_reference(method, model):
+    config = settings(method, decode_budget=BUDGET, decode_interval=INTERVAL)
+    prompt = tokens(PROMPT, seed=5)
+    run = recorded(model, config, prompt, OUTPUT_TOKENS, max_num_batched_tokens=32)
+    replay = Sums(method, SHAPES["llama-gqa"], run.seen)
+    replay.steps(PROMPT, PROMPT + OUTPUT_TOKENS - 1)
     assert len(replay.packed_at) >= 3
 
 
@@ -172,24 +163,23 @@ def test_output_continues_from_the_prompts_kept_tokens(method, checkpoints_folde
             replay.parts[layer, "v"][positions, kv] = values.double().numpy()
             if method == "d2o":
                 replay.tau[layer][kv] = thresholds[layer, kv].item()
-    for position in range(prompt, prompt + output_tokens - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + output_tokens - 1)
     assert len(replay.packed_at) >= 2
 
 
 LENGTHS = (20, 150, 301, 64)
+NUM_OUTPUT = 120  # also packs the output of the shortest prompt
 PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS]
 BOTH = settings("h2o", 0.4, decode_budget=96, decode_interval=INTERVAL, allow_override="d2o")
 OVERRIDES = [{"kv_compress": method} for method in ("h2o", "d2o")]
 
 
 @model_runner_v1_only
-def test_outputs_depend_only_on_the_prompt(checkpoints_folder, async_scheduling_allowed):
+def test_outputs_depend_only_on_the_prompt(model, async_scheduling_allowed):
     """Outputs do not depend on concurrent requests, chunks, the prefix cache or scheduling."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=BOTH, enable_prefix_caching=False) as llm:
         alone = [
-            [llm.generate([prompt], 150, extra_args=override)[0] for prompt in PROMPTS]
+            [llm.generate([prompt], NUM_OUTPUT, extra_args=override)[0] for prompt in PROMPTS]
             for override in OVERRIDES
         ]
         pool = llm.compressor.pool
@@ -203,8 +193,8 @@ def test_outputs_depend_only_on_the_prompt(checkpoints_folder, async_scheduling_
         for order in (1, -1):
             for index, override in enumerate(OVERRIDES):
                 for prompt_index, prompt in list(enumerate(PROMPTS))[::order]:
-                    llm.submit(f"{index}.{prompt_index}", prompt, 150, extra_args=override)
-            outputs = {name.split("-")[0]: output for name, output in llm.drain().items()}
+                    llm.submit(f"{index}.{prompt_index}", prompt, NUM_OUTPUT, extra_args=override)
+            outputs = llm.drain()
             assert [[outputs[f"{i}.{p}"] for p in range(4)] for i in range(2)] == alone
         llm.finish_in_flight_steps()
         assert llm.free_blocks == free
@@ -219,9 +209,9 @@ def test_outputs_depend_only_on_the_prompt(checkpoints_folder, async_scheduling_
 
 
 @model_runner_v1_only
-def test_preempted_request_continues_as_a_prompt_of_its_tokens(checkpoints_folder):
+def test_preempted_request_continues_as_a_prompt_of_its_tokens(model):
     """After a preemption, sums and thresholds are recomputed and do not include the first run."""
-    model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]
+    prompts = PROMPTS[1:3]
     # The budget is in tokens, because a ratio would apply to the longer prompt after a preemption.
     config = settings("h2o", 100, decode_budget=128, decode_interval=INTERVAL, allow_override="d2o")
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
@@ -232,7 +222,7 @@ def test_preempted_request_continues_as_a_prompt_of_its_tokens(checkpoints_folde
             if step in (20, 90, 120):
                 assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             for request_id, output in llm.step().items():
-                outputs[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+                outputs[request_id] = list(output.outputs[0].token_ids)
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break
         assert {len(request_cuts) for request_cuts in cuts.values()} == {3}
@@ -243,9 +233,9 @@ def test_preempted_request_continues_as_a_prompt_of_its_tokens(checkpoints_folde
 
 
 @model_runner_v1_only
-def test_unpacked_request_does_not_change_sums_of_shared_blocks(checkpoints_folder):
+def test_unpacked_request_does_not_change_sums_of_shared_blocks(model):
     """The short request shares blocks through the prefix cache, and their sums are shared too."""
-    model, prompt = make("llama-gqa", checkpoints_folder), tokens(100, seed=3)
+    prompt = tokens(100, seed=3)
     config = settings("h2o", decode_budget=160, decode_interval=INTERVAL)
     same_prefix = prompt[:96] + tokens(4, seed=4)
     with engine(model, additional_config=config) as llm:
@@ -266,7 +256,7 @@ def test_unpacked_request_does_not_change_sums_of_shared_blocks(checkpoints_fold
             for request in llm.running()
         )
         assert len(long_blocks & short_blocks) == 3, "the requests should share three blocks"
-        done = {name.split("-")[0]: output for name, output in llm.drain().items()}
+        done = llm.drain()
         assert set(added) == {"long"}
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         assert done["long"] == llm.generate([prompt], 150)[0]
@@ -274,12 +264,12 @@ def test_unpacked_request_does_not_change_sums_of_shared_blocks(checkpoints_fold
 
 
 @model_runner_v1_only
-def test_budget_above_the_length_changes_nothing(checkpoints_folder):
-    path, prompts = make("llama-gqa", checkpoints_folder), [PROMPTS[0], PROMPTS[3]]
-    with engine(path, max_num_seqs=4, max_model_len=1024) as llm:
+def test_budget_above_the_length_changes_nothing(model):
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    with engine(model, max_num_seqs=4, max_model_len=1024) as llm:
         expected = llm.generate(prompts, 200)
     config = settings("d2o", decode_budget=1024, decode_interval=INTERVAL, allow_override="h2o")
-    with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
+    with engine(model, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
         for override in OVERRIDES:
             assert llm.generate(prompts, 200, extra_args=override) == expected
         assert not llm.scheduler.step_builder.stats.repacked_answers

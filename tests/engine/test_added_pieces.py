@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 import methods_reference as ref
-from checkpoints import SHAPES, make, tokens
+from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_added_attention import Sums
 from test_decode_budgets import INTERVAL, Replay, round_to_pages
 from test_prompts_in_pieces import MAX_WHOLE, PIECE, PieceReplay
@@ -84,24 +85,12 @@ class PieceSumsReplay(Sums, PieceReplay):
 @pytest.mark.parametrize(
     ("method", "length"), [("h2o", 531), ("d2o", 531), ("d2o", 480)][: 1 if V2 else None]
 )
-def test_every_step_matches_the_reference(method, length, checkpoints_folder):
-    name, budget = "llama-gqa", int(length * 0.4)
+def test_every_step_matches_the_reference(method, length, model):
     config = pieces_settings(method, 0.4, decode_budget=BOUND, decode_interval=2 * INTERVAL)
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=config,
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=70,
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=5), ANSWER)
-        llm.drain()
-        assert llm.free_blocks == free
-    replay = PieceSumsReplay(method, SHAPES[name], seen, length, budget)
+    run = recorded(model, config, tokens(length, seed=5), ANSWER, max_num_batched_tokens=70)
+    replay = PieceSumsReplay(method, SHAPES["llama-gqa"], run.seen, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
-    for position in range(length + ANSWER - 1):
-        replay.step(position)
+    replay.steps(0, length + ANSWER - 1)
     assert replay.boundaries[-1] == length
     assert len(replay.boundaries) >= 3
     assert replay.packed_at
@@ -116,9 +105,9 @@ PROMPTS[1][:300] = PROMPTS[2][:300]
 
 @model_runner_v1_only
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
-def test_outputs_depend_only_on_the_prompt(method, checkpoints_folder, async_scheduling_allowed):
+def test_outputs_depend_only_on_the_prompt(method, model, async_scheduling_allowed):
     """Outputs do not depend on concurrent requests, chunks, cached blocks or scheduling."""
-    model, config = make("llama-gqa", checkpoints_folder), pieces_settings(method, 0.4)
+    config = pieces_settings(method, 0.4)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         alone = [llm.generate([prompt], 30)[0] for prompt in PROMPTS]
         assert llm.compressor.compressed == 3

@@ -2,17 +2,12 @@
 
 import pytest
 
-from checkpoints import make, tokens
+from checkpoints import tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
 LENGTH = 1000
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
 
 
 def packed_blocks(length: int, layers: int, budget: float) -> int:
@@ -25,7 +20,7 @@ def packed_blocks(length: int, layers: int, budget: float) -> int:
 
 @model_runner_v1_only
 @pytest.mark.parametrize("length", [LENGTH, LENGTH // BLOCK * BLOCK, LENGTH // BLOCK * BLOCK + 1])
-def test_decoding_request_holds_its_packed_blocks_and_tail(model, length):
+def test_trap_06_trap_19_decoding_request_holds_its_packed_blocks_and_tail(model, length):
     with engine(model, additional_config=settings(budget=0.2)) as llm:
         free_before = llm.free_blocks
         llm.submit("r", tokens(length, seed=1), 70)
@@ -43,17 +38,6 @@ def test_decoding_request_holds_its_packed_blocks_and_tail(model, length):
             llm.step()
         assert num_steps >= 69
         assert llm.free_blocks == free_before
-
-
-@model_runner_v1_only
-def test_blocks_are_freed_in_the_step_that_compresses(model):
-    with engine(model, additional_config=settings(budget=0.2)) as llm:
-        free_before = llm.free_blocks
-        llm.submit("r", tokens(LENGTH, seed=1), 5)
-        llm.step()
-        tail = -(-LENGTH // BLOCK) - LENGTH // BLOCK
-        assert free_before - llm.free_blocks == packed_blocks(LENGTH, 4, 0.2) + tail
-        llm.drain()
 
 
 @model_runner_v1_only

@@ -6,17 +6,10 @@ import re
 import pytest
 
 from added_methods import installed, write_package
-from checkpoints import make
 from configuring import configure
 from vllm_kvcompress.engine.startup.cli_args import add_flags
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
-
 
 # -- the command line ------------------------------------------------------------------------
 

@@ -6,13 +6,11 @@ import pytest
 
 from checkpoints import HYBRIDS, make
 from configuring import configure
-from engines import model_runner_v1_only, settings
+from engines import settings
 from vision_checkpoints import make as make_vision
 from vision_checkpoints import without_videos
 from vllm_kvcompress.engine.frontend.transfers import Pulls, prompts_of
 from vllm_kvcompress.errors import ConfigError, OverrideError
-
-pytestmark = model_runner_v1_only
 
 AHEAD = {"lookahead": 8}
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
@@ -29,11 +27,6 @@ def transfer(**changes):
 
 def settings_with(compress="cake-chunk", **changes):
     return {"additional_config": settings(compress, 0.3, **AHEAD | changes)}
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector"])

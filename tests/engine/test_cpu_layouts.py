@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm import _custom_ops as ops
 
 from amx_layout import offsets, pretend_amx, pretend_no_amx
-from checkpoints import make, tokens
+from checkpoints import tokens
 from engines import BLOCK, engine, settings
 from processor import needs_avx512
 from quantised import FLOAT8
@@ -206,14 +206,14 @@ POOLS = {
 
 @needs_avx512
 @pytest.mark.parametrize("pool", POOLS)
-def test_tiled_and_strided_layouts_generate_the_same_outputs(pool, checkpoints_folder, monkeypatch):
+def test_tiled_and_strided_layouts_generate_the_same_outputs(pool, model, monkeypatch):
     """With chunked prefill and the prefix cache; packs in place if the pool fits one prompt."""
     methods, prompts, blocks = POOLS[pool]
     outputs = {}
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         with engine(
-            make("llama-gqa", checkpoints_folder),
+            model,
             blocks=blocks,
             dtype="bfloat16",
             additional_config=settings("tova", 0.4, allow_override="all", merge="values"),
@@ -235,9 +235,7 @@ def test_tiled_and_strided_layouts_generate_the_same_outputs(pool, checkpoints_f
 
 
 @needs_avx512
-def test_repacking_generates_the_same_outputs_on_tiled_and_strided_layouts(
-    checkpoints_folder, monkeypatch
-):
+def test_repacking_generates_the_same_outputs_on_tiled_and_strided_layouts(model, monkeypatch):
     """Packs outputs, and a prompt in pieces whose last piece has a tail."""
     outputs, overrides = {}, [{"kv_compress": name} for name in ("cake-chunk", "d2o")]
     bounds = {"decode_budget": 64, "decode_interval": BLOCK, "max_whole": 350, "piece": 4 * BLOCK}
@@ -245,7 +243,7 @@ def test_repacking_generates_the_same_outputs_on_tiled_and_strided_layouts(
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         with engine(
-            make("llama-gqa", checkpoints_folder),
+            model,
             blocks=1 + 64,  # few, because the AMX stand-in copies all pages for each layer
             dtype="bfloat16",
             additional_config=config,

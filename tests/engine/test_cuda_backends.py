@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not V2, reason="CUDA only uses Model Runner V2"),
 ]
 
-LENGTHS = (300, 700, 90, 513)
+LENGTHS = (300, 450, 90, 330)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -31,15 +31,15 @@ def start(monkeypatch, checkpoints_folder):
 
 
 @pytest.fixture(scope="module")
-def cpu_outputs(checkpoints_folder):
+def cpu_outputs(model):
     """Outputs of CPU_ATTN with the same method."""
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    with engine(model, additional_config=settings()) as llm:
         return llm.generate(PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def uncompressed_outputs(checkpoints_folder):
-    with engine(make("llama-gqa", checkpoints_folder)) as llm:
+def uncompressed_outputs(model):
+    with engine(model) as llm:
         return llm.generate(PROMPTS)
 
 
@@ -76,11 +76,13 @@ def cpu_outputs_in_groups(checkpoints_folder):
 )
 def test_packed_groups_match_those_of_cpu_attention(start, cpu_outputs_in_groups, backend, layout):
     """Heads and layers may lie between the rows of a group."""
+    # in Triton's interpreter, the time of a prefill grows with the square of its length
+    every = 2 if backend == "TRITON_ATTN" else 1
     opened, _ = start(backend, "qwen3", layout=layout, additional_config=OPT_IN["k4v3"])
     with opened as llm:
         free = llm.free_blocks
-        assert llm.generate(PROMPTS) == cpu_outputs_in_groups
-        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
+        assert llm.generate(PROMPTS[::every]) == cpu_outputs_in_groups[::every]
+        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS[::every])
         assert llm.free_blocks == free
 
 
@@ -94,7 +96,6 @@ OPT_IN = {
     "growing": settings("cake", 0.1, decode_budget=32, decode_interval=32, decode_window=8),
     "merging": settings("d2o", 0.1, decode_budget=32, decode_interval=32),
     "pieces": settings("cake", 0.2, window=8, max_whole=128, piece=96),
-    "merging pieces": settings("d2o", 0.2, max_whole=128, piece=96),
     "looking ahead": settings("cake", 0.1, lookahead=5),
     "k4v3": settings("cake", 0.5, packed_dtype="k4v3"),
     "all in k4v3": settings("snapkv", 1.0, packed_dtype="k4v3"),
@@ -113,7 +114,7 @@ def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
     import cuda_on_cpu
 
     grows = compress in ("growing", "merging")
-    counts = [60 if grows else 20, 14, 18, 9] if compress in OPT_IN else [14, 6, 11, 3]
+    counts = [60 if grows else 16, 10, 13, 7] if compress in OPT_IN else [14, 6, 11, 3]
     config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:
@@ -127,7 +128,7 @@ def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
                 llm.submit(f"r{i}", prompt, count)
                 for i, (prompt, count) in enumerate(zip(PROMPTS, counts, strict=True))
             ]
-            names.append(llm.submit("late", PROMPTS[1][:450], 9))
+            names.append(llm.submit("late", PROMPTS[1][:250], 9))
             done = llm.drain()
             llm.finish_in_flight_steps()
             assert llm.free_blocks == free
@@ -165,9 +166,7 @@ def test_queries_are_stored_only_in_steps_with_a_look_ahead(start):
 
 @pytest.mark.skipif(not v2_drafts(), reason="this vLLM's Model Runner V2 does not draft")
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_trap_08_prompt_end_padded_with_drafts_is_observed(
-    ahead, start, monkeypatch, checkpoints_folder
-):
+def test_trap_08_prompt_end_padded_with_drafts_is_observed(ahead, start, monkeypatch, model):
     """A graph has one token per draft, plus one, for each request.
 
     vLLM pads a prompt with one token left to that size and runs it as a decode. With a look-ahead
@@ -183,7 +182,7 @@ def test_trap_08_prompt_end_padded_with_drafts_is_observed(
         settings("snapkv" if ahead else "tova", lookahead=ahead, allow_override="all"),
     )
     spec = dict(method="ngram", num_speculative_tokens=drafts, prompt_lookup_min=1)
-    ending, model = tokens(12 * 32 + 1, seed=9), make("llama-gqa", checkpoints_folder)
+    ending = tokens(12 * 32 + 1, seed=9)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         expected = llm.generate([ending, *PROMPTS], 10)
     graphs = cuda_on_cpu.Graphs(monkeypatch, (2, 4), drafts)
@@ -324,7 +323,7 @@ def test_tables_keep_their_addresses(start):
 def test_state_space_model_matches_cpu_attention(start, backend, checkpoints_folder):
     """The model has blocks of 96 tokens, which our Triton kernels must support."""
     options = dict(additional_config=settings(), max_model_len=1024, enable_prefix_caching=False)
-    prompts = PROMPTS[::2]
+    prompts = [PROMPTS[0][:200], PROMPTS[2]]
     with engine(make("granite-96", checkpoints_folder), **options) as llm:
         expected = llm.generate(prompts, 4)
     opened, _ = start(backend, model="granite-96", **options)

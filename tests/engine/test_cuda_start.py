@@ -13,7 +13,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
-from checkpoints import make
 from cuda_platform import GPUS
 from engines import engine, settings
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
@@ -33,9 +32,8 @@ CAKE = CompressionConfig.parse({"compress": "cake"})
 
 
 @pytest.fixture
-def cuda(monkeypatch, checkpoints_folder):
+def cuda(monkeypatch, model):
     """Return a configuration as vLLM creates it on CUDA."""
-    model = make("llama-gqa", checkpoints_folder)
     config = EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
     for module in (refusals, vllm_hooks, configuring):
@@ -62,10 +60,10 @@ def test_other_backends_are_rejected_by_name(cuda, backend):
     assert cuda.config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
 
 
-def test_backend_chosen_by_vllm_is_rejected_by_name(checkpoints_folder):
+def test_backend_chosen_by_vllm_is_rejected_by_name(model):
     """Without --attention-backend, the built model's backend is checked."""
     with (
-        engine(make("llama-gqa", checkpoints_folder)) as llm,
+        engine(model) as llm,
         pytest.raises(ConfigError, match=r"vLLM chose \['CPU_ATTN'\]; pass --attention-backend FL"),
     ):
         refuse_other_backends(llm.worker.vllm_config, attention_cuda.BACKENDS)
@@ -109,10 +107,10 @@ def test_other_platforms_are_rejected(cuda):
         configure(cuda.config, CAKE)
 
 
-def test_device_bytes_count_the_page_pools_tables(checkpoints_folder):
+def test_device_bytes_count_the_page_pools_tables(model):
     """Exact to the byte; a method that reads all attention also needs memory for column sums."""
     options = dict(max_num_seqs=5, max_model_len=1000, additional_config=settings("snapkv"))
-    with engine(make("llama-gqa", checkpoints_folder), **options) as llm:
+    with engine(model, **options) as llm:
         config, pool = llm.worker.vllm_config, llm.compressor.pool
         tables = pool._tables.nbytes + pool._packed.nbytes
         layers, kv_heads, heads, longest, dim = 4, 2, 4, 1000, 32
@@ -178,14 +176,14 @@ def test_too_little_memory_is_rejected(gpu_worker, monkeypatch):
         ("B200", "FLASHINFER", [None, 4]),
     ],
 )
-def test_compression_keeps_vllms_defaults_on_cuda(checkpoints_folder, gpu, first_of_vllm, versions):
+def test_compression_keeps_vllms_defaults_on_cuda(model, gpu, first_of_vllm, versions):
     """Graphs, torch.compile, async scheduling and FlashAttention 3 are as vLLM chooses alone.
 
     On Blackwell vLLM prefers a backend that we do not support, so we choose FLASH_ATTN.
     """
     script = Path(__file__).with_name("cuda_platform.py")
     done = subprocess.run(
-        [sys.executable, str(script), make("llama-gqa", checkpoints_folder), gpu],
+        [sys.executable, str(script), model, gpu],
         capture_output=True,
         text=True,
         check=False,

@@ -14,6 +14,7 @@ import torch
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import packed_pages
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 PROMPT, BUDGET, INTERVAL, OUTPUT_TOKENS = 45, 64, 32, 150
@@ -147,6 +148,11 @@ class Replay:
         self.look(position)
         self.after(position + 1)
 
+    def steps(self, start: int, stop: int) -> None:
+        """Check and replay the steps that compute the positions from `start` to `stop`."""
+        for position in range(start, stop):
+            self.step(position)
+
     def look(self, position: int) -> None:
         """Check that `position` attends to the held positions and itself."""
         shape = self.shape
@@ -239,18 +245,21 @@ class Replay:
         self.packed_at.append(computed)
 
 
+@pytest.fixture(scope="module")
+def any_method(model):
+    bounds = {"decode_budget": BUDGET, "decode_interval": INTERVAL}
+    config = settings(**bounds, allow_override=",".join(METHODS))
+    with engine(model, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("method", METHODS[3:4] if V2 else METHODS)
-def test_decode_budget_keeps_the_reference_tokens(method, checkpoints_folder):
+def test_decode_budget_keeps_the_reference_tokens(method, any_method):
     """Once packed, a request holds at most the blocks of its budget and interval, and one more."""
-    name = "llama-gqa"
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=settings(method, decode_budget=BUDGET, decode_interval=INTERVAL),
-        max_num_seqs=4,
-        max_model_len=1024,
-    ) as llm:
+    with any_method.lent() as llm:
         seen, free, packed = llm.record_attention(), llm.free_blocks, []
-        llm.submit("r", tokens(PROMPT, seed=5), OUTPUT_TOKENS)
+        prompt = tokens(PROMPT, seed=5)
+        llm.submit("r", prompt, OUTPUT_TOKENS, extra_args={"kv_compress": method})
         while llm.llm.llm_engine.has_unfinished_requests():
             llm.step()
             (request,) = llm.scheduler.running or [None]
@@ -261,21 +270,16 @@ def test_decode_budget_keeps_the_reference_tokens(method, checkpoints_folder):
                 if footprint is not None and footprint.frozen:
                     packed.append(footprint.first_block * BLOCK)
                     assert held <= BUDGET // BLOCK + INTERVAL // BLOCK + 1
-        assert llm.free_blocks == free
-    replay = Replay(method, SHAPES[name], seen)
-    for position in range(PROMPT, PROMPT + OUTPUT_TOKENS - 1):
-        replay.step(position)
+    replay = Replay(method, SHAPES["llama-gqa"], seen)
+    replay.steps(PROMPT, PROMPT + OUTPUT_TOKENS - 1)
     assert sorted(set(packed)) == replay.packed_at
     assert len(replay.packed_at) >= 3
 
 
 def held_positions(llm, seen, prompt):
     """Return ``[L][Hkv]`` lists of the prompt positions that a compressed request's pages hold."""
-    pool, held = llm.compressor.pool, []
-    (slot,) = pool._slots.values()
-    for layer, count in enumerate(pool._num_packed[slot].tolist()):
-        keys, _ = llm.compressor.packer.mover.read(pool._packed[slot, layer, :count].long())
-        keys = keys.permute(1, 0, 3, 2).flatten(1, 2)
+    held = []
+    for layer, (keys, _) in enumerate(packed_pages(llm)):
         heads, dim = keys.shape[0], keys.shape[2]
         prompt_keys = torch.cat([part.flatten(1) for part in seen[layer]["k"]])[:prompt]
         prompt_keys = prompt_keys.view(prompt, heads, dim)
@@ -323,24 +327,9 @@ def test_decode_budget_after_a_compressed_prompt(checkpoints_folder):
     )
     replay.interval = 2 * INTERVAL
     assert len({len(heads[0]) for heads in held}) > 1
-    for position in range(prompt, prompt + num_output - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + num_output - 1)
     assert len(replay.packed_at) >= 2
     assert sum(replay.counts) == shape.layers * budget // BLOCK
-
-
-@model_runner_v1_only
-def test_decode_budget_that_keeps_everything_does_not_change_outputs(checkpoints_folder):
-    path, prompts = (
-        make("llama-gqa", checkpoints_folder),
-        [tokens(PROMPT, seed=5), tokens(7, seed=6)],
-    )
-    with engine(path, max_num_seqs=4, max_model_len=1024) as llm:
-        expected = llm.generate(prompts, 3 * INTERVAL + 4)
-    config = settings(decode_budget=1024, decode_interval=INTERVAL)
-    with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
-        assert llm.generate(prompts, 3 * INTERVAL + 4) == expected
-        assert not llm.scheduler.step_builder.stats.repacked_answers
 
 
 LENGTHS = (20, 150, 301, 64, 97, 260)
@@ -350,9 +339,8 @@ BOUNDED = settings("cake", 0.3, decode_budget=BUDGET, decode_interval=INTERVAL)
 
 
 @pytest.fixture(scope="module")
-def single_outputs(checkpoints_folder):
+def single_outputs(model):
     """The output of each prompt when it runs alone."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=BOUNDED, enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], NUM_OUTPUT)[0] for prompt in PROMPTS]
 
@@ -370,10 +358,9 @@ def single_outputs(checkpoints_folder):
     ],
 )
 def test_output_does_not_depend_on_concurrent_requests(
-    more, single_outputs, checkpoints_folder, async_scheduling_allowed
+    more, single_outputs, model, async_scheduling_allowed
 ):
     """Nor on chunk sizes, the prefix cache or async scheduling."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=BOUNDED, **more) as llm:
         free = llm.free_blocks
         assert llm.generate(PROMPTS, NUM_OUTPUT) == single_outputs
@@ -385,9 +372,9 @@ def test_output_does_not_depend_on_concurrent_requests(
 
 
 @model_runner_v1_only
-def test_parallel_samples_have_separate_decode_budgets(checkpoints_folder):
+def test_parallel_samples_have_separate_decode_budgets(model):
     """n=2: each sample is a request, and the prompt's blocks are shared until one is packed."""
-    model, sampled = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
+    sampled = {"temperature": 1.0, "top_k": 20}
     with engine(model, additional_config=BOUNDED) as llm:
         separate = [llm.outputs(PROMPTS, NUM_OUTPUT, seed=seed, **sampled) for seed in (7, 8)]
         together = llm.outputs(PROMPTS, NUM_OUTPUT, n=2, seed=7, **sampled)
@@ -398,9 +385,9 @@ def test_parallel_samples_have_separate_decode_budgets(checkpoints_folder):
 
 
 @model_runner_v1_only
-def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(checkpoints_folder):
+def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(model):
     """Before the output is packed, in the step before its packing, and between two packings."""
-    model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]
+    prompts = PROMPTS[1:3]
     # The budget is in tokens, because a ratio would apply to the longer prompt.
     config = settings("cake", 100, decode_budget=128, decode_interval=INTERVAL)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
@@ -412,7 +399,7 @@ def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(checkpoints_
             if step in (20, 75, 110):
                 assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             for request_id, output in llm.step().items():
-                outputs[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+                outputs[request_id] = list(output.outputs[0].token_ids)
             seen_frozen |= {footprint.frozen for footprint in llm.footprints()}
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break

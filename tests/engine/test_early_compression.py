@@ -14,7 +14,7 @@ import pytest
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from deferred_frees import defer_frees
-from engines import BLOCK, V2, Engine, engine, model_runner_v1_only, settings
+from engines import BLOCK, Engine, engine, settings
 from test_lookahead import BUDGET, LOOKAHEAD, LookaheadReplay, lookahead_config
 from test_ngram import FOUR_TOKENS, NGRAM
 from vllm_kvcompress.engine.messages.step import BUDGET as TO_BUDGET
@@ -23,7 +23,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 M = 24
 # Of fifty seeds, two for which every engine preempts requests and the reserved blocks matter.
-SEEDS = (6,) if V2 else (6, 30)
+SEEDS = (6, 30)
 LONGEST = 400
 OVERRIDES: list[dict[str, Any] | None] = [
     None,
@@ -182,7 +182,7 @@ def run_load(llm: Engine, kind: EngineKind, seed: int) -> dict[str, list[int]]:
     assert llm.scheduler.lookaheads.max_reserved_blocks == 0
     assert not llm.lookahead_slots_in_use
     llm.scheduler.reset_prefix_cache()
-    return {key.split("-")[0]: output for key, output in outputs.items()}
+    return outputs
 
 
 def start_engine(name: str, folder: Any) -> Any:
@@ -199,7 +199,7 @@ def start_engine(name: str, folder: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # from the compiler of vLLM's drafter
-@pytest.mark.parametrize("name", ["async"] if V2 else KINDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_lookaheads_are_compressed_before_a_request_is_preempted(
     name, checkpoints_folder, async_scheduling_allowed
 ):
@@ -219,7 +219,6 @@ def test_lookaheads_are_compressed_before_a_request_is_preempted(
     assert not watch.not_compressed
 
 
-@model_runner_v1_only
 def test_lookaheads_cause_no_preemption(checkpoints_folder, async_scheduling_allowed):
     """With them, no more requests are preempted than without them."""
     preempted = {}
@@ -268,7 +267,7 @@ CASES = [  # model, method, output tokens when blocks run short, target that is 
 ]
 
 
-@pytest.mark.parametrize(("name", "method", "output_tokens", "target"), CASES[1:2] if V2 else CASES)
+@pytest.mark.parametrize(("name", "method", "output_tokens", "target"), CASES)
 def test_early_compression_keeps_the_reference_tokens(
     name, method, output_tokens, target, checkpoints_folder, watched
 ):
@@ -311,6 +310,5 @@ def test_early_compression_keeps_the_reference_tokens(
     shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))
     replay = EarlyReplay(method, shape, seen, LENGTH, budgets).start_after_prefill()
     replay.after(LENGTH)
-    for position in range(LENGTH, LENGTH + NUM_OUTPUT - 1):
-        replay.step(position)
+    replay.steps(LENGTH, LENGTH + NUM_OUTPUT - 1)
     assert replay.packed_at == list(budgets)

@@ -7,12 +7,7 @@ from engines import V2, engine, settings
 
 PROMPT = tokens(400, seed=11)
 # in Triton's interpreter, each prompt token costs as much as a step
-LOGGED = PROMPT[:200] if V2 else PROMPT
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
+LOGGED = PROMPT[:140] if V2 else PROMPT
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +139,6 @@ def test_a_seeded_request_samples_the_same_tokens_however_its_prompt_is_chunked(
     assert [each.token_ids for each in outputs[0].outputs] == [
         each.token_ids for each in several[0].outputs
     ]
-
-
-def test_stop_tokens_and_length_limits_work(model):
-    with engine(model, additional_config=settings()) as llm:
-        first = llm.generate([PROMPT], 10)[0]
-        stopped = llm.outputs([PROMPT], 10, stop_token_ids=[first[4]])[0].outputs[0]
-        assert list(stopped.token_ids) == first[: first.index(first[4]) + 1]
-        assert stopped.finish_reason == "stop"
-        assert llm.outputs([PROMPT], 10)[0].outputs[0].finish_reason == "length"
 
 
 @pytest.mark.slow

@@ -3,16 +3,9 @@
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, engine, model_runner_v1_only, settings
-
-pytestmark = model_runner_v1_only
+from engines import BLOCK, engine, settings
 
 NEW = 8
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
 
 
 def test_skipped_prompts_are_counted_by_reason(model, watched):

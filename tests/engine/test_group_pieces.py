@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 from group_replay import assert_never_written_again, assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
@@ -40,7 +40,6 @@ def schedule_of(length):
     return piece_schedule(parsed, SHAPE.layers, BLOCK, length, page_tokens=PAGE_TOKENS)
 
 
-@model_runner_v1_only
 def test_every_chunk_and_step_reads_groups_and_ordinary_tokens(checkpoints_folder):
     """Codes and attention against float64, for the prompt, and for an output that is packed too."""
     prompt, count = tokens(1100, seed=5), 300
@@ -121,9 +120,9 @@ def solo_outputs(checkpoints_folder):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_batched_tokens": 37}, marks=model_runner_v1_only, id="chunks"),
+        pytest.param({"max_num_batched_tokens": 37}, id="chunks"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"blocks": 17}, marks=model_runner_v1_only, id="small pool"),
+        pytest.param({"blocks": 17}, id="small pool"),
     ],
 )
 def test_outputs_depend_on_the_own_prompt_only(
@@ -137,12 +136,11 @@ def test_outputs_depend_on_the_own_prompt_only(
         outputs = llm.drain()
         llm.finish_in_flight_steps()
         for name, output in outputs.items():
-            index = name.split("-")[0]
-            if index in cuts:
+            if name in cuts:
                 # after a preemption, the output so far is part of the prompt
-                llm.assert_matches_solo_run(PROMPTS[int(index)], OUTPUT_TOKENS, output, cuts[index])
+                llm.assert_matches_solo_run(PROMPTS[int(name)], OUTPUT_TOKENS, output, cuts[name])
             else:
-                assert output == solo_outputs[int(index)]
+                assert output == solo_outputs[int(name)]
         assert bool(cuts) == ("blocks" in options)
         if not cuts:
             # in the second run, prompts hit the prefix cache
@@ -151,7 +149,6 @@ def test_outputs_depend_on_the_own_prompt_only(
         assert llm.free_blocks == free
 
 
-@model_runner_v1_only
 def test_a_preempted_prompt_starts_over(checkpoints_folder, solo_outputs):
     """Between any two packings, and with blocks that held groups used by others in between."""
     prompt = PROMPTS[0]
@@ -167,7 +164,6 @@ def test_a_preempted_prompt_starts_over(checkpoints_folder, solo_outputs):
         assert llm.free_blocks == free
 
 
-@model_runner_v1_only
 def test_prefix_cache_hits_end_at_the_first_packing(checkpoints_folder, solo_outputs):
     """Later tokens were computed from quantised ones; an uncompressed prompt may not read them."""
     config = group_settings(allow_override="off")
@@ -182,7 +178,6 @@ def test_prefix_cache_hits_end_at_the_first_packing(checkpoints_folder, solo_out
         assert [output_ids[index] for index in (0, 1, 3)] == [solo_outputs[0]] * 3
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("interval", [None, 128])
 def test_an_output_ends_when_the_pool_is_full(checkpoints_folder, interval):
     """With an interval, the pool holds a longer output."""
@@ -203,7 +198,6 @@ def test_an_output_ends_when_the_pool_is_full(checkpoints_folder, interval):
         assert llm.free_blocks == free
 
 
-@model_runner_v1_only
 def test_an_output_that_outgrew_the_pool_resumes_in_pieces(checkpoints_folder):
     """Its short prompt stayed uncompressed, but prompt and output no longer fit without packing."""
     config = group_settings(decode_interval=128)

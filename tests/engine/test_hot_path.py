@@ -5,9 +5,7 @@ import sys
 import pytest
 
 from checkpoints import make, tokens
-from engines import V2, engine, settings
-
-pytestmark = pytest.mark.skipif(V2, reason="the builder is the same on both model runners")
+from engines import engine, settings
 
 
 def calls_to_build(model: str, method: str, requests: int) -> int:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from checkpoints import HYBRIDS, SHAPES, make, tokens
-from engines import V2, engine, settings
+from checkpoints import HYBRIDS, MIXTURES, SHAPES, make, tokens
+from engines import V2, engine, model_runner_v1_only, settings
 
 LENGTHS = (300, 129, 640, 31, 1) if V2 else (700, 333, 90, 1500, 128, 127, 1)
 PROMPTS = [tokens(n, seed=n) for n in LENGTHS]
-CHECKPOINTS = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS]
+CHECKPOINTS = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS, *MIXTURES]
 # four methods on one checkpoint, two on the others
 METHODS = dict.fromkeys(CHECKPOINTS, ("pyramidkv", "cake"))
-METHODS["llama-gqa"] = ("snapkv", "pyramidkv", "streamingllm", "cake")
+METHODS["llama-gqa"] = ("snapkv", "cake") if V2 else ("snapkv", "pyramidkv", "streamingllm", "cake")
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,9 @@ def test_budget_one_matches_vllms_output(named_engine, vllm_outputs):
     assert llm.compressor.compressed == 0
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS[:2])
-def test_trap_16_prompts_below_min_prompt_match_vllms_output(
-    name, vllm_outputs, checkpoints_folder
+def test_trap_16_first_tokens_and_short_prompts_match_vllm_with_every_method(
+    named_engine, vllm_outputs
 ):
-    config = settings("cake", 0.1, min_prompt=max(LENGTHS) + 1)
-    with engine(make(name, checkpoints_folder), additional_config=config) as llm:
-        assert llm.generate(PROMPTS) == vllm_outputs(name)
-        assert llm.compressor.compressed == 0
-
-
-def test_the_first_token_matches_vllm_with_every_method(named_engine, vllm_outputs):
     name, llm = named_engine
     packed = llm.watch_packing(lambda finished: finished.pack_request)
     for method in METHODS[name]:
@@ -66,14 +58,15 @@ def test_the_first_token_matches_vllm_with_every_method(named_engine, vllm_outpu
         )
         assert {pack_request.settings.compress for pack_request in packed} == {method}
         assert [out[0] for out in outputs] == [out[0] for out in vllm_outputs(name)]
-        # compressed concurrent requests do not change the outputs of uncompressed prompts
+        # prompts below `min_prompt` are not compressed, and concurrent requests do not change them
         for length, output, vllm_output in zip(LENGTHS, outputs, vllm_outputs(name), strict=True):
             if length < 128:
                 assert output == vllm_output
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize("named_engine", ["llama-gqa"], indirect=True)
-@pytest.mark.parametrize("budget", [0.9, 0.1] if V2 else [0.9, 0.5, 0.1, 100])
+@pytest.mark.parametrize("budget", [0.9, 0.5, 0.1, 100])
 def test_the_first_token_matches_vllm_at_every_budget(budget, named_engine, vllm_outputs):
     name, llm = named_engine
     assert llm.llm.reset_prefix_cache()
@@ -83,7 +76,7 @@ def test_the_first_token_matches_vllm_at_every_budget(budget, named_engine, vllm
     assert [out[0] for out in outputs] == [out[0] for out in vllm_outputs(name)]
 
 
-def test_without_the_setting_vllm_is_unchanged(checkpoints_folder):
+def test_without_the_setting_vllm_is_unchanged(model):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -95,7 +88,7 @@ def test_without_the_setting_vllm_is_unchanged(checkpoints_folder):
     vllm_kvcompress.register()
     vllm_kvcompress.register()  # idempotent
     for config in ({}, {"kvcompress": {"compress": "off"}}):
-        with engine(make("llama-gqa", checkpoints_folder), additional_config=config) as llm:
+        with engine(model, additional_config=config) as llm:
             assert type(llm.manager) is FullAttentionManager
             assert type(llm.scheduler) in (Scheduler, AsyncScheduler)
             assert not AttentionBackendEnum.CPU_ATTN.is_overridden()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpoints import make, tokens
+from checkpoints import tokens
 from engines import V2, engine, settings
 
 COUNT = 6 if V2 else 64
@@ -13,68 +13,53 @@ NEW = 6 if V2 else 10
 
 
 @pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
-
-
-@pytest.fixture(scope="module")
 def solo_outputs(model):
     """Return the output of each prompt alone, prefilled in one chunk without the prefix cache."""
     with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], NEW)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("chunk", [64, 256])
-def test_chunk_size_does_not_change_outputs(chunk, model, solo_outputs):
-    with engine(
-        model,
-        additional_config=settings(),
-        max_num_batched_tokens=chunk,
-        max_num_seqs=min(chunk, 64),
-        max_model_len=2048,
-    ) as llm:
-        assert llm.generate(FEW, NEW) == solo_outputs[: len(FEW)]
-        assert llm.compressor.compressed == len(FEW)
+@pytest.fixture(scope="module")
+def shared(model):
+    with engine(model, additional_config=settings(), max_num_seqs=128, max_model_len=2048) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared):
+    with shared.lent():
+        yield shared
+
+
+@pytest.mark.parametrize("chunk", [64] if V2 else [64, 256])
+def test_chunk_size_does_not_change_outputs(chunk, llm, solo_outputs, monkeypatch):
+    monkeypatch.setattr(llm.scheduler, "max_num_scheduled_tokens", chunk)
+    assert llm.generate(FEW, NEW) == solo_outputs[: len(FEW)]
+    assert llm.compressor.compressed == len(FEW)
 
 
 @pytest.mark.parametrize("size", [4] if V2 else [8, 64])
-def test_batch_size_does_not_change_outputs(size, model, solo_outputs):
-    with engine(model, additional_config=settings(), max_num_seqs=128) as llm:
-        assert llm.generate(PROMPTS[:size], NEW) == solo_outputs[:size]
-        backwards = llm.generate(PROMPTS[:size][::-1], NEW)
-        assert backwards[::-1] == solo_outputs[:size]
+def test_batch_size_does_not_change_outputs(size, llm, solo_outputs):
+    assert llm.generate(PROMPTS[:size], NEW) == solo_outputs[:size]
+    backwards = llm.generate(PROMPTS[:size][::-1], NEW)
+    assert backwards[::-1] == solo_outputs[:size]
 
 
-@pytest.mark.skipif(not V2, reason="test_methods shows it for every preset")
-@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "streamingllm"])
-def test_no_method_depends_on_the_batch(method, model):
-    with engine(model, additional_config=settings(method), enable_prefix_caching=False) as llm:
-        single = [llm.generate([prompt], NEW)[0] for prompt in FEW]
-        assert llm.generate(FEW, NEW) == single
-
-
-def test_prefix_cache_hits_do_not_change_outputs(model, solo_outputs):
-    with engine(model, additional_config=settings(), enable_prefix_caching=True) as llm:
-        cold = llm.generate(FEW, NEW)
-        warm = llm.generate(FEW, NEW)
-        hits = llm.outputs(FEW[:2], NEW)
-        assert all(output.num_cached_tokens > 0 for output in hits)
+def test_prefix_cache_hits_do_not_change_outputs(llm, solo_outputs):
+    cold = llm.generate(FEW, NEW)
+    warm = llm.generate(FEW, NEW)
+    hits = llm.outputs(FEW[:2], NEW)
+    assert all(output.num_cached_tokens > 0 for output in hits)
     assert cold == warm == solo_outputs[: len(FEW)]
 
 
-def test_a_window_split_over_chunks_gives_the_same_output(model):
+def test_a_window_split_over_chunks_gives_the_same_output(model, monkeypatch):
     """With chunks shorter than the window, the window's queries come from several steps."""
     with engine(model, additional_config=settings(window=48), enable_prefix_caching=False) as llm:
         expected = llm.generate(FEW[:2], NEW)
-    with engine(
-        model,
-        additional_config=settings(window=48),
-        enable_prefix_caching=False,
-        max_num_batched_tokens=16,
-        max_num_seqs=2,
-        max_model_len=1024,
-    ) as llm:
+        monkeypatch.setattr(llm.scheduler, "max_num_scheduled_tokens", 16)
         assert llm.generate(FEW[:2], NEW) == expected
+        assert llm.compressor.compressed == 4
 
 
 def test_trap_03_async_scheduling_does_not_change_outputs(
@@ -102,7 +87,7 @@ def test_a_preempted_request_matches_one_that_prefilled_the_same_tokens(model):
         cuts = llm.watch_preemptions()
         for i, prompt in enumerate(prompts):
             llm.submit(str(i), prompt, new)
-        outputs = {key.split("-")[0]: output for key, output in llm.drain().items()}
+        outputs = llm.drain()
         assert llm.free_blocks == blocks
     assert len(outputs) == 4
     assert cuts, "no request was preempted: the pool is too large"

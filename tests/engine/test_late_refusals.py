@@ -1,12 +1,9 @@
 """Refusals that need the built model. They come before its KV cache is allocated."""
 
-import json
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
@@ -22,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from checkpoints import make, tokens
 from engines import engine, settings
 from processor import needs_avx512
+from quantised import scaled
 from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.attention.backend import override_backends
 from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
@@ -35,8 +33,7 @@ CAKE = CompressionConfig.parse({"compress": "cake"})
 
 
 @pytest.fixture(scope="module")
-def vllm_config(checkpoints_folder):
-    model = make("llama-gqa", checkpoints_folder)
+def vllm_config(model):
     return EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
 
 
@@ -128,22 +125,13 @@ def test_window_and_state_layers_need_a_full_attention_layer():
             type(specs["b"]).merge(mixed)
 
 
-def test_decode_interval_must_be_a_multiple_of_the_block():
-    settings = CompressionConfig.parse(
-        {"compress": "cake", "decode_budget": 64, "decode_interval": 48}
-    )
-    with pytest.raises(
-        ConfigError, match="must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
-    ):
-        compressed_specs({"a": full()}, settings)
-
-
-def test_piece_must_be_a_multiple_of_the_block():
-    settings = CompressionConfig.parse({"compress": "cake", "max_whole": 1024, "piece": 48})
-    with pytest.raises(
-        ConfigError, match="must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
-    ):
-        compressed_specs({"a": full()}, settings)
+@pytest.mark.parametrize(
+    "options", [{"decode_budget": 64, "decode_interval": 48}, {"max_whole": 1024, "piece": 48}]
+)
+def test_intervals_and_pieces_must_be_multiples_of_the_block(options):
+    rule = "must be a multiple of the KV block's 32 tokens, got 48; set it to 32"
+    with pytest.raises(ConfigError, match=rule):
+        compressed_specs({"a": full()}, CompressionConfig.parse({"compress": "cake", **options}))
 
 
 def test_model_without_a_kv_cache_is_refused():
@@ -193,20 +181,10 @@ def test_layers_with_an_unsupported_quantised_cache_are_refused(
 
 def test_fp8_checkpoint_runs_compressed_with_a_bfloat16_cache(checkpoints_folder, tmp_path):
     """A compressed-tensors checkpoint with scales gives the unquantised model's outputs."""
-    unquantised = Path(make("llama-one-layer", checkpoints_folder))
-    config = json.loads((unquantised / "config.json").read_text())
-    scheme = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
-    config["quantization_config"] = dict(
-        quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={},
-        kv_cache_scheme=scheme,
-    )  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = load_file(unquantised / "model.safetensors")
-    for name in ("k_scale", "v_scale"):
-        weights[f"model.layers.0.self_attn.{name}"] = torch.tensor([0.02])
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unquantised = make("llama-one-layer", checkpoints_folder)
+    quantised = scaled("llama-one-layer", checkpoints_folder, tmp_path)
     prompt, outputs = tokens(600, seed=3), []
-    for model, more in ((str(unquantised), {}), (str(tmp_path), {"kv_cache_dtype": "bfloat16"})):
+    for model, more in ((unquantised, {}), (quantised, {"kv_cache_dtype": "bfloat16"})):
         with engine(model, additional_config=settings(budget=0.3), dtype="bfloat16", **more) as llm:
             outputs.append(llm.generate([prompt], 8))
             assert llm.compressor.pool.pages.dtype == torch.bfloat16
@@ -241,10 +219,9 @@ def test_backend_of_another_plugin_is_not_replaced():
         ({"_v_scale_float": -1.0}, "one positive scale per layer"),
     ],
 )
-def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, checkpoints_folder):
+def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, model):
     from vllm_kvcompress.engine.worker.worker import bind_compressor
 
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=settings(), kv_cache_dtype="fp8") as llm:
         runner = llm.worker.model_runner
         context = llm.worker.vllm_config.compilation_config.static_forward_context
@@ -256,18 +233,18 @@ def test_fp8_scales_must_be_one_positive_number_per_layer(wrong, reason, checkpo
             )
 
 
-def test_step_without_begin_batch_raises_instead_of_continuing(checkpoints_folder):
+def test_step_without_begin_batch_raises_instead_of_continuing(model):
     """The prompt's blocks are already freed, so the next step would read unpacked blocks."""
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    with engine(model, additional_config=settings()) as llm:
         llm.compressor.begin_batch = lambda *batch: None
         llm.submit("r", list(range(1, 300)), 4)
         with pytest.raises(RuntimeError, match="the step did not compress requests"):
             llm.step()
 
 
-def test_layer_that_was_not_observed_stops_the_step(checkpoints_folder):
+def test_layer_that_was_not_observed_stops_the_step(model):
     """Its tokens would be chosen without its attention."""
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    with engine(model, additional_config=settings()) as llm:
         context = llm.worker.vllm_config.compilation_config.static_forward_context
         list(context.values())[2].impl._compressor = None
         llm.submit("r", list(range(1, 300)), 4)

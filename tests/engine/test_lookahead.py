@@ -12,6 +12,7 @@ import torch
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_decode_budgets import INTERVAL, Replay, min_pages, round_up_to_blocks
 from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import PIECE, PieceReplay
@@ -103,27 +104,16 @@ def test_lookahead_keeps_the_reference_tokens(
 ):
     """Attention reads the reference's tokens. The first m + 1 output tokens are vLLM's own."""
     more = {} if window is None else {"window": window}
-    num_output = m + 20
+    num_output, config = m + 20, lookahead_config(method, lookahead=m, **more)
     model, prompt = make(name, checkpoints_folder), tokens(length, seed=33)
-    with engine(
-        model,
-        additional_config=lookahead_config(method, lookahead=m, **more),
-        max_num_batched_tokens=150,
-        max_num_seqs=4,
-        max_model_len=1024,
-    ) as llm:
-        seen, free_blocks = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        llm.submit("r", prompt, num_output)
-        (output,) = llm.drain().values()
-        assert llm.free_blocks == free_blocks
-        assert packed == [length + m]
-    assert output[: m + 1] == uncompressed_outputs(name)[length][: m + 1]
+    run = recorded(model, config, prompt, num_output, max_num_batched_tokens=150)
+    assert [pack.tokens for pack in run.packed] == [length + m]
+    assert run.output[: m + 1] == uncompressed_outputs(name)[length][: m + 1]
     # `seen` has only the full-attention layers.
-    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))
-    replay = LookaheadReplay(method, shape, seen, length, m, window=window).start_after_prefill()
-    for position in range(length, length + num_output - 1):
-        replay.step(position)
+    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(run.seen))
+    replay = LookaheadReplay(method, shape, run.seen, length, m, window=window)
+    replay.start_after_prefill()
+    replay.steps(length, length + num_output - 1)
     assert replay.packed_at == [length + m]
 
 
@@ -176,8 +166,7 @@ def test_prompt_packed_early_is_scored_by_the_latest_queries(
     ).start_after_prefill()
     replay.w = window
     replay.after(length)
-    for position in range(length, length + num_output - 1):
-        replay.step(position)
+    replay.steps(length, length + num_output - 1)
     assert replay.packed_at == [due]
 
 
@@ -186,45 +175,26 @@ class LookaheadPieceReplay(LookaheadReplay, ProbeReplay):
 
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
-def test_lookahead_after_pieces_and_before_a_decode_budget(method, checkpoints_folder):
+def test_lookahead_after_pieces_and_before_a_decode_budget(method, model):
     """Pieces, look-ahead and decode budget together, in the smallest pool that starts.
 
     The probe scores the pieces, which keep more than the budget. The output scores those tokens
     when the look-ahead ends. The decode intervals start there: nothing is packed again before.
     """
-    name, length, bound, num_output = "llama-gqa", 535, 192, 120
-    config = lookahead_config(
-        method,
-        BUDGET,
-        LOOKAHEAD,
-        max_whole=384,
-        piece=PIECE,
-        **PROBE,
-        window=8,
-        decode_budget=bound,
-        decode_interval=INTERVAL,
-    )
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=config,
-        blocks=1 + 384 // BLOCK,
-        max_num_seqs=4,
-        max_model_len=656,
-        max_num_batched_tokens=70,
-    ) as llm:
-        seen, free_blocks = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
-        # Seed 5 has two tokens at cake-chunk's threshold whose scores differ by 7e-11 relatively.
-        llm.submit("r", tokens(length, seed=6), num_output)
-        llm.drain()
-        assert llm.free_blocks == free_blocks
-    assert packed == [length + LOOKAHEAD]
+    length, bound, num_output = 535, 192, 120
+    pieces = {"max_whole": 384, "piece": PIECE, **PROBE, "window": 8}
+    bounds = {"decode_budget": bound, "decode_interval": INTERVAL}
+    config = lookahead_config(method, BUDGET, LOOKAHEAD, **pieces, **bounds)
+    # Seed 5 has two tokens at cake-chunk's threshold whose scores differ by 7e-11 relatively.
+    prompt = tokens(length, seed=6)
+    limits = {"blocks": 1 + 384 // BLOCK, "max_model_len": 656, "max_num_batched_tokens": 70}
+    run = recorded(model, config, prompt, num_output, **limits)
+    assert [pack.tokens for pack in run.packed] == [length + LOOKAHEAD]
     replay = LookaheadPieceReplay(
-        method, SHAPES[name], seen, length, LOOKAHEAD, window=8, bound=bound
+        method, SHAPES["llama-gqa"], run.seen, length, LOOKAHEAD, window=8, bound=bound
     )
     replay.last, replay.max_tokens_before_end = length + num_output, 384 - PIECE - 32
-    for position in range(length + num_output - 1):
-        replay.step(position)
+    replay.steps(0, length + num_output - 1)
     due_index = replay.packed_at.index(length + LOOKAHEAD)
     assert due_index >= 3, "fewer than 3 pieces were packed"
     assert len(replay.packed_at) >= due_index + 3, "the output was packed fewer than 2 times"
@@ -238,9 +208,8 @@ NUM_OUTPUT = LOOKAHEAD + 20
 
 
 @pytest.fixture(scope="module")
-def single_outputs(checkpoints_folder):
+def single_outputs(model):
     """The output of each prompt when it runs alone."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=lookahead_config(), enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], NUM_OUTPUT)[0] for prompt in PROMPTS]
 
@@ -258,10 +227,9 @@ def single_outputs(checkpoints_folder):
     ],
 )
 def test_output_does_not_depend_on_concurrent_requests(
-    more, single_outputs, checkpoints_folder, async_scheduling_allowed
+    more, single_outputs, model, async_scheduling_allowed
 ):
     """Nor on chunk sizes, prefix-cache hits or async scheduling."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=lookahead_config(), max_model_len=1024, **more) as llm:
         free_blocks = llm.free_blocks
         packed = llm.watch_packing(lambda done: done.pack_request.tokens)
@@ -275,13 +243,13 @@ def test_output_does_not_depend_on_concurrent_requests(
 
 
 @model_runner_v1_only
-def test_cached_prompt_is_not_computed_again(checkpoints_folder):
+def test_cached_prompt_is_not_computed_again(model):
     """A look-ahead needs no queries of the prompt, so prefix-cache hits are as long as vLLM's own.
 
     The last two tokens are computed anyway, because CAKE needs two queries if the prompt is
     compressed early under memory pressure.
     """
-    model, prompt = make("llama-gqa", checkpoints_folder), tokens(418, seed=3)
+    prompt = tokens(418, seed=3)
     config = lookahead_config(allow_override="all")
     overrides = [{}, {}, {"kv_compress": "off"}, {"kv_lookahead": 0}, {"kv_compress": "h2o"}]
     with engine(model, additional_config=config, max_model_len=1024) as llm:
@@ -325,8 +293,7 @@ def test_preempted_request_computes_its_lookahead_again(num_steps, checkpoints_f
 
 
 @pytest.fixture(scope="module")
-def one_engine(checkpoints_folder, single_outputs):
-    model = make("llama-gqa", checkpoints_folder)
+def one_engine(model, single_outputs):
     with engine(model, additional_config=lookahead_config(), enable_prefix_caching=False) as llm:
         yield llm, single_outputs[2]
 
@@ -348,11 +315,9 @@ def test_prompt_stays_uncompressed_if_the_output_ends_before_the_lookahead(
 
 
 @model_runner_v1_only
-def test_requests_without_a_lookahead_slot_are_packed_after_prefill(
-    single_outputs, checkpoints_folder, watched
-):
+def test_requests_without_a_lookahead_slot_are_packed_after_prefill(single_outputs, model, watched):
     """Requests with a slot keep their output. Slots are freed however a request ends."""
-    model, num_slots = make("llama-gqa", checkpoints_folder), 2
+    num_slots = 2
     config = lookahead_config(lookahead_slots=num_slots)
     without_lookahead = settings("cake", BUDGET, window=LOOKAHEAD)
     with engine(model, additional_config=without_lookahead, enable_prefix_caching=False) as llm:
@@ -387,9 +352,9 @@ def test_requests_without_a_lookahead_slot_are_packed_after_prefill(
 
 
 @model_runner_v1_only
-def test_preempted_request_finds_its_output_in_the_prefix_cache(checkpoints_folder):
+def test_preempted_request_finds_its_output_in_the_prefix_cache(model):
     """It computes the queries of its window again, and as many queries score its prompt."""
-    model, m, num_output = make("llama-gqa", checkpoints_folder), 40, 70
+    m, num_output = 40, 70
     config = lookahead_config(lookahead=m)
     with engine(model, additional_config=config, max_model_len=1024) as llm:
         expected = llm.generate([PROMPTS[2]], num_output)
@@ -408,9 +373,9 @@ def test_preempted_request_finds_its_output_in_the_prefix_cache(checkpoints_fold
 
 
 @model_runner_v1_only
-def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
+def test_parallel_samples_each_score_the_prompt(model):
     """n=2: the samples share the prompt's blocks until the second one has packed it."""
-    model, sampling = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
+    sampling = {"temperature": 1.0, "top_k": 20}
     with engine(model, additional_config=lookahead_config()) as llm:
         free_blocks = llm.free_blocks
         separate = [llm.outputs(PROMPTS, NUM_OUTPUT, seed=seed, **sampling) for seed in (7, 8)]
@@ -422,6 +387,7 @@ def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
         assert samples[0] != samples[1]
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize(
     ("method", "options", "request_args"),
     [
@@ -433,13 +399,13 @@ def test_parallel_samples_each_score_the_prompt(checkpoints_folder):
     ],
 )
 def test_prompts_that_end_together_are_packed_together(
-    method, options, request_args, checkpoints_folder, monkeypatch
+    method, options, request_args, model, monkeypatch
 ):
     """Together they keep the tokens that each keeps alone, and have the same outputs."""
     prompts = [tokens(length, seed=length) for length in (217, 204, 250)]
     groups, kept = [], {}
     with engine(
-        make("llama-gqa", checkpoints_folder),
+        model,
         additional_config=settings(method, BUDGET, **options),
         max_num_batched_tokens=2048,
         max_num_seqs=4,
@@ -454,7 +420,7 @@ def test_prompts_that_end_together_are_packed_together(
                 (request.prompt_tokens, request.tokens), (slots.clone(), counts.clone())
             )
         )
-        num_output = options["lookahead"] + 70
+        num_output = options["lookahead"] + (70 if "decode_budget" in options else 10)
         alone = [llm.generate_each([(prompt, request_args)], num_output)[0] for prompt in prompts]
         assert set(groups) == {1}
         assert {prompt for prompt, _ in kept} >= {len(prompt) for prompt in prompts}
@@ -473,13 +439,12 @@ def test_prompts_that_end_together_are_packed_together(
             assert (slots[..., width:] == -1).all()
 
 
-def test_requests_with_different_decode_budgets_are_packed_together(
-    checkpoints_folder, monkeypatch
-):
+@model_runner_v1_only
+def test_requests_with_different_decode_budgets_are_packed_together(model, monkeypatch):
     """The decode budget does not change how a prompt is scored."""
     config = settings("cake", BUDGET, decode_budget=192, decode_interval=32, allow_override="cake")
     with engine(
-        make("llama-gqa", checkpoints_folder),
+        model,
         additional_config=config,
         max_num_batched_tokens=2048,
         max_num_seqs=4,

@@ -2,7 +2,6 @@
 
 import pytest
 
-from checkpoints import make
 from engines import V2, allow_async_scheduling, engine, model_runner_v1_only
 from test_lookahead import LOOKAHEAD, NUM_OUTPUT, PROMPTS, lookahead_config, single_outputs
 
@@ -22,12 +21,12 @@ ABORTS += [(PACK_STEP, True), (PACK_STEP, False), (PACK_STEP + 1, True)]
     params=[pytest.param(False, marks=model_runner_v1_only), True],
     ids=["sync", "async"],
 )
-def one_slot(request, checkpoints_folder, single_outputs):
+def one_slot(request, model, single_outputs):
     """An engine with one look-ahead slot and too few blocks for two requests."""
     with pytest.MonkeyPatch.context() as patch:
         allow_async_scheduling(patch)
         opened = engine(
-            make("llama-gqa", checkpoints_folder),
+            model,
             additional_config=lookahead_config(lookahead_slots=1),
             blocks=1 + 16,
             max_model_len=480,
@@ -120,7 +119,7 @@ def test_pause_that_clears_the_cache_frees_everything(one_slot, single_outputs, 
     # A request with all its look-ahead tokens is resumed as a prompt of all its tokens.
     equal_tokens = NUM_OUTPUT if request.num_output_tokens < LOOKAHEAD else LOOKAHEAD + 1
     llm.core.resume_scheduler()
-    outputs = {name.split("-")[0]: output for name, output in llm.drain(limit=200).items()}
+    outputs = llm.drain(limit=200)
     assert outputs["r"][:equal_tokens] == single_outputs[2][:equal_tokens]
     assert outputs["next"] == single_outputs[1]
     check_nothing_is_held(llm, free_blocks)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from added_methods import installed, write_package
-from checkpoints import SHAPES, make, tokens
+from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import packed_pages, prompt_inputs, tail_pages, watch_selections
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
@@ -13,7 +14,7 @@ from vllm_kvcompress.planning import memory
 from vllm_kvcompress.settings.config import CompressionConfig
 
 NAME = "llama-gqa"
-PRESET_NAMES = ["d2o", "chunkkv", "caote"] if V2 else list(PRESETS)
+PRESET_NAMES = ["d2o"] if V2 else list(PRESETS)
 LENGTHS = [417, 256, 150, 90]
 PROMPTS = [tokens(length, seed=60 + length) for length in LENGTHS]
 NEW = 8
@@ -25,128 +26,99 @@ READS_COLUMN_SUMS = {
 
 
 @pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make(NAME, checkpoints_folder)
-
-
-@pytest.fixture(scope="module")
 def plain(model):
     with engine(model) as llm:
         return llm.generate(PROMPTS, NEW)
 
 
-def record(llm) -> dict[int, list[tuple[torch.Tensor, ...]]]:
-    """Return a dict that fills with each layer's attention inputs: queries, keys and values."""
-    seen: dict[int, list[tuple[torch.Tensor, ...]]] = {}
-    context = llm.worker.vllm_config.compilation_config.static_forward_context
-    for layer in context.values():
-        forward = layer.impl.forward
-
-        def recording(attention, q, k, v, *args, forward=forward, impl=layer.impl, **kwargs):
-            seen.setdefault(impl._layer, []).append((q.clone(), k.clone(), v.clone()))
-            return forward(attention, q, k, v, *args, **kwargs)
-
-        layer.impl.forward = recording
-    return seen
+@pytest.fixture(scope="module")
+def long_blocks(model):
+    with engine(
+        model, additional_config=settings(budget=0.1, allow_override="all"), block_size=128,
+        blocks=24, max_model_len=1536, max_num_batched_tokens=1536, max_num_seqs=1,
+    ) as llm:  # fmt: skip
+        yield llm
 
 
-def watch_selections(llm) -> list[list[torch.Tensor]]:
-    """Return a list that fills with the positions kept in pages, per compression and layer."""
-
-    def selected(done):
-        counts = (done.counts * done.pack_request.plan.block_size).tolist()
-        kept = zip(done.kept, counts, strict=True)
-        return [positions[:, :count].long() for positions, count in kept]
-
-    return llm.watch_packing(selected)
-
-
-def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each layer's packed keys and values ``[Hkv, n, D]`` of the one compressed request."""
-    pool, compressor = llm.compressor.pool, llm.compressor
-    (slot,) = pool._slots.values()
-    held = []
-    for layer, count in enumerate(pool._num_packed[slot].tolist()):
-        pages = pool._packed[slot, layer, :count].long()
-        keys, values = compressor.packer.mover.read(pages)
-        held.append((keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)))
-    return held
-
-
-def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each layer's keys and values ``[Hkv, BLOCK, D]`` of the prompt's tail block."""
-    pool, compressor = llm.compressor.pool, llm.compressor
-    (request,) = llm.running()
-    last = llm.manager.req_to_blocks[request.request_id][request.num_prompt_tokens // BLOCK]
-    held = []
-    for layer in range(len(pool.layer_offset)):
-        page = pool.flat_ids(layer, torch.tensor([last.block_id]))
-        keys, values = compressor.packer.mover.read(page)
-        held.append((keys[0].mT, values[0]))
-    return held
-
-
+@model_runner_v1_only
 @pytest.mark.parametrize("preset", PRESET_NAMES)
-def test_every_layer_keeps_a_page_besides_its_tail(preset, model):
+def test_every_layer_keeps_a_page_besides_its_tail(preset, long_blocks):
     """1,025 tokens in blocks of 128 at 0.1: 101 tokens besides the tail's one are less than a page.
 
     Every layer keeps a page, and no page of the last destination block is unused.
     """
-    with engine(
-        model, additional_config=settings(preset, 0.1), block_size=128, blocks=24,
-        max_model_len=1536, max_num_batched_tokens=1536, max_num_seqs=1,
-    ) as llm:  # fmt: skip
-        llm.submit("r", tokens(1025, seed=9), NEW)
+    with long_blocks.lent() as llm:
+        llm.submit("r", tokens(1025, seed=9), NEW, extra_args={"kv_compress": preset})
         while not llm.compressor.compressed:
             llm.step()
-        pages = [keys.shape[1] // 128 for keys, _ in pages_of(llm)]
+        pages = [keys.shape[1] // 128 for keys, _ in packed_pages(llm)]
         (request,) = llm.running()
         assert pages == [1] * SHAPES[NAME].layers
         assert llm.num_blocks_held(request.request_id) == 2
-        llm.drain()
 
 
-VARIANTS = {name: {} for name in PRESET_NAMES}
+# parameters of parts, which a request cannot choose
+VARIANTS = {
+    # Layers 1 and 2 reuse layer 0's ranking, so a batch of layers is only partly read.
+    "chunkkv, rankings reused": {"selector_params": {"reuse": 3}},
+}
 if not V2:
     by_norm = {"aggregate": "max", "value_norm": True}
-    VARIANTS["pyramidkv, maximum times value norms"] = {"scorer_params": by_norm}
-    defensive = {"allocator": "cake", "scorer_params": {"aggregate": "defensive"}}
-    VARIANTS["caote, defensive, with a variance"] = defensive
-# Layers 1 and 2 reuse layer 0's ranking, so a batch of layers is only partly read.
-VARIANTS["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
-VARIANTS["d2o, only values merged"] = {"merge": "values"}
-VARIANTS["custom, reads keys and values"] = {"scorer": "lagkv", "scorer_params": {"lag": 50}}
+    VARIANTS |= {
+        "pyramidkv, maximum times value norms": {"scorer_params": by_norm},
+        "caote, defensive, with a variance": {
+            "allocator": "cake", "scorer_params": {"aggregate": "defensive"},
+        },
+        "d2o, only values merged": {"merge": "values"},
+        "custom, reads keys and values": {"scorer": "lagkv", "scorer_params": {"lag": 50}},
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", VARIANTS)
-def test_engine_and_offline_keep_the_same_tokens(preset, model, plain, monkeypatch):
+def in_three_chunks(model, config):
+    options = {"max_num_batched_tokens": 150, "max_num_seqs": 4, "max_model_len": 1024}
+    return engine(model, additional_config=config, enable_prefix_caching=False, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_layers_per_launch():
+    """Score two layers per launch, as with prompts that are long for the device's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_MIN_SCORED_TOKENS", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def any_preset(model):
+    with in_three_chunks(model, settings(budget=0.4, allow_override="all")) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_engine_and_offline_keep_the_same_tokens(preset, any_preset, plain):
     """The engine computes the prompt in three chunks; offline gets all of it, layer by layer."""
+    with any_preset.lent() as llm:
+        check_kept_tokens(llm, settings(preset, 0.4), plain, {"kv_compress": preset})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_engine_and_offline_keep_the_same_tokens_with_parameters(variant, model, plain):
+    config = settings(variant.partition(",")[0], 0.4, **VARIANTS[variant])
+    with in_three_chunks(model, config) as llm:
+        check_kept_tokens(llm, config, plain)
+
+
+def check_kept_tokens(llm, config, plain, extra_args=None):
+    """Check positions, keys and values of a prompt's pages and tail against `compress`."""
     shape, prompt = SHAPES[NAME], PROMPTS[0]
-    config = settings(preset.partition(",")[0], 0.4, **VARIANTS[preset])
-    monkeypatch.setattr(memory, "_MIN_SCORED_TOKENS", 0)
-    with engine(
-        model, additional_config=config, max_num_batched_tokens=150, max_num_seqs=4,
-        max_model_len=1024, enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
-        assert llm.compressor.packer.rows_per_launch(len(prompt)) == 2
-        seen, selections = record(llm), watch_selections(llm)
-        llm.submit("r", prompt, NEW)
-        while not llm.compressor.compressed:
-            llm.step()
-        held, tails = pages_of(llm), tail_of(llm)
-        got = next(iter(llm.drain().values()))
+    assert llm.compressor.packer.rows_per_launch(len(prompt)) == 2
+    seen, selections = llm.record_attention(), watch_selections(llm)
+    llm.submit("r", prompt, NEW, extra_args=extra_args)
+    while not llm.compressor.compressed:
+        llm.step()
+    held, tails = packed_pages(llm), tail_pages(llm)
+    got = next(iter(llm.drain().values()))
     assert got[0] == plain[0][0]
-    q, k, v = (
-        torch.stack(
-            [
-                torch.cat([part[which] for part in seen[layer]])[: len(prompt)]
-                .view(len(prompt), -1, shape.head_dim)
-                .transpose(0, 1)
-                for layer in range(shape.layers)
-            ]
-        )
-        for which in range(3)
-    )
+    q, k, v = prompt_inputs(seen, len(prompt), shape.head_dim)
     full_block_tokens = len(prompt) // BLOCK * BLOCK
     want = compress(q, k, v, policy=config["kvcompress"], budget=0.4, page_size=BLOCK)
     for layer, (keys, values) in enumerate(held):
@@ -155,7 +127,9 @@ def test_engine_and_offline_keep_the_same_tokens(preset, model, plain, monkeypat
         assert torch.equal(selections[0][layer], packed)
         count = keys.shape[1]
         torch.testing.assert_close(keys, want.keys[layer][:, :count], rtol=1e-5, atol=1e-6)
-        if preset != "d2o":  # D2O merges keys; the other methods only move them
+        if (
+            config["kvcompress"] != settings("d2o", 0.4)["kvcompress"]
+        ):  # D2O merges keys; the other methods only move them
             assert torch.equal(keys, k[layer].gather(1, packed[..., None].expand_as(keys)))
         torch.testing.assert_close(values, want.values[layer][:, :count], rtol=1e-5, atol=1e-6)
         tail = len(prompt) % BLOCK  # D2O merges tokens into the tail too
@@ -164,6 +138,7 @@ def test_engine_and_offline_keep_the_same_tokens(preset, model, plain, monkeypat
             torch.testing.assert_close(engine_tail[:, :tail], expected_tail, rtol=1e-5, atol=1e-6)
 
 
+@model_runner_v1_only
 def test_a_scorer_of_another_package_chooses_the_kept_tokens(model, tmp_path):
     """A request names its preset; the engine keeps the even positions that it ranks first."""
     prompt = PROMPTS[0]  # of 13 blocks and a token
@@ -203,16 +178,25 @@ def in_chunks(model):
         }
 
 
-@pytest.mark.skipif(V2, reason="test_invariance covers this runner")
+@pytest.fixture(scope="module")
+def with_prefix_cache(model):
+    with engine(model, additional_config=settings(budget=0.4, allow_override="all")) as llm:
+        yield llm
+
+
+@model_runner_v1_only
 @pytest.mark.parametrize("preset", PRESET_NAMES)
-def test_outputs_do_not_depend_on_batch_order_or_chunks(preset, model, plain, in_chunks):
-    with engine(model, additional_config=settings(preset, 0.4), enable_prefix_caching=True) as llm:
-        alone = [llm.generate([prompt], NEW)[0] for prompt in PROMPTS]
+def test_outputs_do_not_depend_on_batch_order_or_chunks(
+    preset, with_prefix_cache, plain, in_chunks
+):
+    ask = {"extra_args": {"kv_compress": preset}}
+    with with_prefix_cache.lent() as llm:
+        alone = [llm.generate([prompt], NEW, **ask)[0] for prompt in PROMPTS]
         assert [out[0] for out in alone] == [out[0] for out in plain]
         assert alone[-1] == plain[-1]  # shorter than min_prompt
         assert llm.compressor.compressed == 3
-        assert llm.generate(PROMPTS[::-1], NEW) == alone[::-1]
-        warm = llm.outputs(PROMPTS, NEW)
+        assert llm.generate(PROMPTS[::-1], NEW, **ask) == alone[::-1]
+        warm = llm.outputs(PROMPTS, NEW, **ask)
         assert [list(output.outputs[0].token_ids) for output in warm] == alone
         cached = [output.num_cached_tokens for output in warm]
         assert all(n == 0 for n in cached[:3]) == (preset in READS_COLUMN_SUMS)
@@ -243,17 +227,13 @@ def test_mixed_presets_in_one_batch_equal_separate_runs(model):
 
 
 @model_runner_v1_only
-def test_column_sums_start_again_after_a_preemption(model):
+def test_column_sums_start_again_after_a_preemption(any_preset):
     """Column sums of an interrupted prefill must not be counted twice."""
-    prompt = PROMPTS[0]
-    options = dict(
-        additional_config=settings("h2o", 0.3), max_num_batched_tokens=100, max_num_seqs=4,
-        max_model_len=1024,
-    )  # fmt: skip
-    with engine(model, **options) as llm:
-        alone = llm.generate([prompt], NEW)[0]
-        llm.submit("r", prompt, NEW)
-        for _ in range(3):
+    prompt, ask = PROMPTS[0], {"extra_args": {"kv_compress": "h2o", "kv_budget": 0.3}}
+    with any_preset.lent() as llm:
+        alone = llm.generate([prompt], NEW, **ask)[0]
+        llm.submit("r", prompt, NEW, **ask)
+        for _ in range(2):
             llm.step()
         assert llm.compressor._prefills
         assert llm.llm.reset_prefix_cache(reset_running_requests=True)
@@ -263,16 +243,17 @@ def test_column_sums_start_again_after_a_preemption(model):
 
 
 @model_runner_v1_only
-def test_d2o_merges_only_into_its_own_requests_tail(model):
+def test_d2o_merges_only_into_its_own_requests_tail(any_preset, with_prefix_cache):
     """The tail stays in place and merging rewrites it; no cached block may change."""
     first, second = PROMPTS[0], PROMPTS[0][:300]
-    with engine(model, additional_config=settings("d2o", 0.3)) as llm:
-        alone = [llm.generate([prompt], NEW)[0] for prompt in (first, second)]
-    with engine(model, additional_config=settings("d2o", 0.3), max_num_seqs=4) as llm:
-        assert llm.generate([first, second, first], NEW) == [*alone, alone[0]]
+    ask = {"extra_args": {"kv_compress": "d2o", "kv_budget": 0.3}}
+    with any_preset.lent() as llm:
+        alone = [llm.generate([prompt], NEW, **ask)[0] for prompt in (first, second)]
+    with with_prefix_cache.lent() as llm:
+        assert llm.generate([first, second, first], NEW, **ask) == [*alone, alone[0]]
         hashed = torch.tensor([b.block_id for b in llm.pool.blocks if b.block_hash is not None])
         pages = llm.compressor.pool.pages
         flat = torch.cat([llm.compressor.pool.flat_ids(layer, hashed) for layer in range(4)])
         before = pages[flat].clone()
-        llm.generate([first, second], 3)
+        llm.generate([first, second], 3, **ask)
         assert torch.equal(pages[flat], before)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checkpoints import make, tokens
 from configuring import configure
-from engines import BLOCK, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 from vllm_kvcompress.commands.plan.command import make_plan
 from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.compression import reports
@@ -30,11 +30,6 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
 
 LAYERS = 4
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
 
 
 def samples(**labels):
@@ -93,7 +88,6 @@ def test_metrics_match_the_page_plans(model):
     assert sum(name == "info" for name, *_ in values) == 1
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allowed):
     """Every request is planned or skipped, despite aborts, preemptions and overrides.
@@ -166,7 +160,6 @@ def test_each_request_is_counted_once(model, asynchronous, async_scheduling_allo
     assert {name for name, count in skipped.items() if count} >= {"off", "short_prompt"}
 
 
-@model_runner_v1_only
 def test_usage_and_metrics_of_both_formats(checkpoints_folder):
     """A float32 block of 32 tokens holds 256 tokens in k4v3."""
     wide = make("qwen3", checkpoints_folder)
@@ -215,7 +208,6 @@ FIGURES = {
 }  # fmt: skip
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("case", FIGURES)
 def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
     case, checkpoints_folder, monkeypatch
@@ -305,23 +297,6 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
     assert (num_cut > 0) == (case == "cut")
 
 
-@model_runner_v1_only
-def test_prompts_packed_in_place_are_counted(model):
-    length = 640
-    blocks = -(-(length + 24) // BLOCK)
-    with engine(
-        model,
-        additional_config=settings("cake", 0.5),
-        blocks=1 + blocks,
-        max_model_len=length + 24,
-        enable_prefix_caching=False,
-    ) as llm:
-        llm.generate([tokens(length, seed=5)], 20)
-        llm.finish_in_flight_steps()
-    assert samples()["in_place_requests_total",] == 1
-
-
-@model_runner_v1_only
 def test_refused_requests_are_counted_by_reason(model):
     from vllm.exceptions import VLLMValidationError
 
@@ -341,7 +316,6 @@ def test_refused_requests_are_counted_by_reason(model):
     assert refused == {"out_of_bounds": 1, "not_allowed": 1, "invalid": 2, "too_long": 0}
 
 
-@model_runner_v1_only
 def test_no_metrics_without_compression_and_no_backlog_without_log_stats(model):
     from vllm.v1.metrics.loggers import StatLoggerManager
 
@@ -358,7 +332,6 @@ def test_no_metrics_without_compression_and_no_backlog_without_log_stats(model):
         assert llm.llm.llm_engine.logger_manager is None
 
 
-@model_runner_v1_only
 def test_vllm_loggers_do_not_see_our_counts(model):
     """Our counts travel in the KV connector's field. vLLM's loggers fail on anything else there."""
     with engine(model, additional_config=settings("cake", 0.3)) as llm:
@@ -377,7 +350,6 @@ def test_vllm_loggers_do_not_see_our_counts(model):
         assert set(connector_stats) == {None}
 
 
-@model_runner_v1_only
 def test_connector_stats_stay_for_vllm_loggers():
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -395,7 +367,6 @@ def test_connector_stats_stay_for_vllm_loggers():
     assert connector_stats == {"transfer_duration": [0.5]}
 
 
-@model_runner_v1_only
 def test_metrics_have_a_label_for_each_engine(model):
     """With two engines behind a front end, each one's reports are counted under its label."""
     from vllm.v1.metrics.stats import SchedulerStats
@@ -440,7 +411,6 @@ def test_metrics_have_a_label_for_each_engine(model):
     unregister_vllm_metrics()
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     ("raw", "labels"),
     [

@@ -31,9 +31,9 @@ FILES = [
         "added_pieces",
         "probes",
         "cuda_backends",
+        "log_sums",
         "lookahead",
         "lookahead_aborts",
-        "forced_outputs",
         "vision_language",
     )
 ]

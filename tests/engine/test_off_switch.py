@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints import make, tokens
 from configuring import configure
-from engines import engine, model_runner_v1_only, settings
+from engines import engine, settings
 from test_command_line import engine_args
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off
@@ -227,7 +227,6 @@ def test_the_engine_is_vllms_own_and_ignores_all_settings_of_requests(monkeypatc
             assert [each.kv_compress for each in outputs] == [None] * len(PROMPTS)
 
 
-@model_runner_v1_only
 def test_no_hook_stays_in_a_requests_way(model):
     """In a process of its own, because other tests install hooks in this one."""
     script = """

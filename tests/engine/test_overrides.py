@@ -2,22 +2,15 @@
 
 import pytest
 
-from checkpoints import make, tokens
-from engines import BLOCK, engine, model_runner_v1_only, settings
+from checkpoints import tokens
+from engines import BLOCK, engine, settings
 from vllm_kvcompress.engine.messages.options import attach_options, options_of
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestChoices, RequestOptions
 
-pytestmark = model_runner_v1_only
-
 PROMPT = tokens(600, seed=3)
 NEW = 10
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +18,19 @@ def plain(model):
     """Return vLLM's own outputs."""
     with engine(model, enable_prefix_caching=False) as llm:
         return llm.generate([PROMPT, PROMPT[:300]], NEW)
+
+
+@pytest.fixture(scope="module")
+def shared(model):
+    config = settings("cake", 0.4, allow_override="all")
+    with engine(model, additional_config=config, max_model_len=2048) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared):
+    with shared.lent():
+        yield shared
 
 
 ASKS = {
@@ -43,19 +49,27 @@ ASKS = {
 def run(llm, names, prompt=PROMPT):
     for name in names:
         llm.submit(name, prompt, NEW, extra_args=ASKS[name] or None)
-    return {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+    return llm.drain()
+
+
+@pytest.fixture(scope="module")
+def alone(shared):
+    """Return the output of each of `ASKS` alone, without cached blocks."""
+    outputs = {}
+    for name in ASKS:
+        with shared.lent() as llm:
+            outputs |= run(llm, [name])
+    return outputs
+
+
+def test_budgets_and_methods_change_the_output(alone, plain):
+    assert alone["off"] == alone["all"] == plain[0]
+    assert len({tuple(answer) for answer in alone.values()}) > 3
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_a_mixed_batch_gives_the_same_outputs_as_single_requests(model, plain, caching):
+def test_a_mixed_batch_gives_the_same_outputs_as_single_requests(model, alone, caching):
     """In both orders, with chunked prefill, and with a prefix cache that other requests filled."""
-    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
-        alone = {}
-        for name in ASKS:
-            assert llm.llm.reset_prefix_cache()
-            alone |= run(llm, [name])
-    assert alone["off"] == alone["all"] == plain[0]
-    assert len({tuple(answer) for answer in alone.values()}) > 3
     with engine(
         model,
         additional_config=settings("cake", 0.4, allow_override="all"),
@@ -70,17 +84,16 @@ def test_a_mixed_batch_gives_the_same_outputs_as_single_requests(model, plain, c
         assert llm.free_blocks == free
 
 
-def test_each_request_holds_the_blocks_of_its_own_budget(model):
-    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
-        layers = llm.compressor.packer.num_layers
-        num_blocks = {}
-        for name, extra_args in ASKS.items():
-            llm.submit(name, PROMPT, NEW, extra_args=extra_args or None)
-        while len(llm.running()) < len(ASKS) or llm.scheduler.waiting:
-            llm.step()
-        for request in llm.running():
-            num_blocks[request.request_id.split("-")[0]] = llm.num_blocks_held(request.request_id)
-        llm.drain()
+def test_each_request_holds_the_blocks_of_its_own_budget(llm):
+    layers = llm.compressor.packer.num_layers
+    num_blocks = {}
+    for name, extra_args in ASKS.items():
+        llm.submit(name, PROMPT, NEW, extra_args=extra_args or None)
+    while len(llm.running()) < len(ASKS) or llm.scheduler.waiting:
+        llm.step()
+    for request in llm.running():
+        num_blocks[request.request_id.split("-")[0]] = llm.num_blocks_held(request.request_id)
+    llm.drain()
     for name, extra_args in ASKS.items():
         raw_settings = {"compress": extra_args.get("kv_compress", "cake"), "min_prompt": 128}
         raw_settings["budget"] = extra_args.get("kv_budget", 0.4)
@@ -91,27 +104,25 @@ def test_each_request_holds_the_blocks_of_its_own_budget(model):
         assert num_blocks[name] == expected, name
 
 
-def test_a_compressed_and_an_uncompressed_request_share_a_prompt(model, plain):
+def test_a_compressed_and_an_uncompressed_request_share_a_prompt(llm, plain):
     """In either order, the second request finds uncompressed blocks or none."""
-    with engine(model, additional_config=settings("cake", 0.3, allow_override="all")) as llm:
-        first = run(llm, ["own", "off"])
-        assert first["off"] == plain[0]
-        again = run(llm, ["off", "own"])
-        assert again == first
-        (output,) = llm.outputs([PROMPT], NEW, extra_args=ASKS["off"])
-        assert output.num_cached_tokens == len(PROMPT) // BLOCK * BLOCK
-        (output,) = llm.outputs([PROMPT], NEW)
-        window = CompressionConfig.parse({"compress": "cake"}).resolved_window
-        assert 0 < output.num_cached_tokens <= len(PROMPT) - window
+    first = run(llm, ["own", "off"])
+    assert first["off"] == plain[0]
+    again = run(llm, ["off", "own"])
+    assert again == first
+    (output,) = llm.outputs([PROMPT], NEW, extra_args=ASKS["off"])
+    assert output.num_cached_tokens == len(PROMPT) // BLOCK * BLOCK
+    (output,) = llm.outputs([PROMPT], NEW)
+    window = CompressionConfig.parse({"compress": "cake"}).resolved_window
+    assert 0 < output.num_cached_tokens <= len(PROMPT) - window
 
 
-def test_methods_with_column_sums_do_not_read_the_prefix_cache(model):
-    with engine(model, additional_config=settings("cake", 0.3, allow_override="all")) as llm:
-        cold = run(llm, ["h2o"])
-        run(llm, ["off"])
-        (output,) = llm.outputs([PROMPT], NEW, extra_args=ASKS["h2o"])
-        assert output.num_cached_tokens == 0
-        assert list(output.outputs[0].token_ids) == cold["h2o"]
+def test_methods_with_column_sums_do_not_read_the_prefix_cache(llm):
+    cold = run(llm, ["h2o"])
+    run(llm, ["off"])
+    (output,) = llm.outputs([PROMPT], NEW, extra_args=ASKS["h2o"])
+    assert output.num_cached_tokens == 0
+    assert list(output.outputs[0].token_ids) == cold["h2o"]
 
 
 def test_methods_without_queries_compute_only_uncached_tokens(model):
@@ -167,14 +178,12 @@ def test_offline_a_wrong_value_is_refused_before_the_engine_sees_it(model):
 
 
 @pytest.mark.parametrize("budget", [10**19, 2049])
-def test_a_request_budget_above_max_model_len_is_refused(model, budget):
+def test_a_request_budget_above_max_model_len_is_refused(llm, budget):
     from vllm.exceptions import VLLMValidationError
 
-    compression = settings("cake", 0.3, allow_override="all")
-    with engine(model, additional_config=compression, max_model_len=2048) as llm:
-        with pytest.raises(VLLMValidationError, match=f"must be at most 2048, .* got {budget}; "):
-            llm.generate([PROMPT], NEW, extra_args={"kv_budget": budget})
-        assert len(llm.generate([PROMPT], NEW, extra_args={"kv_budget": 2048})[0]) == NEW
+    with pytest.raises(VLLMValidationError, match=f"must be at most 2048, .* got {budget}; "):
+        llm.generate([PROMPT], NEW, extra_args={"kv_budget": budget})
+    assert len(llm.generate([PROMPT], NEW, extra_args={"kv_budget": 2048})[0]) == NEW
 
 
 def test_without_compression_choices_are_refused(model):
@@ -198,7 +207,7 @@ def test_switched_off_servers_accept_all_settings(model, plain):
 
 
 @pytest.mark.parametrize("extra_args", [None, {"kv_budget": 0.3, "kv_protect": "3:9"}])
-def test_options_are_built_once_before_the_scheduler_and_once_in_it(model, extra_args, monkeypatch):
+def test_options_are_built_once_before_the_scheduler_and_once_in_it(llm, extra_args, monkeypatch):
     calls = []
 
     def counting(name, function):
@@ -208,11 +217,10 @@ def test_options_are_built_once_before_the_scheduler_and_once_in_it(model, extra
 
         return called
 
-    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
-        monkeypatch.setattr(RequestOptions, "parse", counting("parse", RequestOptions.parse))
-        monkeypatch.setattr(RequestChoices, "resolve", counting("resolve", RequestChoices.resolve))
-        llm.generate([PROMPT], NEW, extra_args=extra_args)
-        assert llm.compressor.compressed == 1
+    monkeypatch.setattr(RequestOptions, "parse", counting("parse", RequestOptions.parse))
+    monkeypatch.setattr(RequestChoices, "resolve", counting("resolve", RequestChoices.resolve))
+    llm.generate([PROMPT], NEW, extra_args=extra_args)
+    assert llm.compressor.compressed == 1
     assert calls == ["parse", "resolve", "resolve"]
 
 
@@ -225,22 +233,21 @@ def test_options_are_built_once_before_the_scheduler_and_once_in_it(model, extra
         None,
     ],
 )
-def test_options_that_a_client_sends_are_replaced(model, forged):
+def test_options_that_a_client_sends_are_replaced(llm, forged):
     """Also in the parameters that the scheduler reads; the client's parameters do not change."""
     from vllm.sampling_params import SamplingParams
 
     sent = {"kvcompress_options": forged, "kv_budget": 0.3}
     params = SamplingParams(max_tokens=NEW, extra_args=dict(sent))
-    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
-        processor = llm.llm.llm_engine.input_processor
-        prompt = {"type": "token", "prompt_token_ids": PROMPT}
-        request = processor.process_inputs("r", prompt, params, supported_tasks=("generate",))
-        options = options_of(llm.worker.settings, request.sampling_params)
-        assert (options.choice, options.spans) == (RequestChoices(budget=0.3), ())
-        assert params.extra_args == sent
-        honest = llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.3})
-        assert llm.generate([PROMPT], NEW, extra_args=sent) == honest
-        assert llm.compressor.compressed == 2
+    processor = llm.llm.llm_engine.input_processor
+    prompt = {"type": "token", "prompt_token_ids": PROMPT}
+    request = processor.process_inputs("r", prompt, params, supported_tasks=("generate",))
+    options = options_of(llm.worker.settings, request.sampling_params)
+    assert (options.choice, options.spans) == (RequestChoices(budget=0.3), ())
+    assert params.extra_args == sent
+    honest = llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.3})
+    assert llm.generate([PROMPT], NEW, extra_args=sent) == honest
+    assert llm.compressor.compressed == 2
 
 
 def test_equal_choices_give_the_same_settings_object():
@@ -256,16 +263,15 @@ def test_equal_choices_give_the_same_settings_object():
     assert first.budget == 0.25
 
 
-def test_unchecked_requests_stay_uncompressed(model, plain):
+def test_unchecked_requests_stay_uncompressed(llm, plain):
     """Without the API server's check the engine serves the request uncompressed."""
-    with engine(model, additional_config=settings("cake", 0.3, allow_override="off")) as llm:
-        name = llm.submit("r", PROMPT, NEW, extra_args=ASKS["off"])
-        (request,) = llm.scheduler.requests.values()
-        request.sampling_params.extra_args = {"kv_compress": ["cake"], "kv_budget": "x"}
-        (answer,) = llm.drain().values()
-        assert name == "r"
-        assert answer == plain[0]
-        assert llm.compressor.compressed == 0
+    name = llm.submit("r", PROMPT, NEW, extra_args=ASKS["off"])
+    (request,) = llm.scheduler.requests.values()
+    request.sampling_params.extra_args = {"kv_compress": ["cake"], "kv_budget": "x"}
+    (answer,) = llm.drain().values()
+    assert name == "r"
+    assert answer == plain[0]
+    assert llm.compressor.compressed == 0
 
 
 @pytest.mark.parametrize(

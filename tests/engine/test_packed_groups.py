@@ -31,10 +31,10 @@ def packed_engine(checkpoints_folder, name, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["cake", "everything"] if V2 else CONFIGS)
+@pytest.mark.parametrize("name", ["everything"] if V2 else CONFIGS)
 def test_output_does_not_depend_on_other_requests(checkpoints_folder, name):
     """Alone, in a batch, in chunks, after a prefix-cache hit, and after a preemption."""
-    count = 300 if name == "outputs" else 14
+    count = 270 if name == "outputs" else 14  # an output packs its first page after 256 tokens
     with packed_engine(checkpoints_folder, name, max_num_batched_tokens=700) as llm:
         free = llm.free_blocks
         together = llm.generate(PROMPTS, count)
@@ -54,6 +54,7 @@ def test_output_does_not_depend_on_other_requests(checkpoints_folder, name):
         assert llm.free_blocks == free
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize(
     ("budget", "extra", "waits"),
     [
@@ -100,10 +101,11 @@ def test_decoding_requests_hold_a_quarter_of_the_blocks_or_less(checkpoints_fold
             assert held[-2] == 3 + 1 + unpacked - 8
 
 
-@pytest.mark.parametrize("prompt_tokens", [1500] if V2 else [1500, 90])
+@model_runner_v1_only
+@pytest.mark.parametrize("prompt_tokens", [1500, 90])
 def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_folder, prompt_tokens):
     """Codes and steps against float64, for compressed prompts and short ones."""
-    prompt, count, block = tokens(prompt_tokens, seed=5), 900, BLOCK
+    prompt, count, block = tokens(prompt_tokens, seed=5), 560, BLOCK
     options = {"max_num_batched_tokens": 2048, "max_model_len": 2560}
     with packed_engine(checkpoints_folder, "outputs", **options) as llm:
         seen, pool = llm.record_attention(), llm.compressor.pool

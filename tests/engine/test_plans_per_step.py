@@ -9,14 +9,12 @@ from collections import Counter
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, engine, settings
 from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputSchedule
 from vllm_kvcompress.schedules.pieces import PieceSchedule
 from vllm_kvcompress.schedules.prompt import PromptSchedule
-
-pytestmark = pytest.mark.skipif(V2, reason="the scheduler is the same on both model runners")
 
 LENGTHS = (300, 331, 420, 700)
 LOOKAHEAD = settings("cake-chunk", lookahead=8)
@@ -30,12 +28,24 @@ VARIANTS = {
     "pressure": settings("cake", pressure=0.01),
     "low pressure": settings("cake", pressure=1.0),
 }
-variants = pytest.mark.parametrize("name", VARIANTS)
 
 
 @pytest.fixture(scope="module")
 def model(checkpoints_folder):
     return make("llama-one-layer", checkpoints_folder)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, model):
+    options = {"max_num_seqs": MAX_REQUESTS, "max_model_len": 2048}
+    with engine(model, additional_config=VARIANTS[request.param], **options) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(variant):
+    with variant.lent():
+        yield variant
 
 
 SCHEDULES = (PromptSchedule, PieceSchedule, LookaheadSchedule, OutputSchedule, GroupSchedule)
@@ -106,23 +116,17 @@ class Plans:
         return tuple(sum(step[kind].total() for step in self.steps) for kind in (0, 1))
 
 
-@variants
-@pytest.mark.parametrize("chunk", [160, 2048], ids=["chunks", "whole"])
-def test_a_step_plans_each_new_prompt_at_most_once(model, monkeypatch, name, chunk):
-    with engine(
-        model,
-        additional_config=VARIANTS[name],
-        max_num_batched_tokens=chunk,
-        max_num_seqs=MAX_REQUESTS,
-        max_model_len=2048,
-    ) as llm:
-        plans = Plans(llm, monkeypatch)
-        llm.generate([tokens(640, seed=1)])
-        plans.assert_at_most_one()
-        assert any(plans.total())
-        plans.steps.clear()
-        llm.generate([tokens(length, seed=length) for length in LENGTHS])
-        plans.assert_at_most_one()
+# two lengths, because the engine remembers plans by length
+@pytest.mark.parametrize(("chunk", "length"), [(160, 640), (2048, 672)], ids=["chunks", "whole"])
+def test_a_step_plans_each_new_prompt_at_most_once(llm, monkeypatch, chunk, length):
+    monkeypatch.setattr(llm.scheduler, "max_num_scheduled_tokens", chunk)
+    plans = Plans(llm, monkeypatch)
+    llm.generate([tokens(length, seed=1)])
+    plans.assert_at_most_one()
+    assert any(plans.total())
+    plans.steps.clear()
+    llm.generate([tokens(length, seed=length) for length in LENGTHS])
+    plans.assert_at_most_one()
 
 
 def test_chunks_of_a_prompt_share_one_plan(model, monkeypatch):
@@ -134,12 +138,9 @@ def test_chunks_of_a_prompt_share_one_plan(model, monkeypatch):
         assert plans.total() == (1, 1)
 
 
-@variants
-def test_prompts_that_wait_are_planned_once(model, monkeypatch, name):
+def test_prompts_that_wait_are_planned_once(llm, monkeypatch):
     """The pool is full for many steps, and the waiting prompt's plan depends on nothing new."""
-    with engine(
-        model, additional_config=VARIANTS[name], blocks=1 + 24, max_model_len=24 * BLOCK
-    ) as llm:
+    for _ in llm.in_smaller_pools([24]):
         plans = Plans(llm, monkeypatch)
         llm.submit("first", tokens(12 * BLOCK, seed=1), 11 * BLOCK)
         llm.step()
@@ -153,19 +154,17 @@ def test_prompts_that_wait_are_planned_once(model, monkeypatch, name):
         llm.drain()
 
 
-@variants
-def test_preempted_prompts_are_planned_once_per_step(model, monkeypatch, name):
-    with engine(model, additional_config=VARIANTS[name], max_model_len=2048) as llm:
-        plans = Plans(llm, monkeypatch)
-        for length in LENGTHS:
-            llm.submit(str(length), tokens(length, seed=length), 40)
-        for _ in range(3):
-            for _ in range(5):
-                llm.step()
-            for request in llm.running()[:3]:
-                llm.preempt(request)
-        assert len(llm.drain()) == len(LENGTHS)
-        plans.assert_at_most_one()
+def test_preempted_prompts_are_planned_once_per_step(llm, monkeypatch):
+    plans = Plans(llm, monkeypatch)
+    for length in LENGTHS:
+        llm.submit(str(length), tokens(length, seed=length), 40)
+    for _ in range(3):
+        for _ in range(5):
+            llm.step()
+        for request in llm.running()[:3]:
+            llm.preempt(request)
+    assert len(llm.drain()) == len(LENGTHS)
+    plans.assert_at_most_one()
 
 
 @pytest.mark.parametrize("options", [{"min_prompt": 1024}, {"compress": "off"}], ids=str)
@@ -207,18 +206,11 @@ def assert_never_stale(llm, monkeypatch) -> Counter:
     return compared
 
 
-@variants
-def test_remembered_plans_are_not_stale(model, monkeypatch, name):
+def test_remembered_plans_are_not_stale(llm, monkeypatch):
     """Prefix hits, output tokens, preemptions, resumes and aborts in a pool that is too small."""
     base = tokens(800, seed=3)
-    with engine(
-        model,
-        additional_config=VARIANTS[name],
-        blocks=1 + 40,
-        max_num_batched_tokens=256,
-        max_num_seqs=MAX_REQUESTS,
-        max_model_len=1024,
-    ) as llm:
+    monkeypatch.setattr(llm.scheduler, "max_num_scheduled_tokens", 256)
+    for _ in llm.in_smaller_pools([40]):
         preemptions = llm.watch_preemptions()
         compared = assert_never_stale(llm, monkeypatch)
         for number in range(12):

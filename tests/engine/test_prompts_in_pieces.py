@@ -7,8 +7,9 @@ prompt from its first token: where it is packed, how many tokens each layer may 
 import pytest
 
 import methods_reference as ref
-from checkpoints import SHAPES, make, tokens
+from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from recordings import recorded
 from test_decode_budgets import (
     METHODS,
     WINDOWS,
@@ -51,9 +52,7 @@ class PieceReplay(Replay):
 
     def replay_all(self, tokens: int) -> None:
         """Replay `tokens` prompt and output tokens from the first one."""
-        for position in range(tokens - 1):
-            self.look(position)
-            self.after(position + 1)
+        self.steps(0, tokens - 1)
 
     def after(self, computed: int) -> None:
         """Pack at multiples of the piece length and at the end, if the budget is exceeded."""
@@ -126,24 +125,14 @@ CASES = [*((method, 531) for method in METHODS), ("cake", 480), ("cake", 581), (
 
 
 @pytest.mark.parametrize(("method", "length"), [("cake", 581)] if V2 else CASES)
-def test_attention_matches_the_reference(method, length, checkpoints_folder):
+def test_attention_matches_the_reference(method, length, model):
     """Attention matches the reference, and blocks never exceed the kept tokens and one piece."""
-    name, budget, max_tokens = "llama-gqa", int(length * 0.4), 40
-    shape = SHAPES[name]
-    with engine(
-        make(name, checkpoints_folder),
-        additional_config=pieces_settings(method, probe=0),
-        **CHUNKED_PREFILL,
-    ) as llm:
-        recorded, free, max_blocks = llm.record_attention(), llm.free_blocks, 0
-        llm.submit("r", tokens(length, seed=5), max_tokens)
-        while llm.llm.llm_engine.has_unfinished_requests():
-            llm.step()
-            max_blocks = max(max_blocks, free - llm.free_blocks)
-        assert llm.free_blocks == free
+    budget, max_tokens, shape = int(length * 0.4), 40, SHAPES["llama-gqa"]
+    config, prompt = pieces_settings(method, probe=0), tokens(length, seed=5)
+    run = recorded(model, config, prompt, max_tokens, **CHUNKED_PREFILL)
     kept_blocks = -(-(shape.layers * budget // BLOCK) // shape.layers)
-    assert max_blocks <= kept_blocks + PIECE // BLOCK + 1
-    replay = PieceReplay(method, shape, recorded, length, budget)
+    assert run.max_blocks <= kept_blocks + PIECE // BLOCK + 1
+    replay = PieceReplay(method, shape, run.seen, length, budget)
     replay.replay_all(length + max_tokens)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
@@ -157,9 +146,8 @@ OUTPUT_TOKENS = 12 if V2 else 40
 
 
 @pytest.fixture(scope="module")
-def solo_outputs(checkpoints_folder):
+def solo_outputs(model):
     """Return the output of each prompt alone."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=pieces_settings(), enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], OUTPUT_TOKENS)[0] for prompt in PROMPTS]
 
@@ -179,10 +167,9 @@ def solo_outputs(checkpoints_folder):
     ],
 )
 def test_outputs_depend_on_the_own_prompt_only(
-    options, solo_outputs, checkpoints_folder, async_scheduling_allowed
+    options, solo_outputs, model, async_scheduling_allowed
 ):
     """Outputs do not depend on the batch, chunks, prefix-cache hits, preemption or scheduling."""
-    model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=pieces_settings(), max_model_len=1024, **options) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
         for i, prompt in enumerate(PROMPTS):
@@ -193,12 +180,8 @@ def test_outputs_depend_on_the_own_prompt_only(
             # after a preemption, the output so far is part of the prompt
             assert cuts
             for i, prompt in enumerate(PROMPTS):
-                (output,) = (
-                    output_ids
-                    for name, output_ids in outputs.items()
-                    if name.split("-")[0] == str(i)
-                )
-                llm.assert_matches_solo_run(prompt, OUTPUT_TOKENS, output, cuts.get(str(i), []))
+                times = cuts.get(str(i), [])
+                llm.assert_matches_solo_run(prompt, OUTPUT_TOKENS, outputs[str(i)], times)
             return
         assert [outputs[name] for name in sorted(outputs)] == solo_outputs
         assert llm.generate(PROMPTS[::-1], OUTPUT_TOKENS)[::-1] == solo_outputs
@@ -207,9 +190,9 @@ def test_outputs_depend_on_the_own_prompt_only(
 
 
 @model_runner_v1_only
-def test_prefix_cache_hits_end_before_the_first_packing(checkpoints_folder):
+def test_prefix_cache_hits_end_before_the_first_packing(model):
     """Later blocks were computed with a compressed prefix, so another budget cannot reuse them."""
-    model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=3)
+    prompt = tokens(531, seed=3)
     config = pieces_settings("cake", 0.4, allow_override="off,snapkv")
     with engine(model, additional_config=config, max_model_len=1024) as llm:
         extra_args = [{"kv_compress": "off"}, {}, {"kv_budget": 0.2}, {}, {"kv_compress": "off"}]
@@ -227,8 +210,8 @@ def test_prefix_cache_hits_end_before_the_first_packing(checkpoints_folder):
 
 
 @model_runner_v1_only
-def test_a_prompt_preempted_between_boundaries_starts_over(checkpoints_folder):
-    model, prompt = make("llama-gqa", checkpoints_folder), PROMPTS[2]
+def test_a_prompt_preempted_between_boundaries_starts_over(model):
+    prompt = PROMPTS[2]
     with engine(
         model,
         additional_config=pieces_settings("cake", 200),
@@ -249,12 +232,12 @@ def test_a_prompt_preempted_between_boundaries_starts_over(checkpoints_folder):
 
 
 @model_runner_v1_only
-def test_a_resumed_request_in_pieces_limits_its_prefix_cache_hits(checkpoints_folder):
+def test_a_resumed_request_in_pieces_limits_its_prefix_cache_hits(model):
     """A request resumes as a longer prompt that needs pieces, which limits its prefix-cache hits.
 
     Its original prompt was short enough to stay uncompressed and had no such limit.
     """
-    model, prompt = make("llama-gqa", checkpoints_folder), tokens(60, seed=8)
+    prompt = tokens(60, seed=8)
     config = pieces_settings(
         "snapkv", 0.4, decode_budget=96, decode_interval=BLOCK, allow_override="off"
     )
@@ -275,14 +258,14 @@ def test_a_resumed_request_in_pieces_limits_its_prefix_cache_hits(checkpoints_fo
 
 @model_runner_v1_only
 @pytest.mark.parametrize(("piece", "warned"), [(96, True), (32, False)])
-def test_a_small_piece_budget_is_logged_at_startup(piece, warned, checkpoints_folder, monkeypatch):
+def test_a_small_piece_budget_is_logged_at_startup(piece, warned, model, monkeypatch):
     """10 % of 1,023 tokens are 102; a layer that holds 160 has fewer than twice as many."""
     warnings = []
     monkeypatch.setattr(
         scheduler.logger, "warning", lambda text, *args: warnings.append(text % args)
     )
     config = pieces_settings("snapkv", 0.1, max_whole=288, piece=piece)
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=config, **CHUNKED_PREFILL):
+    with engine(model, additional_config=config, **CHUNKED_PREFILL):
         pass
     sentence = "each layer holds 160 tokens of a prompt of 1023 tokens, and 95 after the last piece"
     assert [line for line in warnings if sentence in line] == warnings

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
+from recordings import recorded
 from test_decode_budgets import INTERVAL, METHODS, Replay
 from test_lookahead import (
     BUDGET,
@@ -29,21 +30,11 @@ def protected(spans):
     return frozenset(at for start, stop in pairs for at in range(start, stop))
 
 
-def recorded(folder, config, prompt, answer, spans, **options):
-    """Return the attention inputs of one request, and its compressions up to the prompt's end.
-
-    Checks that the request leaves no state behind.
-    """
+def record(folder, config, prompt, answer, spans, **options):
+    """Return the attention inputs of one request, and its compressions up to the prompt's end."""
     options = {**CHUNKED_PREFILL, **options}
-    with engine(make(NAME, folder), additional_config=config, **options) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.pack_request)
-        llm.submit("r", prompt, answer, extra_args={"kv_protect": spans})
-        llm.drain()
-        llm.finish_in_flight_steps()
-        assert llm.free_blocks == free
-        assert not llm.compressor.packer.protected
-    return seen, packed
+    run = recorded(make(NAME, folder), config, prompt, answer, {"kv_protect": spans}, **options)
+    return run.seen, run.packed
 
 
 class AtEnd(PieceReplay):
@@ -55,13 +46,13 @@ class AtEnd(PieceReplay):
         self.held = [[list(range(prompt)) for _ in range(shape.kv_heads)] for _ in self.held]
 
 
-@pytest.mark.parametrize("method", ["cake"] if V2 else METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_compression_after_prefill_keeps_protected_spans(method, checkpoints_folder):
     length, answer, budget = 417, 12, 0.5
     window = {"tova": 1, "streamingllm": 0}.get(method, 32)
     config = settings(method, budget, **({} if window < 2 else {"window": window}))
     prompt = tokens(length, seed=33)
-    seen, (pack_request,) = recorded(checkpoints_folder, config, prompt, answer, SPANS)
+    seen, (pack_request,) = record(checkpoints_folder, config, prompt, answer, SPANS)
     plan = pack_request.plan
     assert not plan.raised
     assert sum(stop - start for start, stop in plan.spans) == len(protected(SPANS)) == 78
@@ -76,23 +67,22 @@ def test_compression_after_prefill_keeps_protected_spans(method, checkpoints_fol
 CASES = [("snapkv", None), ("cake", None), ("cake-chunk", None), ("caote", None), ("cake", 40)]
 
 
-@pytest.mark.parametrize(("method", "window"), [("cake-chunk", None)] if V2 else CASES)
+@pytest.mark.parametrize(("method", "window"), CASES)
 def test_compression_after_a_lookahead_keeps_protected_spans(method, window, checkpoints_folder):
     length, answer, spans = 417, LOOKAHEAD + 20, ["0:20", "100:103", "405:417"]
     extra_args = {} if window is None else {"window": window}
     config = lookahead_config(method, lookahead=LOOKAHEAD, **extra_args)
-    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=33), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(length, seed=33), answer, spans)
     replay = LookaheadReplay(
         method, SHAPES[NAME], seen, length, LOOKAHEAD, window=window
     ).start_after_prefill()
     replay.protected = protected(spans)
-    for position in range(length, length + answer - 1):
-        replay.step(position)
+    replay.steps(length, length + answer - 1)
     assert replay.packed_at == [length + LOOKAHEAD]
 
 
-@pytest.mark.parametrize("lookahead", [0] if V2 else [0, LOOKAHEAD])
-@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+@pytest.mark.parametrize("lookahead", [0, LOOKAHEAD])
+@pytest.mark.parametrize("method", ["cake", "snapkv", "cake-chunk"])
 def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     method, lookahead, checkpoints_folder
 ):
@@ -102,7 +92,7 @@ def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     config = settings(
         method, 0.3, window=32, protect="system", lookahead=lookahead, allow_override=method
     )
-    seen, (pack_request,) = recorded(
+    seen, (pack_request,) = record(
         checkpoints_folder, config, tokens(length, seed=35), answer, SPANS
     )
     plan, layers = pack_request.plan, SHAPES[NAME].layers
@@ -126,13 +116,12 @@ def test_unprotected_tokens_keep_their_full_share_with_operator_protection(
     assert replay.packed_at == [computed]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("method", ["snapkv", "cake", "streamingllm", "cake-chunk", "tova"])
 def test_later_pieces_keep_the_spans_of_earlier_pieces(method, checkpoints_folder):
     """Spans cross a boundary and include the last piece, whose end is kept anyway."""
     length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
     config = pieces_settings(method, 0.4, probe=0)
-    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
     replay.protected = protected(spans)
     replay.replay_all(length + answer)
@@ -140,7 +129,7 @@ def test_later_pieces_keep_the_spans_of_earlier_pieces(method, checkpoints_folde
     assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+@pytest.mark.parametrize("method", ["cake", "snapkv", "cake-chunk"])
 def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, checkpoints_folder):
     """Scored by the prompt's ends, then by the output, then at every decode interval."""
     length, bound, answer, spans = 535, 192, 120, ["0:18", "120:150", "470:490"]
@@ -155,35 +144,31 @@ def test_spans_are_kept_through_pieces_lookahead_and_decode_budget(method, check
     )
     # with seed 6, the scores of two tokens at cake's cut-off differ by a relative 5e-9
     prompt, options = tokens(length, seed=8), {"blocks": 1 + 384 // BLOCK, "max_model_len": 656}
-    seen, _ = recorded(checkpoints_folder, config, prompt, answer, spans, **options)
+    seen, _ = record(checkpoints_folder, config, prompt, answer, spans, **options)
     replay = LookaheadPieceReplay(
         method, SHAPES[NAME], seen, length, LOOKAHEAD, window=8, bound=bound
     )
     replay.last, replay.max_tokens_before_end = length + answer, 384 - PIECE - 32
     replay.protected = protected(spans)
-    for position in range(length + answer - 1):
-        replay.step(position)
+    replay.steps(0, length + answer - 1)
     at = replay.packed_at.index(length + LOOKAHEAD)
     assert at >= 3, "pieces"
     assert len(replay.packed_at) >= at + 3, "intervals"
     assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("method", ["cake", "streamingllm", "chunkkv"])
 def test_a_decode_budget_keeps_the_spans_of_a_short_prompt(method, checkpoints_folder):
     """The prompt stayed uncompressed until then."""
     prompt, answer, spans = 45, 150, ["0:6", "20:31"]
     config = settings(method, decode_budget=64, decode_interval=INTERVAL)
-    seen, _ = recorded(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
     replay = Replay(method, SHAPES[NAME], seen)
     replay.protected = protected(spans)
-    for position in range(prompt, prompt + answer - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + answer - 1)
     assert len(replay.packed_at) >= 3
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     ("more", "extra_args", "message"),
     [
@@ -217,18 +202,16 @@ def test_forbidden_protection_is_refused(more, extra_args, message, checkpoints_
         assert len(llm.generate([prompt[:100]], 8, extra_args={"kv_protect": "0:90"})[0]) == 8
 
 
-@model_runner_v1_only
 def test_a_mostly_protected_prompt_is_compressed_by_the_decode_budget(checkpoints_folder):
     """The prompt stays uncompressed until the output has grown past the decode budget."""
     prompt, answer, spans = 150, 150, ["3:90"]
     config = settings("cake", allow_override="cake", decode_budget=128, decode_interval=INTERVAL)
     # with seed 5, the rounding error of an output is slightly above the bound
-    seen, packed = recorded(checkpoints_folder, config, tokens(prompt, seed=6), answer, spans)
+    seen, packed = record(checkpoints_folder, config, tokens(prompt, seed=6), answer, spans)
     assert packed == []
     replay = Replay("cake", SHAPES[NAME], seen, prompt, 128, answer)
     replay.protected = protected(spans)
-    for position in range(prompt, prompt + answer - 1):
-        replay.step(position)
+    replay.steps(prompt, prompt + answer - 1)
     assert len(replay.packed_at) >= 2
 
 
@@ -238,7 +221,7 @@ def test_a_probe_shorter_than_the_window_keeps_the_window(probe, checkpoints_fol
     method, length, answer, spans = "snapkv", 4 * PIECE + 12, 20, ["2:12", f"{4 * PIECE - 20}:390"]
     more = {"max_whole": 300, "piece": PIECE, "probe": probe, "window": 16}
     config = settings(method, 0.4, **more)
-    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
+    seen, _ = record(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     if probe < 16:
         replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
         replay.w, replay.max_tokens_before_end = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
@@ -247,7 +230,6 @@ def test_a_probe_shorter_than_the_window_keeps_the_window(probe, checkpoints_fol
         assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("rest", [5, 12])
 def test_a_lookahead_right_after_the_last_piece(rest, checkpoints_folder):
     """The prompt's last 16 queries also score, and some of them are in that piece."""
@@ -255,12 +237,11 @@ def test_a_lookahead_right_after_the_last_piece(rest, checkpoints_folder):
     more = {"max_whole": 300, "piece": PIECE, "lookahead": 8}
     config = settings("cake-chunk", 0.4, **more)
     spans = ["0:20", f"{length - 9}:{length}"]
-    _, (pack_request,) = recorded(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
+    _, (pack_request,) = record(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
     assert pack_request.output_tokens >= 8
     assert pack_request.plan.intact_from >= 4 * PIECE - 8
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("spans", [["40:60"], ["2:9", "70:90", "140:150"]])
 def test_protected_tokens_absorb_no_merged_tokens(spans, checkpoints_folder):
     """Protected tokens stay bit-identical after every compression; other tokens are merged."""
@@ -306,7 +287,6 @@ PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]
 ASKS = [["0:17"], ["5:22"], ["40:60", "400:403"], "none"]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     ("method", "more"),
     [
@@ -340,14 +320,13 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
             for order in (1, -1):
                 for at in range(4)[::order]:
                     llm.submit(str(at), PROMPTS[at], 80, extra_args=extra_args[at])
-                got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+                got = llm.drain()
                 assert [got[str(at)] for at in range(4)] == alone
             llm.finish_in_flight_steps()
             assert llm.free_blocks == free
             assert not llm.compressor.packer.protected
 
 
-@model_runner_v1_only
 def test_all_outputs_of_a_prompt_share_its_spans(checkpoints_folder):
     model, config = make(NAME, checkpoints_folder), settings("cake", 0.4)
     with engine(model, additional_config=config) as llm:
@@ -359,7 +338,6 @@ def test_all_outputs_of_a_prompt_share_its_spans(checkpoints_folder):
         assert packed == [((0, 17),)] * 2
 
 
-@model_runner_v1_only
 def test_protected_tokens_use_or_raise_the_budget(checkpoints_folder, watched):
     """A prompt with more than half protected stays uncompressed, with a reason."""
     model, prompt = make(NAME, checkpoints_folder), tokens(600, seed=3)

@@ -10,10 +10,8 @@ from vllm.v1.request import RequestStatus
 
 from checkpoints import make, tokens
 from configuring import configure
-from engines import model_runner_v1_only, slots_in_use
+from engines import slots_in_use
 from fake_pulls import SIZE, PullScheduler
-
-pytestmark = model_runner_v1_only
 
 M = 8
 CONFIGS = {

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from amx_layout import pretend_amx, pretend_no_amx
-from checkpoints import SHAPES, make, tokens
+from checkpoints import SHAPES, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from processor import needs_avx512
 from quantised import FLOAT8, as_cached, scaled, scales
+from recordings import packed_pages, prompt_inputs, recorded, watch_selections
 from test_added_pieces import ANSWER, BOUND, INTERVAL, PieceSumsReplay
 from test_added_pieces import pieces_settings as bounded_pieces_settings
-from test_methods import LENGTHS, NEW, PROMPTS, pages_of, record, watch_selections
 from test_probes import PROBE, ProbeReplay
 from test_prompts_in_pieces import PieceReplay, pieces_settings
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
@@ -23,14 +23,17 @@ from vllm_kvcompress.offline import compress
 
 pytestmark = needs_avx512
 
+LENGTHS = [417, 256, 150, 90]
+PROMPTS = [tokens(length, seed=60 + length) for length in LENGTHS]
+NEW = 8
 MERGING = {name for name in PRESETS if PRESETS[name].merge}
 
 
 @pytest.fixture(scope="module")
-def models(checkpoints_folder, tmp_path_factory):
+def models(model, checkpoints_folder, tmp_path_factory):
     """Return a checkpoint path by cache dtype; vLLM supports scales only for e4m3."""
     scaled_model = scaled("llama-gqa", checkpoints_folder, tmp_path_factory.mktemp("scaled"))
-    return {"fp8": scaled_model, "fp8_e5m2": make("llama-gqa", checkpoints_folder)}
+    return {"fp8": scaled_model, "fp8_e5m2": model}
 
 
 def quantise(replay, cache_dtype):
@@ -56,46 +59,33 @@ def test_a_budget_of_1_does_not_change_outputs(cache_dtype, models):
 METHODS = ["snapkv", "cake", "cake-chunk", "tova", "caote", "streamingllm"]
 
 
-@pytest.mark.parametrize("cache_dtype", FLOAT8)
+@pytest.mark.parametrize("cache_dtype", ["fp8"] if V2 else FLOAT8)
 @pytest.mark.parametrize("method", METHODS[1:2] if V2 else METHODS)
 def test_attention_matches_the_reference(method, cache_dtype, models):
     """A prompt in pieces is scored with cached keys and values, including those of its probes."""
     length, max_tokens, shape = 531, 40, SHAPES["llama-gqa"]
-    with engine(
-        models[cache_dtype],
-        kv_cache_dtype=cache_dtype,
-        additional_config=pieces_settings(method, **PROBE),
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=70,
-    ) as llm:
-        assert llm.compressor.pool.elements.dtype == FLOAT8[cache_dtype]
-        recorded, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=5), max_tokens)
-        llm.drain()
-        assert llm.free_blocks == free
+    config, prompt = pieces_settings(method, **PROBE), tokens(length, seed=5)
+    options = {"kv_cache_dtype": cache_dtype, "max_num_batched_tokens": 70}
+    recording = recorded(models[cache_dtype], config, prompt, max_tokens, **options).seen
     # a method that scores by position needs no probe
     replay_class = PieceReplay if method == "streamingllm" else ProbeReplay
-    replay = replay_class(method, shape, recorded, length, int(length * 0.4))
+    replay = replay_class(method, shape, recording, length, int(length * 0.4))
     quantise(replay, cache_dtype)
     replay.replay_all(length + max_tokens)
     assert len(replay.packed_at) >= 3
 
 
+@model_runner_v1_only
 def test_a_decode_budget_after_pieces_matches_the_reference(models):
     """H2O adds up attention over the pieces and then over the decode intervals."""
     length, shape = 480, SHAPES["llama-gqa"]
     config = bounded_pieces_settings("h2o", 0.4, decode_budget=BOUND, decode_interval=2 * INTERVAL)
-    options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=70)
-    with engine(models["fp8"], kv_cache_dtype="fp8", additional_config=config, **options) as llm:
-        recorded = llm.record_attention()
-        llm.submit("r", tokens(length, seed=5), ANSWER)
-        llm.drain()
-    replay = PieceSumsReplay("h2o", shape, recorded, length, int(length * 0.4))
+    options = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 70}
+    recording = recorded(models["fp8"], config, tokens(length, seed=5), ANSWER, **options).seen
+    replay = PieceSumsReplay("h2o", shape, recording, length, int(length * 0.4))
     replay.interval = 2 * INTERVAL
     quantise(replay, "fp8")
-    for position in range(length + ANSWER - 1):
-        replay.step(position)
+    replay.steps(0, length + ANSWER - 1)
     assert replay.boundaries[-1] == length
     assert replay.packed_at
 
@@ -111,23 +101,13 @@ def test_kept_tokens_are_bit_identical_to_cached_ones(preset, models):
     config = settings(preset.partition(",")[0], 0.4, **PARTS.get(preset, {}))
     options = dict(max_num_batched_tokens=150, max_num_seqs=4, max_model_len=1024)
     with engine(models["fp8"], kv_cache_dtype="fp8", additional_config=config, **options) as llm:
-        recorded, selections = record(llm), watch_selections(llm)
+        seen, selections = llm.record_attention(), watch_selections(llm)
         llm.submit("r", prompt, NEW)
         while not llm.compressor.compressed:
             llm.step()
-        cached_layers = pages_of(llm)
+        cached_layers = packed_pages(llm)
         llm.drain()
-    parts = [
-        torch.stack(
-            [
-                torch.cat([part[which] for part in recorded[layer]])[: len(prompt)]
-                .view(len(prompt), -1, shape.head_dim)
-                .transpose(0, 1)
-                for layer in range(shape.layers)
-            ]
-        )
-        for which in range(3)
-    ]
+    parts = prompt_inputs(seen, len(prompt), shape.head_dim)
     for layer in range(shape.layers):
         for which, scale in zip((1, 2), scales(layer), strict=True):
             parts[which][layer] = as_cached(parts[which][layer], scale, FLOAT8["fp8"])
@@ -159,6 +139,7 @@ def test_amx_and_vector_layouts_give_equal_outputs(cache_dtype, models, monkeypa
         # a small pool, because the AMX emulation copies all pages for each layer
         with engine(models[cache_dtype], blocks=1 + 96, additional_config=config, **options) as llm:
             assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
+            assert llm.compressor.pool.elements.dtype == FLOAT8[cache_dtype]
             outputs[kind] = [
                 llm.generate(PROMPTS, 60, extra_args={"kv_compress": name})
                 for name in ("cake", "caote", "tova")

@@ -5,10 +5,7 @@ import random
 import pytest
 import torch
 
-from engines import V2
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-
-pytestmark = pytest.mark.skipif(V2, reason="the ring is the same on both model runners")
 
 LAYERS, HEADS, DIM, SLOTS, REQUESTS, ROWS = 2, 2, 4, 4, 7, 8
 

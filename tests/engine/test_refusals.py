@@ -17,11 +17,6 @@ REUSE = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid", lookahead=8)
 PRESSED = settings("cake", 1.0, packed_dtype="k4v3", reuse="late", pressure=0.5)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
-
-
 def test_a_supported_model_is_configured(model):
     config = configure(model)
     assert config.parallel_config.worker_cls.endswith("CompressingCPUWorker")

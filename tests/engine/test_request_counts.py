@@ -5,9 +5,8 @@ import random
 import pytest
 
 from checkpoints import text_checkpoint, tokens
-from engines import engine, model_runner_v1_only, settings
-
-pytestmark = model_runner_v1_only
+from engines import engine, settings
+from test_metrics import samples
 
 LOOKAHEAD = 32
 STOP_TOKEN = 11  # an output token within the look-ahead
@@ -37,16 +36,9 @@ def increases(metric, before, after):
     return {label: value for label, value in values.items() if value}
 
 
-@pytest.fixture
-def read_samples():
-    from test_metrics import samples
-
-    return samples
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_stop_strings_and_aborts_have_different_skip_reasons(
-    model, read_samples, asynchronous, async_scheduling_allowed
+    model, asynchronous, async_scheduling_allowed
 ):
     """vLLM aborts both in the engine: a request at its stop string, and one whose client left."""
     prompt = tokens(300, seed=1)
@@ -56,10 +48,10 @@ def test_stop_strings_and_aborts_have_different_skip_reasons(
         llm.finish_in_flight_steps()
 
         def counts_after(action):
-            before = read_samples()
+            before = samples()
             action()
             llm.finish_in_flight_steps()
-            after = read_samples()
+            after = samples()
             return increases("planned_requests", before, after) | increases(
                 "skipped_requests", before, after
             )
@@ -112,7 +104,7 @@ def random_params(rng, *, may_be_off):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_planned_skipped_and_refused_add_up_to_all_requests(
-    model, read_samples, name, asynchronous, async_scheduling_allowed
+    model, name, asynchronous, async_scheduling_allowed
 ):
     """Stop strings, stop tokens, lengths, aborts, errors, samples, beams and preemptions."""
     from vllm.exceptions import VLLMValidationError
@@ -159,7 +151,7 @@ def test_planned_skipped_and_refused_add_up_to_all_requests(
         beams = BeamSearchParams(beam_width=2, max_tokens=3)
         llm.llm.beam_search([{"prompt_token_ids": tokens(150, seed=99)}], beams)
         llm.finish_in_flight_steps()
-        values = read_samples()
+        values = samples()
     planned, skipped, refused, completed = (
         {key[1]: count for key, count in values.items() if key[0] == f"{metric}_total"}
         for metric in ("planned_requests", "skipped_requests", "refused_requests", "requests")

@@ -1,12 +1,7 @@
 """What the scheduler's record of a request keeps when its blocks are freed."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from engines import V2
-
-pytestmark = pytest.mark.skipif(V2, reason="the scheduler is the same on both model runners")
 
 ACTIONS = st.lists(
     st.tuples(

@@ -77,13 +77,16 @@ def assert_equal_cold(llm, record):
         assert generate(llm, prompt, len(output), f"cold {index}") == (output, 0)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, marks=model_runner_v1_only), True], ids=["sync", "async"]
+)
 def test_later_turns_find_prompt_and_output_and_equal_cold_runs(
     asynchronous, checkpoints_folder, async_scheduling_allowed
 ):
     with reuse_engine(checkpoints_folder, async_scheduling=asynchronous) as llm:
         free = llm.free_blocks
-        record = conversation(llm, 1, 3, 300)
+        # the first output fills the second cell; in Triton's interpreter, steps are slow
+        record = conversation(llm, 1, 3, 40 if V2 else 170)
         ends = [len(prompt) + len(output) for prompt, output, _ in record]
         assert [cached for *_, cached in record] == [
             0, *(hit(end - 1) for end in ends[:2])
@@ -168,7 +171,7 @@ def test_concurrent_requests_share_packed_blocks_and_branches_diverge(quiet):
     assert {block.ref_cnt for block in held[0]} == {3}
     outputs = llm.drain()
     for name, output in outputs.items():
-        prompt = prompts[int(name.split("-")[0])]
+        prompt = prompts[int(name)]
         assert generate(llm, prompt, 20, f"cold {name}") == (output, 0)
 
 
@@ -359,6 +362,7 @@ def random_turns(rng, count):
     ]
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize(
     "options",
     [{"async_scheduling": True}, {"scheduling_policy": "priority"}],

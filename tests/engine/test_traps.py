@@ -14,8 +14,16 @@ PROMPT = tokens(420, seed=21)
 
 
 @pytest.fixture(scope="module")
-def model(checkpoints_folder):
-    return make("llama-gqa", checkpoints_folder)
+def shared(model):
+    config = settings(allow_override="all")
+    with engine(model, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared):
+    with shared.lent():
+        yield shared
 
 
 def packs_in_step(scheduler) -> list:
@@ -36,163 +44,136 @@ def watch_packing(llm) -> list:
     return llm.watch_packing(computed)
 
 
-def test_trap_01_compression_follows_only_the_last_chunk(model):
-    with engine(
-        model,
-        additional_config=settings(),
-        max_num_batched_tokens=64,
-        max_num_seqs=4,
-        max_model_len=1024,
-    ) as llm:
-        compressions = watch_packing(llm)
-        llm.submit("r", PROMPT, 3)
-        for _ in range(len(PROMPT) // 64):
-            llm.step()
-            assert not compressions
-        llm.drain()
-        assert [computed for computed, _ in compressions] == [len(PROMPT)]
+def test_trap_01_compression_follows_only_the_last_chunk(llm, monkeypatch):
+    monkeypatch.setattr(llm.scheduler, "max_num_scheduled_tokens", 64)
+    compressions = watch_packing(llm)
+    llm.submit("r", PROMPT, 3)
+    for _ in range(len(PROMPT) // 64):
+        llm.step()
+        assert not compressions
+    llm.drain()
+    assert [computed for computed, _ in compressions] == [len(PROMPT)]
 
 
-def test_trap_02_shared_and_hashed_blocks_are_never_written(model):
-    with engine(model, additional_config=settings()) as llm:
-        llm.generate([PROMPT], 4)
-        hashed = {b.block_id for b in llm.pool.blocks if b.block_hash is not None}
-        assert len(hashed) == len(PROMPT) // BLOCK
-        pages = llm.compressor.pool.pages
-        ids = torch.tensor(sorted(hashed))
-        flat = torch.cat([llm.compressor.pool.flat_ids(layer, ids) for layer in range(4)])
-        before = pages[flat].clone()
-        llm.generate([PROMPT + tokens(50, seed=1), PROMPT, PROMPT[:200]], 40)
-        assert torch.equal(pages[flat], before)
+def test_trap_02_shared_and_hashed_blocks_are_never_written(llm):
+    llm.generate([PROMPT], 4)
+    hashed = {b.block_id for b in llm.pool.blocks if b.block_hash is not None}
+    assert len(hashed) == len(PROMPT) // BLOCK
+    pages = llm.compressor.pool.pages
+    ids = torch.tensor(sorted(hashed))
+    flat = torch.cat([llm.compressor.pool.flat_ids(layer, ids) for layer in range(4)])
+    before = pages[flat].clone()
+    llm.generate([PROMPT + tokens(50, seed=1), PROMPT, PROMPT[:200]], 40)
+    assert torch.equal(pages[flat], before)
 
 
-def test_trap_02_a_full_prefix_hit_still_computes_a_window(model):
+def test_trap_02_a_full_prefix_hit_still_computes_a_window(llm):
     aligned = PROMPT[: 12 * BLOCK]
-    with engine(model, additional_config=settings()) as llm:
-        first = llm.generate([aligned], 6)[0]
-        again = llm.outputs([aligned], 6)[0]
-        assert list(again.outputs[0].token_ids) == first
-        assert again.num_cached_tokens == len(aligned) - BLOCK
-        assert llm.compressor.compressed == 2
+    first = llm.generate([aligned], 6)[0]
+    again = llm.outputs([aligned], 6)[0]
+    assert list(again.outputs[0].token_ids) == first
+    assert again.num_cached_tokens == len(aligned) - BLOCK
+    assert llm.compressor.compressed == 2
 
 
-def test_trap_04_trap_05_slots_follow_original_positions(model):
+def test_trap_04_trap_05_slots_follow_original_positions(llm):
     """Every decoded token is in the slot of its position, not of the compressed length."""
-    with engine(model, additional_config=settings()) as llm:
-        llm.submit("r", PROMPT, 60)
+    llm.submit("r", PROMPT, 60)
+    llm.step()
+    for _ in range(50):
         llm.step()
-        for _ in range(50):
-            llm.step()
-            request = llm.running()[0]
-            blocks = llm.manager.req_to_blocks[request.request_id]
-            position = request.num_computed_tokens - 1
-            assert not blocks[position // BLOCK].is_null
-            assert len(blocks) == position // BLOCK + 1
-        llm.drain()
-
-
-@model_runner_v1_only
-def test_trap_06_freed_blocks_are_not_allocated_again(model):
-    with engine(model, additional_config=settings()) as llm:
-        llm.submit("r", PROMPT, 90)
-        llm.step()
-        num_blocks = [llm.num_blocks_held(llm.running()[0].request_id)]
-        while llm.running():
-            num_blocks.append(llm.num_blocks_held(llm.running()[0].request_id))
-            llm.step()
-        assert max(num_blocks) - num_blocks[0] <= 90 // BLOCK + 1
-
-
-def test_trap_07_preemption_forgets_the_compression(model):
-    with engine(model, additional_config=settings(), max_model_len=1024) as llm:
-        alone = llm.generate([PROMPT], 30)[0]
-        llm.submit("r", PROMPT, 30)
-        for _ in range(10):
-            llm.step()
         request = llm.running()[0]
-        had = list(request.all_token_ids)
-        assert request.request_id in llm.compressor.pool
-        assert llm.llm.reset_prefix_cache(reset_running_requests=True)
-        assert llm.free_blocks == llm.pool.num_gpu_blocks - 1
+        blocks = llm.manager.req_to_blocks[request.request_id]
+        position = request.num_computed_tokens - 1
+        assert not blocks[position // BLOCK].is_null
+        assert len(blocks) == position // BLOCK + 1
+    llm.drain()
+
+
+def test_trap_07_preemption_forgets_the_compression(llm):
+    alone = llm.generate([PROMPT], 30)[0]
+    llm.submit("r", PROMPT, 30)
+    for _ in range(10):
         llm.step()
-        assert llm.compressor.compressed == 3
-        got = llm.drain()
-        answer = next(iter(got.values()))
-        cut = len(had) - len(PROMPT)
-        assert answer[:cut] == alone[:cut]
-        assert answer[cut:] == llm.generate([had], 30 - cut)[0]
+    request = llm.running()[0]
+    had = list(request.all_token_ids)
+    assert request.request_id in llm.compressor.pool
+    assert llm.llm.reset_prefix_cache(reset_running_requests=True)
+    assert llm.free_blocks == llm.pool.num_gpu_blocks - 1
+    llm.step()
+    assert llm.compressor.compressed == 3
+    got = llm.drain()
+    answer = next(iter(got.values()))
+    cut = len(had) - len(PROMPT)
+    assert answer[:cut] == alone[:cut]
+    assert answer[cut:] == llm.generate([had], 30 - cut)[0]
 
 
 @pytest.mark.parametrize("spare", [0, 3], ids=["in place", "into fresh blocks"])
-def test_trap_07_preemption_in_the_step_that_planned_compression(spare, model):
+def test_trap_07_preemption_in_the_step_that_planned_compression(spare, model, llm):
     """Priority scheduling preempts a prefill that it scheduled in the same step."""
     low, high, other = tokens(6 * BLOCK, seed=1), tokens(BLOCK, seed=2), tokens(4, seed=3)
-    options = dict(
-        additional_config=settings("cake", 0.4),
-        max_model_len=7 * BLOCK,
-        enable_prefix_caching=False,
-    )
     with engine(
         model,
+        additional_config=settings("cake", 0.4),
         blocks=1 + 8 + spare,
+        max_model_len=7 * BLOCK,
+        enable_prefix_caching=False,
         scheduling_policy="priority",
         long_prefill_token_threshold=2 * BLOCK,
-        **options,
-    ) as llm:
-        taken, preempt = [], llm.scheduler._preempt_request
+    ) as small:
+        taken, preempt = [], small.scheduler._preempt_request
 
         def preempting(request, *rest, **named):
-            taken.append(len(packs_in_step(llm.scheduler)))
+            taken.append(len(packs_in_step(small.scheduler)))
             preempt(request, *rest, **named)
-            assert not packs_in_step(llm.scheduler)
+            assert not packs_in_step(small.scheduler)
 
-        llm.scheduler._preempt_request = preempting
-        llm.submit("other", other, 20)  # a prompt alone in its engine is not cut into chunks
-        llm.submit("low", low, 8, priority=5)
-        llm.step()
-        llm.submit("high", high, 8, priority=0)
-        got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+        small.scheduler._preempt_request = preempting
+        small.submit("other", other, 20)  # a prompt alone in its engine is not cut into chunks
+        small.submit("low", low, 8, priority=5)
+        small.step()
+        small.submit("high", high, 8, priority=0)
+        got = small.drain()
         assert taken == [1]
-        assert llm.free_blocks == 8 + spare
-        assert llm.compressor.compressed == 1
-    with engine(model, **options) as llm:
-        assert got["low"] == llm.generate([low], 8)[0]
-        assert got["high"] == llm.generate([high], 8)[0]
+        assert small.free_blocks == 8 + spare
+        assert small.compressor.compressed == 1
+    for name, prompt in (("low", low), ("high", high)):
+        assert got[name] == llm.generate([prompt], 8, extra_args={"kv_budget": 0.4})[0]
 
 
 @model_runner_v1_only
-def test_trap_10_block_tables_of_compressed_requests_are_not_by_position(model):
-    with engine(model, additional_config=settings()) as llm:
-        assert llm.manager.has_positionally_stable_blocks is False
-        llm.submit("r", PROMPT, 4)
-        llm.step()
-        name = llm.running()[0].request_id
-        packed = {block.block_id for block in llm.packed_blocks(name)}
-        assert packed
-        back, pop = [], llm.manager.pop_blocks_for_free
-        llm.manager.pop_blocks_for_free = lambda name: (back.extend(pop(name)), list(back))[1]
-        llm.drain()
-        assert packed <= {block.block_id for block in back}
-        assert llm.free_blocks == llm.pool.num_gpu_blocks - 1
+def test_trap_10_block_tables_of_compressed_requests_are_not_by_position(llm, monkeypatch):
+    assert llm.manager.has_positionally_stable_blocks is False
+    llm.submit("r", PROMPT, 4)
+    llm.step()
+    name = llm.running()[0].request_id
+    packed = {block.block_id for block in llm.packed_blocks(name)}
+    assert packed
+    back, pop = [], llm.manager.pop_blocks_for_free
+    monkeypatch.setattr(
+        llm.manager, "pop_blocks_for_free", lambda name: (back.extend(pop(name)), list(back))[1]
+    )
+    llm.drain()
+    assert packed <= {block.block_id for block in back}
+    assert llm.free_blocks == llm.pool.num_gpu_blocks - 1
 
 
-def test_the_window_is_never_evicted(model):
-    with engine(model, additional_config=settings("streamingllm", 0.2)) as llm:
-        kept = llm.watch_packing(lambda done: done.kept)
-        llm.generate([PROMPT], 3)
-        end = len(PROMPT) // BLOCK * BLOCK
-        assert kept
-        for positions in (layer for stack in kept for layer in stack):
-            count = int((positions[0] >= 0).sum())
-            expected = [*range(4), *range(end - count + 4, end)]
-            assert positions[:, :count].tolist() == [expected] * len(positions)
+def test_the_window_is_never_evicted(llm):
+    kept = llm.watch_packing(lambda done: done.kept)
+    llm.generate([PROMPT], 3, extra_args={"kv_compress": "streamingllm"})
+    end = len(PROMPT) // BLOCK * BLOCK
+    assert kept
+    for positions in (layer for stack in kept for layer in stack):
+        count = int((positions[0] >= 0).sum())
+        expected = [*range(4), *range(end - count + 4, end)]
+        assert positions[:, :count].tolist() == [expected] * len(positions)
 
 
 @model_runner_v1_only
-def test_trap_13_buffers_scale_with_requests_not_with_the_pool(model):
-    with engine(model, additional_config=settings(), max_num_seqs=4, max_model_len=1024) as llm:
-        pool = llm.compressor.pool
-        assert pool._packed.shape == (5, 4, 1024 // BLOCK)
+def test_trap_13_buffers_scale_with_requests_not_with_the_pool(llm):
+    pool = llm.compressor.pool
+    assert pool._packed.shape == (5, 4, 1024 // BLOCK)
 
 
 def test_trap_14_huge_keys_do_not_overflow(model):
@@ -207,45 +188,29 @@ def test_trap_14_huge_keys_do_not_overflow(model):
 
 
 @model_runner_v1_only
-def test_trap_15_block_counts_depend_on_lengths_only(model):
+def test_trap_15_block_counts_depend_on_lengths_only(llm):
     """Pages and blocks of a prompt do not depend on its token ids."""
-    plans = []
-    with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
-        compressions = watch_packing(llm)
-        for seed in range(4):
-            llm.generate([tokens(420, seed=seed)], 2)
-        plans = [pack_request.plan for _, pack_request in compressions]
+    compressions = watch_packing(llm)
+    for seed in range(4):
+        llm.generate([tokens(420, seed=seed)], 2)
+    plans = [pack_request.plan for _, pack_request in compressions]
     assert len(plans) == 4
     assert len(set(plans)) == 1
 
 
 @model_runner_v1_only
-def test_trap_16_requests_for_one_token_are_not_compressed(model):
+def test_trap_16_requests_for_one_token_are_not_compressed(llm):
     """The only output token comes from the full cache, so compression would be wasted."""
-    with engine(model, additional_config=settings()) as llm:
-        llm.generate([PROMPT], 1)
-        assert llm.compressor.compressed == 0
-        llm.generate([PROMPT], 2)
-        assert llm.compressor.compressed == 1
+    llm.generate([PROMPT], 1)
+    assert llm.compressor.compressed == 0
+    llm.generate([PROMPT], 2)
+    assert llm.compressor.compressed == 1
 
 
 @model_runner_v1_only
-def test_trap_18_compressions_are_counted(model):
-    with engine(model, additional_config=settings()) as llm:
-        llm.generate([PROMPT, PROMPT[:100], PROMPT[:200]], 2)
-        assert llm.compressor.compressed == 2
-
-
-@model_runner_v1_only
-def test_trap_19_the_usage_gauge_drops_in_the_same_step(model):
-    with engine(model, additional_config=settings()) as llm:
-        llm.submit("r", PROMPT, 4)
-        llm.step()
-        total = llm.pool.num_gpu_blocks - 1
-        usage = llm.scheduler.make_stats().kv_cache_usage
-        full = -(-len(PROMPT) // BLOCK) / total
-        assert 0 < usage < full / 2
-        llm.drain()
+def test_trap_18_compressions_are_counted(llm):
+    llm.generate([PROMPT, PROMPT[:100], PROMPT[:200]], 2)
+    assert llm.compressor.compressed == 2
 
 
 @pytest.mark.skipif(V2, reason="the layout of the cache does not depend on the model runner")

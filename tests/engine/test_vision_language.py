@@ -65,7 +65,7 @@ PROMPTS = [
 ]
 LONG, PREEMPTING = 80, 200  # output tokens with a look-ahead, and with preemptions
 if V2:  # in Triton's interpreter
-    PROMPTS, LONG, PREEMPTING = PROMPTS[:3], 48, 136
+    PROMPTS, LONG, PREEMPTING = PROMPTS[:3], 24, 24
 
 
 def sampling(tokens=NEW, **more):
@@ -99,7 +99,7 @@ def as_tokens(llm, prompt):
     [("cake", image_prompt()), ("snapkv", two_image_prompt())],
     ids=["cake", "snapkv, two pictures"],
 )
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES if V2 else FAMILIES)
 def test_pages_contain_the_tokens_that_the_method_selects(name, method, prompt, checkpoints_folder):
     """Chunks of 150 tokens end within the image, whose M-RoPE positions do not count tokens.
 
@@ -196,8 +196,18 @@ def test_preempted_image_requests_continue_and_free_their_blocks(alone):
     model = alone[0]
     config = settings("cake", 0.3)
     small = {**OPTIONS, "max_model_len": 768, "enable_prefix_caching": False}
-    with engine(model, additional_config=config, blocks=1 + 25, **small) as llm:
-        free, cuts = llm.free_blocks, llm.watch_preemptions()
+    with engine(model, additional_config=config, blocks=1 + (60 if V2 else 25), **small) as llm:
+        free, cuts, steps = llm.free_blocks, llm.watch_preemptions(), []
+        step = llm.llm.llm_engine.step
+
+        def stepping():
+            """Run a step; on V2, preempt all requests once, because its steps are slow."""
+            steps.append(1)
+            if V2 and len(steps) == 12:
+                assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return step()
+
+        llm.llm.llm_engine.step = stepping
         got = output_tokens(llm, PROMPTS, PREEMPTING, **LETTERS)
         assert cuts
         for number, answer in enumerate(got):
@@ -207,7 +217,10 @@ def test_preempted_image_requests_continue_and_free_their_blocks(alone):
 
 @pytest.mark.parametrize(
     "more",
-    [{"lookahead": 16}, {"decode_budget": 128, "decode_interval": BLOCK}],
+    [
+        {"lookahead": 16},
+        pytest.param({"decode_budget": 128, "decode_interval": BLOCK}, marks=model_runner_v1_only),
+    ],
     ids=["lookahead", "decode-budget"],
 )
 def test_lookahead_outputs_do_not_depend_on_concurrent_requests(more, alone):
