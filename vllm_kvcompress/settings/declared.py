@@ -1,4 +1,4 @@
-"""Declare a setting in one place: its key, flag, default, help and deployed value.
+"""Declare a setting in one place: its key, flag, default, unit, help and deployed value.
 
 The flags of ``vllm serve`` and the errors use the declarations directly. ``make reference`` writes
 the flags of ``kvcompress``, the tables of docs/flags.md and the settings of deploy/ from them.
@@ -27,6 +27,7 @@ class SettingDeclaration:
     Args:
         metavar: name of the flag's value in --help; "" for a pair of flags such as ``--kv-usage``
             and ``--no-kv-usage``; None if the setting has no flag.
+        unit: unit of the value, which `help` names too.
         repeated: whether the flag may be repeated.
         deployed: value in deploy/base/settings.env; DEPLOY_DEFAULT for the setting's own default,
             and "" if it is not there.
@@ -36,11 +37,12 @@ class SettingDeclaration:
         group: field of `CompressionConfig` that holds the setting's group; "" without a group.
         name: field of `CompressionConfig` or of the group.
         default: value if the key is not set.
-        help: help of the flag, which names the value's unit.
+        help: help of the flag.
         extra_docs: sentences that docs/flags.md adds to `help`.
     """
 
     metavar: str | None = None
+    unit: str = ""
     repeated: bool = False
     deployed: str = ""
     per_method: bool = False

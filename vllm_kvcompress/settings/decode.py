@@ -16,15 +16,15 @@ class DecodeSettings(SettingsGroup):
     """`CompressionConfig.decode`: the decode budget. Without one, outputs grow as in vLLM."""
 
     budget: TokensOrNone = declare(
-        None, "TOKENS", key="decode_budget", ge=1, deployed=DEPLOY_DEFAULT
+        None, "TOKENS", key="decode_budget", unit="tokens per layer", ge=1, deployed=DEPLOY_DEFAULT
     )
     """Tokens per layer that a request may hold while it generates. With none, the KV cache of the
     output grows."""
-    interval: Tokens = declare(128, "TOKENS", key="decode_interval", ge=1)
+    interval: Tokens = declare(128, "TOKENS", key="decode_interval", unit="output tokens", ge=1)
     """Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block.
     With --kv-packed-dtype k4v3 and no decode budget: output tokens between two packings of the
     output in k4v3. No token is dropped, and the number is rounded up to whole packed pages."""
-    window: TokensOrUnset = declare(None, key="decode_window", ge=0, le=128)
+    window: TokensOrUnset = declare(None, key="decode_window", unit="output tokens", ge=0, le=128)
     """With a decode budget: the last output tokens, which are always kept and whose queries score
     the others. None is the observation window, at most 8."""
 

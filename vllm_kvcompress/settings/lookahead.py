@@ -13,10 +13,12 @@ from vllm_kvcompress.settings.parsing import TokensOrUnset
 class LookaheadSettings(SettingsGroup):
     """`CompressionConfig.lookahead`: the output tokens that compression waits for."""
 
-    tokens: TokensOrUnset = declare(None, "TOKENS", key="lookahead", ge=0, le=MAX_LOOKAHEAD)
+    tokens: TokensOrUnset = declare(
+        None, "TOKENS", key="lookahead", unit="output tokens", ge=0, le=MAX_LOOKAHEAD
+    )
     """Compression waits for this many output tokens, whose queries then score the prompt. 0
     compresses when the prefill ends."""
-    slots: int | None = declare(None, key="lookahead_slots", ge=1, strict=True)
+    slots: int | None = declare(None, key="lookahead_slots", unit="requests", ge=1, strict=True)
     """Requests that may be in their look-ahead at once. None is as many as run, within 1 GiB of
     queries per GPU."""
 

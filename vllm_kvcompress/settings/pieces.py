@@ -11,16 +11,18 @@ MAX_PROBE = 1024
 class PieceSettings(SettingsGroup):
     """`CompressionConfig.pieces`: compression piece by piece during the prefill."""
 
-    max_whole: TokensOrNone = declare(None, "TOKENS", ge=1, deployed=DEPLOY_DEFAULT)
+    max_whole: TokensOrNone = declare(
+        None, "TOKENS", unit="prompt tokens", ge=1, deployed=DEPLOY_DEFAULT
+    )
     """Prompts with more tokens are compressed piece by piece during prefill, and may be longer than
     the KV pool. With none, every prompt is compressed after its prefill."""
-    length: Tokens = declare(DEFAULT_PIECE, "TOKENS", key="piece", ge=1)
+    length: Tokens = declare(DEFAULT_PIECE, "TOKENS", key="piece", unit="prompt tokens", ge=1)
     """Tokens of a prompt longer than --kv-max-whole between two compressions: a multiple of the KV
     block."""
-    probe: Tokens = declare(32, "TOKENS", ge=0, le=MAX_PROBE)
+    probe: Tokens = declare(32, "TOKENS", unit="prompt tokens", ge=0, le=MAX_PROBE)
     """The last tokens of a prompt longer than --kv-max-whole, whose queries score each of its
     pieces. With 0, each piece's last tokens score it."""
-    probe_first: Tokens = declare(0, "TOKENS", ge=0, le=MAX_PROBE)
+    probe_first: Tokens = declare(0, "TOKENS", unit="prompt tokens", ge=0, le=MAX_PROBE)
     """The first tokens of a prompt longer than --kv-max-whole, whose queries also score each piece.
     Set it high enough to include an instruction that comes before the text.
 

@@ -51,7 +51,7 @@ def _by_layer(counts: Counts) -> Mapping[str, float]:
     return counts["layer_tokens"]
 
 
-# name without prefix -> counter, in the order of docs/operate.md
+# name without prefix -> counter, in the order of the table in docs/operate.md
 COUNTERS: Mapping[str, CounterSpec] = {
     "planned_requests": CounterSpec(
         "method",
