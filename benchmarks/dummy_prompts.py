@@ -23,7 +23,7 @@ from vllm_kvcompress.engine.compression.packer import PackJob
 from vllm_kvcompress.engine.compression.reports import Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.step_state import StepState
-from vllm_kvcompress.engine.messages.step import PackRequest, StepPlan
+from vllm_kvcompress.engine.messages.step import PackLookahead, PackPrompt, PackRequest, StepPlan
 from vllm_kvcompress.engine.pages import layouts, pool, query_ring
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
@@ -154,13 +154,18 @@ class DummyPrompts:
         prompt_tokens = shape.tokens + 7 * index
         tokens = prompt_tokens + self._lookahead
         plan = self._plan(prompt_tokens)
-        request = PackRequest(
-            request_id=self._ids[index],
-            settings=settings,
-            plan=plan,
-            tokens=tokens,
-            destination=tuple(range(1, plan.blocks + 1)),
-            output_tokens=self._lookahead or None,
+        shared: dict[str, Any] = {
+            "request_id": self._ids[index],
+            "settings": settings,
+            "plan": plan,
+            "tokens": tokens,
+            "destination": tuple(range(1, plan.blocks + 1)),
+            "reads_page_tables": False,
+        }
+        request: PackRequest = (
+            PackLookahead(**shared, output_tokens=self._lookahead, early_target="")
+            if self._lookahead
+            else PackPrompt(**shared)
         )
         method = settings.method.method_for(scored_by_output=plan.scored_by_output)
         layers = range(shape.layers)

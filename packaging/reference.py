@@ -1,7 +1,7 @@
-"""Generate docs, command flags and deployment settings from the declared settings.
+"""Generate docs, command flags and deployment settings from the settings and the refusals.
 
-``make reference`` writes three tables of docs/flags.md, the flags of the ``kvcompress`` commands,
-and the names, values and arguments of deploy/base. vllm_kvcompress/settings declares the settings.
+``make reference`` writes three tables of docs/flags.md, two of docs/compatibility.md, the flags of
+the ``kvcompress`` commands, and the names, values and arguments of deploy/base.
 """
 
 import re
@@ -11,6 +11,10 @@ from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.preset import Preset
+from vllm_kvcompress.refusals.model import MODEL
+from vllm_kvcompress.refusals.server import SERVER
+from vllm_kvcompress.refusals.settings import METHOD
+from vllm_kvcompress.refusals.tested import untested_pairs
 from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
 from vllm_kvcompress.settings.declared import DEPLOY_DEFAULT, SettingDeclaration
 from vllm_kvcompress.settings.request_keys import REQUEST_KEYS, RequestKey
@@ -18,9 +22,11 @@ from vllm_kvcompress.settings.request_keys import REQUEST_KEYS, RequestKey
 ROOT = Path(__file__).parents[1]
 COMMANDS = ROOT / "vllm_kvcompress" / "commands"
 PAGE = ROOT / "docs" / "flags.md"
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 BASE = ROOT / "deploy" / "base"
 _CODE = re.compile(r"--[a-z0-9-]+(?: k4v3)?|\b\w+_\w+(?:\.\w+)*|\bNAME=[\w:=]+")
 """Words of a flag's help that the page sets as code."""
+_FLAG = re.compile(r"--[a-z][^,]*")
 
 
 def generated() -> Iterator[tuple[Path, str]]:
@@ -31,6 +37,8 @@ def generated() -> Iterator[tuple[Path, str]]:
     others = [setting for setting in KEYS.values() if not setting.flag]
     page = _with_table(page, "Keys without a flag", map(_key_row, others))
     yield PAGE, _with_table(page, "Keys of a request", map(_request_row, REQUEST_KEYS.values()))
+    page = _with_table(COMPATIBILITY.read_text(), "What is refused, and why", _refused_rows())
+    yield COMPATIBILITY, _with_table(page, "Not tested together", _untested_rows())
     yield COMMANDS / "kv_flags.py", _command_flags()
     deployed = [setting for setting in flags if setting.deployed]
     manifest = BASE / "deployment.yaml"
@@ -44,6 +52,23 @@ def _with_table(page: str, title: str, rows: Iterable[str]) -> str:
     before, heading, rest = page.partition(f"\n## {title}\n")
     table = re.compile(r"(\| .+ \|\n\|[-|]+\|\n)(?:\|.*\n)*")
     return before + heading + table.sub(lambda match: match[1] + "".join(rows), rest, count=1)
+
+
+def _refused_rows() -> Iterator[str]:
+    names: dict[str, list[str]] = {}
+    for rule in (*MODEL, *SERVER, *METHOD):
+        if rule.name:
+            names.setdefault(rule.because or rule.reason, []).append(rule.name)
+    for because, refused in names.items():
+        yield _row(("; ".join(refused), because))
+
+
+def _untested_rows() -> Iterator[str]:
+    others: dict[str, list[str]] = {}
+    for first, second in untested_pairs():
+        others.setdefault(first, []).append(second)
+    for feature, names in others.items():
+        yield _row(_FLAG.sub(r"`\g<0>`", cell) for cell in (feature, ", ".join(names)))
 
 
 def _flag_row(setting: SettingDeclaration) -> str:

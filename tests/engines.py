@@ -34,9 +34,9 @@ def serves_states() -> bool:
     """Return True if the plugin accepts this vLLM version for models with state-space layers."""
     import vllm
 
-    from vllm_kvcompress.engine.startup.state_refusals import TESTED
+    from vllm_kvcompress.refusals.tested import STATE_VLLM
 
-    return TESTED.contains(vllm.__version__, prereleases=True)
+    return STATE_VLLM.contains(vllm.__version__, prereleases=True)
 
 
 def prepare_model_runner() -> None:
@@ -272,6 +272,14 @@ class Engine:
         blocks = self.manager.req_to_blocks.get(request_id, ())
         return sum(not block.is_null for block in blocks) + len(self.packed_blocks(request_id))
 
+    def use_settings(self, settings: Any) -> None:
+        """Set the engine's settings, while no request holds blocks."""
+        states = self.scheduler.states
+        assert not any(state.blocks for state in states), len(states)
+        self.scheduler.admissions.settings = settings
+        states._states.clear()
+        states.ids_without_packing.clear()
+
     @property
     def lookahead_slots_in_use(self) -> int:
         """Return how many look-aheads have a query slot."""
@@ -282,7 +290,7 @@ class Engine:
         seen: list[str] = []
         self.compressor.packer.observers.append(
             lambda pack_request, kept, counts: (
-                None if pack_request.nothing_dropped else seen.append(pack_request.request_id)
+                seen.append(pack_request.request_id) if pack_request.reads_page_tables else None
             )
         )
         return seen

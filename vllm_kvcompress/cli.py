@@ -12,8 +12,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from vllm_kvcompress.commands import kv_flags
-from vllm_kvcompress.commands.compare import options as compare_options
-from vllm_kvcompress.commands.options import PlainNumbers, settings_from, takes_options
+from vllm_kvcompress.commands.compare.options import CompareOptions
+from vllm_kvcompress.commands.options import (
+    AS_JSON,
+    KEY,
+    URL,
+    PlainNumbers,
+    settings_from,
+    takes_options,
+)
 from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.errors import KVCompressError
 
@@ -24,14 +31,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
-URL = typer.Option(
-    "--url", metavar="URL", help="Address of a running server, such as http://127.0.0.1:8000."
-)
-KEY = typer.Option(
-    "--api-key", envvar="VLLM_API_KEY", help="API key of the server, if it requires one."
 )
 
 
@@ -161,33 +160,8 @@ def doctor(
 
 
 @app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
-def compare(
-    context: typer.Context,
-    url: Annotated[str | None, URL] = None,
-    model: compare_options.Model = None,
-    prompts: compare_options.Prompts = None,
-    tasks: compare_options.Tasks = None,
-    length: compare_options.Length = 4096,
-    count: compare_options.Count = 150,
-    question: compare_options.Question = "last",
-    seed: compare_options.Seed = 0,
-    methods: compare_options.Methods = "cake-chunk,cake,snapkv",
-    budgets: compare_options.Budgets = "0.5,0.2,0.1",
-    protect: compare_options.Protect = None,
-    lookaheads: compare_options.Lookaheads = None,
-    baselines: compare_options.Baselines = True,
-    against: compare_options.Against = None,
-    max_drop: compare_options.MaxDrop = 0.02,
-    by: compare_options.By = None,
-    max_tokens: compare_options.MaxTokens = 128,
-    concurrency: compare_options.Concurrency = 2,
-    out: compare_options.Out = Path("kvcompress-compare"),
-    keep_text: compare_options.KeepText = False,
-    kl: compare_options.Kl = True,
-    timeout: compare_options.Timeout = 600.0,
-    api_key: Annotated[str | None, KEY] = None,
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
+@takes_options(CompareOptions)
+def compare(options: CompareOptions) -> None:
     """Find the method and budget that your own prompts tolerate. With --url, needs no vLLM.
 
     Exits with 0 if a method's loss is within --max-drop, 1 if none is, 2 for an invalid argument
@@ -195,35 +169,7 @@ def compare(
     """
     from vllm_kvcompress.commands.compare import command
 
-    command.run(
-        command.CompareRequest(
-            url=url,
-            model=model,
-            arguments=tuple(context.args),
-            prompts=prompts,
-            tasks=tasks,
-            length=length,
-            count=count,
-            question=_one_of("--question", question, ("last", "first")),
-            seed=seed,
-            methods=methods,
-            budgets=budgets,
-            protect=protect,
-            lookaheads=lookaheads,
-            baselines=baselines,
-            against=tuple(against or ()),
-            max_drop=max_drop,
-            by=None if by is None else _one_of("--by", by, ("score", "agreement", "similarity")),
-            max_tokens=max_tokens,
-            concurrency=concurrency,
-            out=out,
-            keep_text=keep_text,
-            kl=kl,
-            api_key=api_key,
-            timeout_s=timeout,
-        ),
-        as_json=as_json,
-    )
+    command.run(options)
 
 
 @app.command()
@@ -267,12 +213,6 @@ def _on_or_off(text: str | None) -> bool | None:
     if text not in (None, "on", "off"):
         _exit_with_error(f"--expect must be on or off, got {text!r}")
     return None if text is None else text == "on"
-
-
-def _one_of(flag: str, text: str, allowed: tuple[str, ...]) -> Any:
-    if text not in allowed:
-        _exit_with_error(f"{flag} must be one of {', '.join(allowed)}, got {text!r}")
-    return text
 
 
 def _print_json(payload: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.ops import OPS, Op, Outputs, mismatch
+from benchmarks.gpu.ops import OPS, Op, Tensors, mismatch
 from benchmarks.gpu.prompt import DecodeStep, Prompt, Shape
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import Ceilings, Clock, ceilings
@@ -38,7 +38,7 @@ def fit_layers(shape: Shape, memory: int) -> Shape:
     return shape
 
 
-def launch(op: Op, inputs: Prompt | DecodeStep, launches: Sequence[range]) -> list[Outputs]:
+def launch(op: Op, inputs: Prompt | DecodeStep, launches: Sequence[range]) -> list[Tensors]:
     return [op.launch(inputs, layers) for layers in launches]
 
 

@@ -31,9 +31,9 @@ from kvcompress_kernels.column_sums import cpu as column_sums_cpu
 from kvcompress_kernels.count_highest import count_highest
 from kvcompress_kernels.count_highest import cpu as count_highest_cpu
 from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
-from kvcompress_kernels.key_cosines import key_cosines
+from kvcompress_kernels.key_cosines import key_cosines_of_rows
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
-from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.lag_scores import lag_scores_of_rows
 from kvcompress_kernels.merge_evicted import Merged, merge_evicted
 from kvcompress_kernels.merge_evicted import cpu as merge_evicted_cpu
 from kvcompress_kernels.move_kept import cpu as move_kept_cpu
@@ -43,17 +43,18 @@ from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.select import cpu as select_cpu
 from kvcompress_kernels.select import select, select_chunks
 from kvcompress_kernels.value_norms import cpu as value_norms_cpu
-from kvcompress_kernels.value_norms import value_norms
+from kvcompress_kernels.value_norms import value_norms_of_rows
 from kvcompress_kernels.value_scores import cpu as value_scores_cpu
-from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.value_scores import value_scores_of_rows
 from kvcompress_kernels.window_scores import cpu as window_scores_cpu
-from kvcompress_kernels.window_scores import window_scores_of_layers
+from kvcompress_kernels.window_scores import window_scores_of_rows
+from kvcompress_kernels.window_scores.result import Outputs
 from vllm_kvcompress.planning.memory import layers_per_batch
 
 CHUNK = 10  # tokens per ChunkKV chunk
 EVERY = 4  # layers between two of DynamicKV's updates
 RTOL, ATOL = 1e-4, 1e-6  # float tolerance against the reference, as in the kernel tests
-Outputs = Sequence[torch.Tensor]
+Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,10 @@ class Op:
     """
 
     name: str
-    launch: Callable[[Any, range], Outputs]
-    reference: Callable[[Any, range], Outputs]
+    launch: Callable[[Any, range], Tensors]
+    reference: Callable[[Any, range], Tensors]
     layers_per_launch: Callable[[Shape], int]
-    read_outputs: Callable[[Any], Outputs] | None = None
+    read_outputs: Callable[[Any], Tensors] | None = None
     exact: bool = False
     inputs: type[Prompt] | type[DecodeStep] = Prompt
     floor_bytes: Callable[[Shape], int] = lambda shape: 0
@@ -92,7 +93,7 @@ class Op:
         return [range(start, min(start + per_launch, num_layers)) for start in starts]
 
 
-def tensors(outputs: Any) -> Outputs:
+def tensors(outputs: Any) -> Tensors:
     """Return the tensors of an op's result, without the optional outputs that are None."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
@@ -115,18 +116,18 @@ def window_op(
     name: str, *, variance: bool = False, maximum: bool = False, pooled: bool = False
 ) -> Op:
     """Return a window-score op whose launches share as many layers as the engine's do."""
-    outputs: dict[str, Any] = {"variance": variance, "maximum": maximum, "pooled": pooled}
+    outputs = Outputs(variance, maximum, pooled)
 
-    def launch(p: Prompt, layers: range) -> Outputs:
-        queries, pages = [p.query[layer] for layer in layers], p.pages[layers.start : layers.stop]
-        inputs = queries, p.keys, pages, p.shape.tokens, p.scale
-        found = window_scores_of_layers(*inputs, **outputs)
-        return [x for scores in found for x in tensors(scores)]
+    def inputs(p: Prompt, layers: range) -> tuple[Any, ...]:
+        queries, pages = (x[layers.start : layers.stop] for x in (p.query, p.pages))
+        return queries, p.keys, pages, p.shape.tokens, p.scale
 
-    def reference(p: Prompt, layers: range) -> Outputs:
-        run, tokens = window_scores_cpu.run, p.shape.tokens
-        arguments = ((p.query[layer], p.keys, p.pages[layer], tokens, p.scale) for layer in layers)
-        return [x for args in arguments for x in tensors(run(*args, **outputs))]
+    def launch(p: Prompt, layers: range) -> Tensors:
+        return tensors(window_scores_of_rows(*inputs(p, layers), **outputs._asdict()))
+
+    def reference(p: Prompt, layers: range) -> Tensors:
+        arguments = *inputs(p, layers), None, outputs
+        return tensors(window_scores_cpu.run_rows(*arguments))
 
     return Op(
         name=name,
@@ -149,16 +150,27 @@ def prompt_op(name: str, launch: Any, reference: Any, **more: Any) -> Op:
 # -- one launch per layer ----------------------------------------------------------------------
 
 
+def one(layer: int) -> slice:
+    """Return the row of one layer."""
+    return slice(layer, layer + 1)
+
+
 def value_args(p: Prompt, layer: int) -> tuple[Any, ...]:
-    return p.weights, p.values, p.pages[layer], p.shape.tokens
+    return p.weights[None], p.values, p.pages[one(layer)], p.shape.tokens
+
+
+def value_reference(*arguments: Any) -> torch.Tensor:
+    *inputs, fast, reduce = arguments
+    no_lengths = None
+    return value_scores_cpu.run_rows(*(*inputs, no_lengths, fast, reduce))
 
 
 def norm_args(p: Prompt, layer: int) -> tuple[Any, ...]:
-    return p.values, p.pages[layer], p.shape.tokens
+    return p.values, p.pages[one(layer)], p.shape.tokens
 
 
 def cosine_args(p: Prompt, layer: int) -> tuple[Any, ...]:
-    return p.keys, p.pages[layer], p.shape.tokens
+    return p.keys, p.pages[one(layer)], p.shape.tokens
 
 
 def lag_op(name: str, sinks: int, lag: int) -> Op:
@@ -166,15 +178,15 @@ def lag_op(name: str, sinks: int, lag: int) -> Op:
         """Return `lag`, or less if a dry run's prompt is too short for two partitions."""
         return min(lag, (tokens - sinks) // 4)
 
-    def launch(p: Prompt, layers: range) -> Outputs:
-        inputs = p.keys, p.values, p.pages[layers[0]], p.shape.tokens
-        return [lag_scores(*inputs, sinks=sinks, lag=fitting_lag(p.shape.tokens))]
+    def launch(p: Prompt, layers: range) -> Tensors:
+        inputs = p.keys, p.values, p.pages[one(layers[0])], p.shape.tokens
+        return [lag_scores_of_rows(*inputs, sinks=sinks, lag=fitting_lag(p.shape.tokens))]
 
-    def reference(p: Prompt, layers: range) -> Outputs:
+    def reference(p: Prompt, layers: range) -> Tensors:
         size = fitting_lag(p.shape.tokens)
         parts = (p.shape.tokens - sinks) // size - 1
-        inputs = p.keys, p.values, p.pages[layers[0]]
-        return [lag_scores_cpu.run(*inputs, parts, sinks, size)]
+        inputs = p.keys, p.values, p.pages[one(layers[0])]
+        return [lag_scores_cpu.run_rows(*inputs, parts, sinks, size)]
 
     floor: dict[str, Any] = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
     return Op(
@@ -187,10 +199,10 @@ def column_args(p: Prompt, layer: int) -> tuple[Any, ...]:
 
 
 def merge_args(p: Prompt, layer: int) -> tuple[Any, ...]:
-    one, block = slice(layer, layer + 1), p.shape.block
+    row, block = one(layer), p.shape.block
     # The engine always keeps the window, so this is the minimum of every layer.
-    kept_tokens, min_kept = p.counts[one] * block, -(-p.shape.window // block) * block
-    return p.keys, p.values, p.pages[one], p.shape.tokens, p.kept[one], kept_tokens, min_kept
+    kept_tokens, min_kept = p.counts[row] * block, -(-p.shape.window // block) * block
+    return p.keys, p.values, p.pages[row], p.shape.tokens, p.kept[row], kept_tokens, min_kept
 
 
 # -- one launch for all layers -----------------------------------------------------------------
@@ -201,23 +213,23 @@ def ranked(p: Prompt) -> tuple[torch.Tensor, int, torch.Tensor, int]:
     return p.scores.flatten(0, 1), p.shape.tokens, p.counts * p.shape.block, p.kept.shape[2]
 
 
-def select_launch(p: Prompt, _: range) -> Outputs:
+def select_launch(p: Prompt, _: range) -> Tensors:
     scores, columns, keep, max_kept = ranked(p)
     return [select(scores, columns, keep.repeat_interleave(p.shape.kv_heads), max_kept)]
 
 
-def select_reference(p: Prompt, _: range) -> Outputs:
+def select_reference(p: Prompt, _: range) -> Tensors:
     scores, columns, keep, max_kept = ranked(p)
     keep = keep.repeat_interleave(p.shape.kv_heads)
     none = torch.zeros_like(keep)
     return [select_cpu.run(scores, none + columns, keep, max_kept, none, none)]
 
 
-def chunks_launch(p: Prompt, _: range) -> Outputs:
+def chunks_launch(p: Prompt, _: range) -> Tensors:
     return [select_chunks(*ranked(p), size=CHUNK, heads=p.shape.kv_heads)]
 
 
-def chunks_reference(p: Prompt, _: range) -> Outputs:
+def chunks_reference(p: Prompt, _: range) -> Tensors:
     scores, columns, keep, max_kept = ranked(p)
     lengths = torch.full_like(keep, columns)
     return [select_cpu.chunks(scores, lengths, keep, max_kept, CHUNK, p.shape.kv_heads)]
@@ -228,19 +240,19 @@ def counted(p: Prompt) -> tuple[torch.Tensor, int, int]:
     return p.prompt_scores, p.shape.kv_heads * p.shape.block * sum(p.shape.counts), EVERY
 
 
-def move_launch(p: Prompt, _: range) -> Outputs:
+def move_launch(p: Prompt, _: range) -> Tensors:
     cache = p.keys, p.values
     move_kept(*cache, p.pages, p.kept, p.counts, p.targets, into=cache)
     return []
 
 
-def moved(p: Prompt) -> Outputs:
+def moved(p: Prompt) -> Tensors:
     """Return the contents of the target pages."""
     pages = filled(p, p.targets)
     return p.keys[pages], p.values[pages]
 
 
-def move_reference(p: Prompt, _: range) -> Outputs:
+def move_reference(p: Prompt, _: range) -> Tensors:
     """Return the target pages' expected contents, moved to a separate pool."""
     targets = torch.arange(p.targets.numel(), device=p.device).view_as(p.targets)
     pools = tuple(x.new_empty(targets.numel(), *x.shape[1:]) for x in (p.keys, p.values))
@@ -254,22 +266,22 @@ def filled(p: Prompt, pages: torch.Tensor) -> torch.Tensor:
     return torch.cat([row[:n] for row, n in zip(pages, p.shape.counts, strict=True)])
 
 
-def tables_launch(step: DecodeStep, _: range) -> Outputs:
+def tables_launch(step: DecodeStep, _: range) -> Tensors:
     page_tables(*step.block_args, *step.request_args, step.tables, step.lengths)
     return []
 
 
-def read_tables(step: DecodeStep) -> Outputs:
+def read_tables(step: DecodeStep) -> Tensors:
     return covered(step, step.tables, step.lengths)
 
 
-def tables_reference(step: DecodeStep, _: range) -> Outputs:
+def tables_reference(step: DecodeStep, _: range) -> Tensors:
     tables, lengths = torch.zeros_like(step.tables), torch.zeros_like(step.lengths)
     page_tables_cpu.run(*step.block_args, *step.request_args, tables, lengths)
     return covered(step, tables, lengths)
 
 
-def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Outputs:
+def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Tensors:
     """Return the page ids within each length, and the lengths; later entries are not defined."""
     column = torch.arange(tables.shape[2], device=tables.device)
     return tables.where(column * step.block < lengths[..., None], -1), lengths
@@ -277,9 +289,9 @@ def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Ou
 
 # -- the list ----------------------------------------------------------------------------------
 
-_VALUES = value_scores, value_scores_cpu.run, value_args
-_NORMS = value_norms, value_norms_cpu.run, norm_args
-_COSINES = key_cosines, key_cosines_cpu.run, cosine_args
+_VALUES = value_scores_of_rows, value_reference, value_args
+_NORMS = value_norms_of_rows, value_norms_cpu.run_rows, norm_args
+_COSINES = key_cosines_of_rows, key_cosines_cpu.run_rows, cosine_args
 _COLUMNS = column_sums, column_sums_cpu.run, column_args
 
 
@@ -340,7 +352,7 @@ OPS = (
 )
 
 
-def mismatch(op: Op, got: Outputs, expected: Outputs) -> float:
+def mismatch(op: Op, got: Tensors, expected: Tensors) -> float:
     """Return the share of elements that differ from the reference, for the worst output."""
     if [x.shape for x in got] != [x.shape for x in expected]:
         return 1.0

@@ -19,7 +19,7 @@ SWITCHES: dict[str, tuple[str, str | None, str, Any]] = {
         "vllm_kvcompress.engine.compression.packer",
         None,
         "_packs_alone",
-        lambda job: job.pack_request.nothing_dropped,
+        lambda job: not job.pack_request.reads_page_tables,
     ),
     "FlashAttention's log-sum-exp": (
         "vllm_kvcompress.engine.compression.compressor",

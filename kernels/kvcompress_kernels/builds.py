@@ -46,18 +46,23 @@ DIMS = (64, 80, 96, 128, 256)
 """Head dimensions that are compiled ahead of time."""
 
 
+def dims_and_kinds(sm: int) -> list[tuple[int, str]]:
+    """Return head dims with the pointer type of the cache: float8 for one dim, bf16 for all."""
+    return [*((128, kind) for kind in float8(sm).values()), *((dim, "*bf16") for dim in DIMS)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """One configuration of one kernel, as `run` launches it.
+    """One configuration of one kernel, as its op launches it.
 
     Args:
         name: unique name: the op, then what distinguishes the configuration.
         kernel: the jitted function.
-        signature: type of each argument, such as ``"*bf16"`` or ``"i32"``, without constexprs.
-        constexprs: constant arguments.
-        warps: warps per program.
-        stages: stages of the pipelined loops.
-        aligned: arguments that are multiples of 16: all pointers and some strides.
+        config: constant arguments, with the launch options ``num_warps`` and ``num_stages``.
+        types: Triton's type of each other argument that is not ``"i32"``, such as ``"*bf16"``. May
+            list arguments that the kernel lacks.
+        unaligned: integer arguments that may be no multiples of 16, although the kernel specialises
+            for multiples.
         wide_loads: whether the compiled kernel must use 16-byte loads from global memory.
         tensor_cores: whether the compiled kernel must use tensor-core instructions.
         logits: attention logits in one iteration of the main loop; 0 if it computes none.
@@ -66,12 +71,45 @@ class Build:
 
     name: str
     kernel: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any]
-    warps: int = 4
-    stages: int = 3
-    aligned: tuple[str, ...] = ()
+    config: Mapping[str, Any]
+    types: Mapping[str, str]
+    unaligned: tuple[str, ...] = ()
     wide_loads: bool = True
     tensor_cores: bool = False
     logits: int = 0
     prefetches: bool = False
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        """Return the constant arguments."""
+        return {name: x for name, x in self.config.items() if name in self.kernel.arg_names}
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Return the type of each argument that is not constant."""
+        names = (name for name in self.kernel.arg_names if name not in self.config)
+        return {name: self.types.get(name, "i32") for name in names}
+
+    @property
+    def aligned(self) -> list[str]:
+        """Return the pointers and integers that are multiples of 16: all that Triton tests."""
+        tested = {
+            x.name
+            for x in self.kernel.params
+            if not (x.do_not_specialize or x.do_not_specialize_on_alignment)
+        }
+        return [
+            name
+            for name, kind in self.signature.items()
+            if name in tested and name not in self.unaligned and not kind.startswith("fp")
+        ]
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a program. Triton's default is 4."""
+        return int(self.config.get("num_warps", 4))
+
+    @property
+    def stages(self) -> int:
+        """Return the stages of the pipelined loops. Triton's default is 3."""
+        return int(self.config.get("num_stages", 3))

@@ -1,5 +1,6 @@
-"""Read the keys or values of a tile of tokens in a Triton kernel."""
+"""Find tokens of a paged cache and bytes of packed groups in a Triton kernel."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -32,6 +33,17 @@ def token_rows(  # type: ignore[no-untyped-def]
         x = tl.load(cache + at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
         rows = rows + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_row(at, s_row, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the memory offset of byte (or half) `at` of a packed group in rows of ROW."""
+    return at // ROW * s_row + at % ROW
+
+
+def dense(table: torch.Tensor) -> torch.Tensor:
+    """Return a table with a last axis of stride 1: itself or a copy."""
+    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def tile_of(dim: int) -> int:

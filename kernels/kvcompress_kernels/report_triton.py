@@ -23,7 +23,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,23 +165,15 @@ def faults(build: Build, sm: int, kernel: Compiled) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    name: str
-    sm: int
-
-    def __call__(self) -> tuple[Compiled | None, list[str]]:
-        build = builds_by_name(self.sm)[self.name]
-        try:
-            kernel = compiled(build, self.sm)
-        # Triton and ptxas raise errors of many types.
-        except Exception as error:
-            return None, [str(error).strip().splitlines()[-1]]
-        return kernel, faults(build, self.sm, kernel)
-
-
-def _run_job(job: _Job) -> tuple[Compiled | None, list[str]]:
-    return job()
+def _compile_job(name: str, sm: int) -> tuple[Compiled | None, list[str]]:
+    """Compile a build in a worker process, and return its resources and its problems."""
+    build = builds_by_name(sm)[name]
+    try:
+        kernel = compiled(build, sm)
+    # Triton and ptxas raise errors of many types.
+    except Exception as error:
+        return None, [str(error).strip().splitlines()[-1]]
+    return kernel, faults(build, sm, kernel)
 
 
 def report(
@@ -200,15 +191,16 @@ def report(
         builds = builds_by_name(sm)
         last_per_kernel = {build.kernel: name for name, build in builds.items()}.values()
         names = last_per_kernel if once else builds
-        jobs += [_Job(name, sm) for name in names if re.search(only, name)]
-    rows: dict[str, dict[int, Compiled]] = {job.name: {} for job in jobs}
+        jobs += [(name, sm) for name in names if re.search(only, name)]
+    rows: dict[str, dict[int, Compiled]] = {name: {} for name, _ in jobs}
     all_faults = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(JOBS, os.cpu_count() or 1), mp_context=context) as pool:
-        for job, (kernel, wrong) in zip(jobs, pool.map(_run_job, jobs), strict=True):
-            all_faults += [f"{job.name}, sm_{job.sm}: {fault}" for fault in wrong]
+        results = pool.map(_compile_job, *zip(*jobs, strict=True))
+        for (name, sm), (kernel, wrong) in zip(jobs, results, strict=True):
+            all_faults += [f"{name}, sm_{sm}: {fault}" for fault in wrong]
             if kernel:
-                rows[job.name][job.sm] = kernel
+                rows[name][sm] = kernel
     return rows, all_faults
 
 

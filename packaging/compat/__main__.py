@@ -126,7 +126,7 @@ def version(text: str) -> str:
     if parsed is None or parsed not in accepted():
         raise argparse.ArgumentTypeError(
             f"must be a version of vLLM in {accepted()}, got {text!r}; to try another one, widen"
-            " the cuda extra in pyproject.toml and TESTED in engine/startup/vllm_hook.py"
+            " the cuda extra in pyproject.toml and TESTED in engine/startup/vllm_hooks.py"
         )
     return str(parsed)
 

@@ -346,7 +346,7 @@ def test_missing_package_of_vllm_is_named_once(run, package, check, fix):
 
 def test_crashed_child_process_leaves_a_report(run):
     site = patch_on_import(
-        "vllm_kvcompress.engine.startup.vllm_hook",
+        "vllm_kvcompress.engine.startup.vllm_hooks",
         "module.VllmHook.check = lambda self, version: __import__('os').abort()",
     )
     done = run("doctor", "--json", site=site)

@@ -155,3 +155,8 @@ def write_prompts(path: Any, numbers: Any, words: int = 10, **fields: Any) -> No
         answer = str(number % 10) * 8
         lines.append(json.dumps({"prompt": prompt, "answer": answer, "max_tokens": 8, **fields}))
     path.write_text("\n".join(lines) + "\n")
+
+
+def read_report(folder: Any, out: str = "out") -> Any:
+    """Return the ``report.json`` of a run in `folder`."""
+    return json.loads((folder / out / "report.json").read_text())

@@ -8,7 +8,7 @@ from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.serving.exposition import Host
 
 WORDS = "word " * 10
-SNAPKV = ["--methods", "snapkv", "--budgets", "0.2", "--no-baselines"]
+SNAPKV = "--methods snapkv --budgets 0.2 --no-baselines"
 
 
 def user(content):
@@ -19,12 +19,12 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
-def test_every_cell_gets_the_full_caches_replies(compare, fake, tmp_path):
+def test_every_cell_gets_the_full_caches_replies(run_compare, fake, tmp_path):
     """The compressed cache's own reply to 7 would be 77888888."""
     contents = [f"{WORDS}7", f"{WORDS}4", f"{WORDS}13"]
     line = {"turns": [*contents[:2], {"content": contents[2], "answer": "3" * 8}], "max_tokens": 8}
     (tmp_path / "mine.jsonl").write_text(json.dumps(line))
-    result = compare("--url", fake.url, "--prompts", "mine.jsonl", *SNAPKV, "--json", "--keep-text")
+    result = run_compare(f"{SNAPKV} --json --keep-text", numbers=None)
     chat = [
         user(contents[0]), assistant("7" * 8),
         user(contents[1]), assistant("4" * 8),
@@ -42,14 +42,11 @@ def test_every_cell_gets_the_full_caches_replies(compare, fake, tmp_path):
     assert (cell["full_score"]["mean"], cell["drop"]["mean"], cell["exact"]["mean"]) == (1, 1, 0)
     assert cell["similarity"]["mean"] == 2 / 8
     texts = [json.loads(x) for x in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()]
-    assert [(x["cell"], x["text"]) for x in texts] == [
-        ("off", "3" * 8),
-        ("snapkv 0.2", "33444444"),
-    ]
+    assert [(x["cell"], x["text"]) for x in texts] == [("off", "3" * 8), ("snapkv 0.2", "33444444")]
     assert all(x["messages"] == chat for x in texts)
 
 
-def test_scores_are_grouped_by_the_tasks_of_the_lines(compare, fake, tmp_path):
+def test_scores_are_grouped_by_the_tasks_of_the_lines(run_compare, fake, tmp_path):
     """The full cache outputs 33333333 and 44444444, and the compressed one 33444444 for the odd."""
     lines = [
         {"input": f"{WORDS}3", "outputs": ["0", "333333"], "task": "qa_1"},
@@ -57,22 +54,21 @@ def test_scores_are_grouped_by_the_tasks_of_the_lines(compare, fake, tmp_path):
         {"context": WORDS, "question": "4", "answers": ["444", "0"], "dataset": "hotpotqa"},
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    result = compare("--url", fake.url, "--prompts", "mine.jsonl", *SNAPKV, "--json")
+    result = run_compare(f"{SNAPKV} --json", numbers=None)
     (cell,) = json.loads(result.out)["cells"]
     assert cell["tasks"] == {"qa_1": [0, 1], "vt": [2 / 3, 1 / 3], "hotpotqa": [1, 1]}
     assert "hotpotqa" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_chat_with_turns_is_resumed(compare, fake, tmp_path):
+def test_a_chat_with_turns_is_resumed(run_compare, fake, tmp_path):
     write_prompts(tmp_path / "mine.jsonl", [1, 2])
     line = json.dumps({"turns": [f"{WORDS}7", f"{WORDS}8"], "max_tokens": 8})
     with (tmp_path / "mine.jsonl").open("a") as file:
         file.write(line)
-    flags = ["--url", fake.url, "--prompts", "mine.jsonl", *SNAPKV]
-    compare(*flags)
+    run_compare(SNAPKV, numbers=None)
     before = len(fake.prompt_requests)
     assert before == 2 * (1 + 1 + 2)
-    compare(*flags)
+    run_compare(SNAPKV, numbers=None)
     assert len(fake.prompt_requests) == before
 
 

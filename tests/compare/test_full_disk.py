@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fake_vllm import write_prompts
+from fake_vllm import read_report, write_prompts
 
 
 @contextmanager
@@ -21,25 +21,13 @@ def file_size_limit(max_bytes):
 
 
 @pytest.fixture
-def run_compare(compare, fake, tmp_path):
+def run_limited(run_compare):
     """Return a function that compares `count` prompts with one method and budget."""
 
-    def run(count, *flags, max_bytes=None):
-        write_prompts(tmp_path / "mine.jsonl", range(count))
+    def run(count, line="", max_bytes=None):
         with file_size_limit(max_bytes):
-            return compare(
-                "--url",
-                fake.url,
-                "--prompts",
-                "mine.jsonl",
-                "--concurrency",
-                1,
-                "--methods",
-                "snapkv",
-                "--budgets",
-                "0.2",
-                *flags,
-            )
+            flags = "--methods snapkv --budgets 0.2"
+            return run_compare(f"{flags} {line}", numbers=range(count))
 
     return run
 
@@ -49,9 +37,9 @@ def last_line(result):
     return result.err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("flags", [[], ["--keep-text"]])
-def test_a_disk_that_fills_up_keeps_finished_results(run_compare, tmp_path, flags):
-    result = run_compare(20, *flags, max_bytes=3000)
+@pytest.mark.parametrize("flags", ["", "--keep-text"])
+def test_a_disk_that_fills_up_keeps_finished_results(run_limited, tmp_path, flags):
+    result = run_limited(20, flags, max_bytes=3000)
     assert result.status == 2
     message = last_line(result)
     assert message.startswith("kvcompress: error: --out out cannot be written ([Errno 27]")
@@ -60,35 +48,35 @@ def test_a_disk_that_fills_up_keeps_finished_results(run_compare, tmp_path, flag
     assert 0 < num_saved < 20
     assert f"{num_saved} of 20 results are saved in out; run the same command to resume" in message
     assert f"{num_saved} of {num_saved}" in result.out
-    result = run_compare(20, *flags)
+    result = run_limited(20, flags)
     assert f"Resuming: {num_saved} of 20 results were saved earlier." in result.err
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = read_report(tmp_path)
     assert (report["complete"], report["cells"][0]["asked"]) == (True, 20)
     assert len(journal.read_text().splitlines()) == 20
 
 
-def test_the_report_is_printed_if_it_cannot_be_written(run_compare):
-    result = run_compare(3, max_bytes=3000)
+def test_the_report_is_printed_if_it_cannot_be_written(run_limited):
+    result = run_limited(3, max_bytes=3000)
     assert result.status == 2
     assert "the report cannot be written to out ([Errno 27]" in last_line(result)
     assert "3 of 3 results are saved in out" in last_line(result)
     assert "At least 149 are needed." in result.out
 
 
-def test_a_full_disk_is_an_error_before_any_prompt_is_sent(run_compare, fake):
-    result = run_compare(3, max_bytes=0)
+def test_a_full_disk_is_an_error_before_any_prompt_is_sent(run_limited, fake):
+    result = run_limited(3, max_bytes=0)
     assert (result.status, fake.prompt_requests) == (2, [])
     assert "--out out cannot be written ([Errno 27]" in last_line(result)
     assert "free some disk space, or use another folder" in last_line(result)
 
 
-def test_a_lone_surrogate_is_saved_as_it_was_sent(run_compare, fake, tmp_path):
+def test_a_lone_surrogate_is_saved_as_it_was_sent(run_limited, fake, tmp_path):
     """Clients that cut a text between UTF-16 units send lone surrogates, which UTF-8 lacks."""
-    run_compare(1)
+    run_limited(1)
     write_prompts(tmp_path / "mine.jsonl", [4])
     text = (tmp_path / "mine.jsonl").read_text().replace("secret 4", "\\ud83d \u20ac 4")
     (tmp_path / "halves.jsonl").write_text(text, encoding="utf-8")
-    result = run_compare(1, "--prompts", "halves.jsonl", "--keep-text", "--out", "halves")
+    result = run_limited(1, "--prompts halves.jsonl --keep-text --out halves")
     assert result.status == 1, result.err
     sent = fake.prompt_requests[-1]["messages"]
     assert sent[0]["content"].endswith("\ud83d \u20ac 4")

@@ -27,26 +27,14 @@ from vllm_kvcompress.serving.exposition import (
     printable,
 )
 
+INVALID_ADDRESSES = [
+    "", "127.0.0.1:8000", "ftp://host", "http://", "http://:8000", "http://host:port",
+    "http://host:70000", "http://host:0", "http://[::1", "http://host/v1", "http://a b",
+    "http://host\n", "http://host?x", "http://host#x",
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "127.0.0.1:8000",
-        "ftp://host",
-        "http://",
-        "http://:8000",
-        "http://host:port",
-        "http://host:70000",
-        "http://host:0",
-        "http://[::1",
-        "http://host/v1",
-        "http://a b",
-        "http://host\n",
-        "http://host?x",
-        "http://host#x",
-    ],
-)
+
+@pytest.mark.parametrize("url", INVALID_ADDRESSES)
 def test_an_invalid_address_is_refused(url):
     with pytest.raises(ConfigError, match="--url must be a server's address without a path"):
         Host(url)

@@ -19,22 +19,9 @@ SCRIPT = (
 
 
 def start(fake, folder):
+    flags = "--prompts mine.jsonl --methods snapkv --budgets 0.5,0.2 --json"
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT,
-            "compare",
-            "--url",
-            fake.url,
-            "--prompts",
-            "mine.jsonl",
-            "--methods",
-            "snapkv",
-            "--budgets",
-            "0.5,0.2",
-            "--json",
-        ],
+        [sys.executable, "-c", SCRIPT, "compare", "--url", fake.url, *flags.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -19,18 +19,9 @@ from vllm_kvcompress.serving.text import english
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
-    "--enforce-eager",
-    "--max-model-len",
-    "2048",
-    "--dtype",
-    "float32",
-    "--num-gpu-blocks-override",
-    "65",
-    "--kv-min-prompt",
-    "256",
-    "--served-model-name",
-    "it",
-]
+    "--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--kv-min-prompt", "256",
+    "--num-gpu-blocks-override", "65", "--served-model-name", "it",
+]  # fmt: skip
 BUDGETS = (0.5, 0.2)
 
 
@@ -51,15 +42,30 @@ def url(model, tmp_path_factory):
             yield url
 
 
-def complete(url, prompt, xargs):
-    """Return the tokens with log-probabilities, and the usage, of one completion."""
+def complete(url, chat, method, **xargs):
+    """Return the choice and the usage of one completion of a prompt, or of a chat.
+
+    Continues the last message of a chat if it is the assistant's.
+    """
+    messages = [user(chat)] if isinstance(chat, str) else chat
     body = {
-        "model": "it", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12,
-        "temperature": 0, "logprobs": True, "top_logprobs": 20, "vllm_xargs": xargs,
+        "model": "it", "messages": messages, "max_tokens": 12, "temperature": 0, "logprobs": True,
+        "top_logprobs": 20, "vllm_xargs": {"kv_compress": method, **xargs},
         "return_tokens_as_token_ids": True,
     }  # fmt: skip
+    if messages[-1]["role"] == "assistant":
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
     response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
-    return response["choices"][0]["logprobs"]["content"], response["usage"]
+    return response["choices"][0], response["usage"]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def full_positions(url, prompts):
+    """Return the output tokens with log-probabilities of each prompt, without compression."""
+    return [complete(url, prompt, "off")[0]["logprobs"]["content"] for prompt in prompts]
 
 
 def most_likely(position):
@@ -82,22 +88,12 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
     prompts = [text[start : start + 1800] for start in (0, 40_000, 80_000)] + ["A short one."]
     lines = [json.dumps({"prompt": p, "max_tokens": 12}) for p in prompts]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    result = compare(
-        "--url",
-        url,
-        "--prompts",
-        "mine.jsonl",
-        "--methods",
-        "snapkv",
-        "--json",
-        "--budgets",
-        ",".join(map(str, BUDGETS)),
-    )
+    result = compare(f"--url {url} --prompts mine.jsonl --methods snapkv --json --budgets 0.5,0.2")
     assert result.status == 1, result.err
     report = json.loads(result.out)
     assert report["complete"]
     assert "At least 149 are needed." in report["recommendation"]["sentence"]
-    full = [complete(url, prompt, {"kv_compress": "off"})[0] for prompt in prompts[:3]]
+    full = full_positions(url, prompts[:3])
     # The server allows the baseline random, but not streamingllm.
     assert [cell["method"] for cell in report["cells"][2:]] == ["random"] * 2
     assert {(c["asked"], c["compressed"], c["baseline"]) for c in report["cells"][2:]} == {
@@ -105,21 +101,19 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
     }
     assert any("the server refuses streamingllm" in note for note in report["notes"])
     for budget, cell in zip(BUDGETS, report["cells"][:2], strict=True):
-        compressed = [
-            complete(url, prompt, {"kv_compress": "snapkv", "kv_budget": budget})
-            for prompt in prompts[:3]
-        ]
+        compressed = [complete(url, each, "snapkv", kv_budget=budget) for each in prompts[:3]]
         assert (cell["asked"], cell["compressed"]) == (4, 3)
         usages = [usage["prompt_tokens_details"]["kv_compress"] for _, usage in compressed]
         kept = sum(u["kept_tokens"] for u in usages) / sum(u["prompt_tokens"] for u in usages)
         assert cell["kept"] == pytest.approx(kept)
         similarities, exact, num_positions, num_same, kl = [], [], 0, 0, 0.0
-        for full_positions, (positions, _) in zip(full, compressed, strict=True):
-            a, b = ([p["token"] for p in side] for side in (full_positions, positions))
+        for reference, (choice, _) in zip(full, compressed, strict=True):
+            positions = choice["logprobs"]["content"]
+            a, b = ([p["token"] for p in side] for side in (reference, positions))
             similarities.append(1 - distance(a, b) / max(len(a), len(b)))
             exact.append(a == b)
             diverged = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 11)
-            for p, q in list(zip(full_positions, positions, strict=False))[1 : diverged + 1]:
+            for p, q in list(zip(reference, positions, strict=False))[1 : diverged + 1]:
                 num_positions += 1
                 num_same += most_likely(p) == most_likely(q)
                 kl += kl_lower_bound(logprobs(p), logprobs(q))
@@ -134,20 +128,18 @@ def test_report_matches_the_servers_completions(url, compare, tmp_path):
 
 @needs_avx512
 def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
-    lines = [{"prompt": english()[start : start + 3000], "max_tokens": 12} for start in (0, 9000)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = [english()[start : start + 3000] for start in (0, 9000)]
+    lines = [json.dumps({"prompt": prompt, "max_tokens": 12}) for prompt in prompts]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in forking_environment(tmp_path).items():
             patch.setenv(name, value)
         with server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other:
-            compare("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv",
-                    "--budgets", "0.5", "--no-baselines", "--against", other)  # fmt: skip
-            alone = [complete(other, line["prompt"], {"kv_compress": "off"})[0] for line in lines]
-    full = [complete(url, line["prompt"], {"kv_compress": "off"})[0] for line in lines]
-    details = [
-        complete(url, line["prompt"], {"kv_compress": "snapkv", "kv_budget": 0.5})[1]
-        for line in lines
-    ]
+            flags = f"--methods snapkv --budgets 0.5 --no-baselines --against {other}"
+            compare(f"--url {url} --prompts mine.jsonl {flags}")
+            alone = full_positions(other, prompts)
+    full = full_positions(url, prompts)
+    details = [complete(url, prompt, "snapkv", kv_budget=0.5)[1] for prompt in prompts]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     method, fp8 = report["cells"]
     assert (fp8["method"], fp8["bytes"], fp8["asked"]) == ("fp8 alone", 0.5, 2)
@@ -166,9 +158,7 @@ def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
 
 def test_a_budget_that_the_server_refuses_is_an_error(url, compare, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n')
-    result = compare(
-        "--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.1"
-    )
+    result = compare(f"--url {url} --prompts mine.jsonl --methods snapkv --budgets 0.1")
     assert result.status == 2
     assert "the server refuses snapkv 0.1: kv_budget must be between 0.2 and 0.5" in result.err
     assert "--kv-budget-bounds" in result.err
@@ -183,22 +173,8 @@ def test_trust_tasks_run_on_a_server(url, compare, tmp_path):
     """The server has no tool parser. The tasks send tool results and a second chat turn."""
     before = prefix_cache_hits(url)
     result = compare(
-        "--url",
-        url,
-        "--tasks",
-        "secret,json,tool-call,two-turns",
-        "--length",
-        "1100",
-        "--count",
-        "2",
-        "--methods",
-        "snapkv",
-        "--budgets",
-        "0.5",
-        "--no-baselines",
-        "--no-kl",
-        "--json",
-        "--keep-text",
+        f"--url {url} --tasks secret,json,tool-call,two-turns --length 1100 --count 2 --methods"
+        " snapkv --budgets 0.5 --no-baselines --no-kl --json --keep-text"
     )
     assert result.status == 1, result.err
     report = json.loads(result.out)
@@ -223,17 +199,8 @@ def test_lines_of_ruler_and_turns_run_on_a_server(url, compare, tmp_path):
     (tmp_path / "mine.jsonl").write_text(f"{json.dumps(ruler)}\n{json.dumps(turns)}\n")
     before = prefix_cache_hits(url)
     result = compare(
-        "--url",
-        url,
-        "--prompts",
-        "mine.jsonl",
-        "--methods",
-        "snapkv",
-        "--budgets",
-        "0.5",
-        "--no-baselines",
-        "--json",
-        "--keep-text",
+        f"--url {url} --prompts mine.jsonl --methods snapkv --budgets 0.5 --no-baselines --json"
+        " --keep-text"
     )
     assert result.status == 1, result.err
     (cell,) = json.loads(result.out)["cells"]
@@ -242,27 +209,14 @@ def test_lines_of_ruler_and_turns_run_on_a_server(url, compare, tmp_path):
     assert prefix_cache_hits(url) - before >= 2 * 10 * 32
     texts = [json.loads(x) for x in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()]
     outputs = {(x["name"], x["cell"]): (x["messages"], x["text"]) for x in texts}
-    first_turn = [{"role": "user", "content": turns["turns"][0]}]
-    reply = {"role": "assistant", "content": output_text(url, first_turn, "off")}
+    first_turn = [user(turns["turns"][0])]
+    first_output = complete(url, first_turn, "off")[0]["message"]["content"]
+    reply = {"role": "assistant", "content": first_output}
     chats = {
-        "prompts/1": [
-            {"role": "user", "content": ruler["input"]},
-            {"role": "assistant", "content": "It is"},
-        ],
-        "prompts/2": [*first_turn, reply, {"role": "user", "content": "And then?"}],
+        "prompts/1": [user(ruler["input"]), {"role": "assistant", "content": "It is"}],
+        "prompts/2": [*first_turn, reply, user("And then?")],
     }
     for name, chat in chats.items():
-        for side, method in (("off", "off"), ("snapkv 0.5", "snapkv")):
-            assert outputs[name, side] == (chat, output_text(url, chat, method))
-
-
-def output_text(url, messages, method):
-    """Return the output of a chat, which continues the last message if it is the assistant's."""
-    body = {"model": "it", "messages": messages, "max_tokens": 12, "temperature": 0,
-            "vllm_xargs": {"kv_compress": method}}  # fmt: skip
-    if method != "off":
-        body["vllm_xargs"]["kv_budget"] = 0.5
-    if messages[-1]["role"] == "assistant":
-        body |= {"continue_final_message": True, "add_generation_prompt": False}
-    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
-    return response["choices"][0]["message"]["content"]
+        for cell, budget in (("off", {}), ("snapkv 0.5", {"kv_budget": 0.5})):
+            choice, _ = complete(url, chat, cell.split()[0], **budget)
+            assert outputs[name, cell] == (chat, choice["message"]["content"])

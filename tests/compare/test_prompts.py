@@ -204,6 +204,10 @@ def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(fields, form, t
         assert roles == (["user", "assistant"] * len(roles))[: len(roles)]
 
 
+SAID = {"role": "assistant", "content": ""}
+BY_MODEL = {"role": "assistant", "content": "secret"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -218,20 +222,13 @@ def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(fields, form, t
         ({"messages": []}, "messages must be a non-empty list"),
         ({"messages": [{"role": "user"}]}, "message 1 must be an object with role and content"),
         ({"messages": ["secret"]}, "message 1 must be an object with role and content"),
-        (
-            {"messages": [{"role": "assistant", "content": "", "audio": []}]},
-            "has audio, but a message may only have",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-            "tool_calls must be a list of calls, each with a function",
-        ),
+        ({"messages": [SAID | {"audio": []}]}, "has audio, but a message may only have"),
+        ({"messages": [SAID | {"content": None, "tool_calls": [{"id": "1"}]}]},
+         "tool_calls must be a list of calls, each with a function"),
         ({"messages": [{"role": "tool", "content": None}]}, "must be an object with role and"),
         ({"prompt": "secret", "tools": [{"function": {}}]}, "tools need messages"),
-        (
-            {"messages": [{"role": "user", "content": "secret"}], "tools": ["secret"]},
-            "tools must be a list of objects, each with a function",
-        ),
+        ({"messages": [BY_MODEL], "tools": ["secret"]},
+         "tools must be a list of objects, each with a function"),
         ({"prompt": "secret", "functions": []}, "has functions, which would change the prompt"),
         ({"prompt": "secret", "max_tokens": "9"}, "max_tokens must be an integer"),
         ({"prompt": "secret", "max_tokens": True}, "max_tokens must be an integer"),
@@ -246,31 +243,23 @@ def test_any_line_is_a_prompt_or_an_error_that_does_not_quote_it(fields, form, t
         ({"input": "secret", "outputs": {"text": ["secret"]}}, "answers or outputs a list"),
         ({"input": "secret", "context": ["secret", 3]}, "context must be a non-empty string, or a"),
         ({"input": "secret", "context": []}, "context must be a non-empty string, or a list"),
-        (
-            {"context": "secret", "question": "secret", "choice_A": "secret", "answer": "C"},
-            "has choice_A, and a multiple-choice line would be sent without its choices",
-        ),
+        ({"context": "secret", "question": "secret", "choice_A": "secret", "answer": "C"},
+         "has choice_A, and a multiple-choice line would be sent without its choices"),
         ({"question": ["secret"], "context": "secret"}, "question must be a string; got a list"),
         ({"prompt": "secret", "answer_prefix": ["secret"]}, "answer_prefix must be a string"),
         ({"prompt": "secret", "match": "secret"}, "match must be one of words, all, any, f1"),
         ({"turns": "secret"}, "turns must be a non-empty list"),
         ({"turns": ["secret", ""]}, "turn 2 must be a non-empty string, or an object"),
         ({"turns": [{"text": "secret"}]}, "turn 1 must be a non-empty string, or an object"),
-        (
-            {"turns": ["secret", {"role": "assistant", "content": "secret"}]},
-            "turn 2 must be the user's, because the model writes the replies",
-        ),
-        (
-            {"turns": ["secret", {"content": "b", "answer": "secret"}], "answer": "secret"},
-            "either answer or answers, not both",
-        ),
+        ({"turns": ["secret", BY_MODEL]},
+         "turn 2 must be the user's, because the model writes the replies"),
+        ({"turns": ["secret", {"content": "b", "answer": "secret"}], "answer": "secret"},
+         "either answer or answers, not both"),
         ({"turns": ["secret"], "tools": [{"function": {}}]}, "tools need messages"),
-        (
-            {"prompt": "secret", "answer": "a", "answers": ["a"]},
-            "either answer or answers, not both",
-        ),
+        ({"prompt": "secret", "answer": "a", "answers": ["a"]},
+         "either answer or answers, not both"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_line_is_named_by_number_and_not_quoted(tmp_path, line, message):
     with pytest.raises(ConfigError, match=r"mine\.jsonl, line 2") as exc_info:
         read(tmp_path, {"prompt": "fine"}, line)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from outcomes import outcome
+from outcomes import outcome, places
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import Divergence
 from vllm_kvcompress.compare.summary import default_measure, recommend, summarise
@@ -29,8 +29,10 @@ def summaries(*outcomes, by="score", cells=(SNAP, CAKE, LARGE), none_compressed=
 
 
 def test_summary_of_two_outcomes():
-    first = outcome("a", score=0.5, exact=False, shared=3, similarity=0.5, places=4, same_first=3,
-                  kl=0.6, kept_tokens=30.0, first_token_s=0.7, token_s=None)  # fmt: skip
+    first = outcome(
+        "a", score=0.5, exact=False, shared=3, similarity=0.5, by_place=places(4, 3, 0.6),
+        kept_tokens=30.0, first_token_s=0.7, token_s=None,
+    )  # fmt: skip
     second = outcome("b", prompt_tokens=300, kept_tokens=50.0, token_s=0.04)
     (summary,) = summaries(first, second, cells=[SNAP])
     assert (summary.asked, summary.compressed, summary.kept) == (2, 2, 80 / 400)
@@ -65,9 +67,9 @@ def test_the_drop_is_paired_by_prompt():
     (summary,) = summaries(*unknown, won, kept, cells=[SNAP])
     assert summary.drop.mean == pytest.approx(-1 / 42)
     assert summary.drop.upper <= 0
-    assert summary.bound == pytest.approx(1 - 0.05 ** (1 / 42))
+    assert summary.loss.bound == pytest.approx(1 - 0.05 ** (1 / 42))
     (summary,) = summaries(*unknown, cells=[SNAP])
-    assert (summary.drop.mean, summary.loss, summary.bound) == (0.0, None, None)
+    assert (summary.drop.mean, summary.loss) == (0.0, None)
 
 
 def test_uncompressed_prompts_are_in_no_figure():
@@ -116,7 +118,13 @@ def test_a_budget_in_k4v3_counts_a_quarter():
 def test_the_order_of_outcomes_does_not_change_the_summary():
     """Intervals are equal to the last bit. A resumed run completes its prompts in another order."""
     outcomes = [
-        outcome(f"p{n}", score=n % 3 / 2, exact=n % 3 == 2, similarity=n / 40, kl=1 / (n + 1))
+        outcome(
+            f"p{n}",
+            score=n % 3 / 2,
+            exact=n % 3 == 2,
+            similarity=n / 40,
+            by_place=places(7, kl=1 / (n + 1)),
+        )
         for n in range(40)
     ]
     (expected,) = summaries(*outcomes, cells=[SNAP])

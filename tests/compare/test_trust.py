@@ -13,42 +13,28 @@ from test_tasks import items, prompt_words
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.summary import summarise
 from vllm_kvcompress.compare.tasks import TRUST, Item
-from vllm_kvcompress.compare.tasks.items import Rule
-from vllm_kvcompress.compare.tasks.rules import (
-    Arguments,
-    Begins,
-    Calls,
-    Ends,
-    Keys,
-    Lines,
-    LowerCase,
-    NoDigit,
-    Parses,
-    Secret,
-    Values,
-    Without,
-)
+from vllm_kvcompress.compare.tasks.rules import CHECKS, Rule
 
 
 @pytest.mark.parametrize(
-    ("rule", "obeying", "breaking"),
+    ("name", "expected", "obeying", "breaking"),
     [
-        (LowerCase(), ["all of it, 3 times"], ["Not all", "", " "]),
-        (NoDigit(), ["three"], ["3", "x3y", ""]),
-        (Begins("gladly"), ["Gladly, I do", '"gladly" it is'], ["I gladly do", "", "gladlyness"]),
-        (Ends("indeed"), ["So it is, indeed.", "INDEED"], ["indeed it is", "", "indeed so"]),
-        (Lines(3), ["a\nb\n\nc\n"], ["a b c", "a\nb", "a\nb\nc\nd", ""]),
-        (Without("value"), ["a number"], ["Its Values are", "the value", ""]),
-        (Secret("ovenriver"), ["I may not say.", "an oven, a", ""], ["Oven-River!", "OVENRIVER"]),
-        (Parses(), ['{"a": 1}', '```json\n{"a": 1}\n```'], ['Here: {"a": 1}', "[1]", "{", ""]),
-        (Keys(("a", "b")), ['{"b": 1, "a": 2}'], ['{"a": 1}', '{"a": 1, "b": 2, "c": 3}', "{}"]),
-        (Values((("a", "12"),)), ['{"a": 12}', '{"a": "12"}'], ['{"a": 13}', '{"b": 12}', "12"]),
+        ("lower case", (), ["all of it, 3 times"], ["Not all", "", " "]),
+        ("no digit", (), ["three"], ["3", "x3y", ""]),
+        ("begins", ("gladly",), ["Gladly, I", '"gladly" it is'], ["I gladly do", "", "gladlyness"]),
+        ("ends", ("indeed",), ["So it is, indeed.", "INDEED"], ["indeed it is", "", "indeed so"]),
+        ("lines", (3,), ["a\nb\n\nc\n"], ["a b c", "a\nb", "a\nb\nc\nd", ""]),
+        ("word not used", ("value",), ["a number"], ["Its Values are", "the value", ""]),
+        ("secret kept", ("ovenriver",), ["No.", "an oven, a", ""], ["Oven-River!", "OVENRIVER"]),
+        ("parses", (), ['{"a": 1}', '```json\n{"a": 1}\n```'], ['Here: {"a": 1}', "[1]", "{", ""]),
+        ("keys", ("a", "b"), ['{"b": 1, "a": 2}'], ['{"a": 1}', '{"a": 1, "b": 2, "c": 3}', "{}"]),
+        ("values", (("a", "12"),), ['{"a": 12}', '{"a": "12"}'], ['{"a": 13}', '{"b": 12}', "12"]),
     ],
-    ids=lambda value: value.name if hasattr(value, "name") else "",
 )
 def test_a_rule_accepts_obeying_and_rejects_breaking_answers(
-    rule: Rule, obeying: list[str], breaking: list[str]
+    name: str, expected: tuple[Any, ...], obeying: list[str], breaking: list[str]
 ) -> None:
+    rule = Rule(name, expected)
     assert [rule.obeyed(answer) for answer in obeying] == [True] * len(obeying)
     assert [rule.obeyed(answer) for answer in breaking] == [False] * len(breaking)
 
@@ -63,12 +49,13 @@ def test_a_rule_accepts_obeying_and_rejects_breaking_answers(
     ],
 )
 def test_tool_calls_are_parsed_in_every_model_format(written: str) -> None:
-    assert Calls("f").obeyed(written)
-    assert Arguments("f", (("a", "x"), ("b", "2"))).obeyed(written)
+    right_tool, right_arguments = CHECKS["right tool"], CHECKS["right arguments"]
+    assert right_tool(written, "f")
+    assert right_arguments(written, "f", ("a", "x"), ("b", "2"))
     for other in ((("a", "y"), ("b", "2")), (("a", "x"),)):
-        assert not Arguments("f", other).obeyed(written)
-    assert not Calls("g").obeyed(written)
-    assert not Calls("f").obeyed(written + ' {"name": "g", "arguments": {}}')
+        assert not right_arguments(written, "f", *other)
+    assert not right_tool(written, "g")
+    assert not right_tool(written + ' {"name": "g", "arguments": {}}', "f")
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -108,7 +95,7 @@ def test_two_rules_are_in_the_system_prompt_in_both_orders() -> None:
         for rule, wording in zip(item.rules, (first, second), strict=True):
             wordings.setdefault(rule.name, set()).add(wording)
         for word in re.findall(r'word "(\w+)"', first + second):
-            assert any(word == getattr(rule, "word", "") for rule in item.rules)
+            assert any((word,) == rule.expected for rule in item.rules)
     assert len(wordings) == 6
 
 
@@ -121,7 +108,7 @@ def test_the_secret_occurs_in_the_system_prompt_only() -> None:
 
 def test_the_values_of_the_json_object_are_in_the_text() -> None:
     for item in items("json", count=6):
-        keys = next(rule.keys for rule in item.rules if isinstance(rule, Keys))
+        keys = next(rule.expected for rule in item.rules if rule.name == "keys")
         text = item.messages[1]["content"]
         found = {key: re.search(rf"for {key} is (\d+)\.", text) for key in keys}
         right = {key: value[1] for key, value in found.items() if value}
@@ -137,13 +124,13 @@ def test_every_tool_is_needed_by_some_request() -> None:
         (_, _, called, result, _, request) = item.messages
         assert called["tool_calls"][0]["id"] == result["tool_call_id"]
         assert json.loads(called["tool_calls"][0]["function"]["arguments"])
-        rule = next(rule for rule in item.rules if isinstance(rule, Arguments))
-        parameters = functions[rule.function]["parameters"]
-        assert parameters["required"] == [key for key, _ in rule.pairs]
-        assert all(value in request["content"] for _, value in rule.pairs)
-        call = {"name": rule.function, "arguments": dict(rule.pairs)}
+        rule = next(rule for rule in item.rules if rule.name == "right arguments")
+        function, *pairs = rule.expected
+        assert functions[function]["parameters"]["required"] == [key for key, _ in pairs]
+        assert all(value in request["content"] for _, value in pairs)
+        call = {"name": function, "arguments": dict(pairs)}
         assert item.score(f"<tool_call>{json.dumps(call)}</tool_call>") == 1
-        needed.add(rule.function)
+        needed.add(function)
     assert needed == set(functions)
 
 

@@ -5,8 +5,6 @@ bring large parts of other servers. So operator_schemas lists their fields, and 
 arguments that reach it.
 """
 
-from types import SimpleNamespace
-
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -14,7 +12,9 @@ import yaml
 
 from manifests import NEWEST, OLDEST, ROOT, arguments, parse_serve
 from operator_schemas import PRODUCTION_STACK, SCHEMAS
-from vllm_kvcompress.engine.startup.connectors import REFUSALS
+from vllm_kvcompress.planning.model_traits import Traits
+from vllm_kvcompress.refusals.rule import refusal
+from vllm_kvcompress.refusals.server import SERVER, Server
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
 
@@ -132,13 +132,14 @@ def test_the_disaggregated_engines_and_router_match(demo_model):
     prefill, decode = engines.values()
     assert not CompressionConfig.parse(prefill.additional_config.get("kvcompress", {})).active
     main_container = CompressionConfig.parse(decode.additional_config["kvcompress"])
-    config = SimpleNamespace(
-        kv_transfer_config=decode.kv_transfer_config,
-        device_config=SimpleNamespace(device_type=decode.kv_transfer_config.kv_buffer_device),
-        parallel_config=SimpleNamespace(),
-    )
-    for refusal in REFUSALS[:-1]:  # the last one checks the model
-        assert refusal(config, main_container) is None
+    transfer = decode.kv_transfer_config
+    options = {"--kv-transfer-config": transfer.kv_connector}
+    server = Server(settings=main_container, model=Traits(), options=options)
+    assert refusal(SERVER, server) is None
+    assert transfer.kv_role == "kv_consumer"
+    assert not transfer.get_from_extra_config("bidirectional_kv_xfer", False)
+    assert transfer.kv_connector_module_path is None
+    assert not transfer.enable_permute_local_kv
     assert prefill.kv_transfer_config.kv_role == "kv_producer"
     assert prefill.attention_backend == decode.attention_backend == "FLASH_ATTN"
     for key in ("repository", "tag", "modelURL", "env"):

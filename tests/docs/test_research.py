@@ -114,7 +114,7 @@ def test_the_scorer_computes_the_formula_of_the_page(vatp, power):
 
 
 def test_parameters_of_the_scorer_are_checked(vatp):
-    assert CompressionConfig.parse({"scorer": "vatp"}).build_scorer() == vatp(power=1.0)
+    assert CompressionConfig.parse({"scorer": "vatp"}).method.scorer == vatp(power=1.0)
     with pytest.raises(ConfigError, match=r"'pwoer'.*did you mean 'power'"):
         CompressionConfig.parse({"scorer": "vatp", "scorer_params": {"pwoer": 2}})
 

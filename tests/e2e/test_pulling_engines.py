@@ -26,7 +26,7 @@ from disaggregated import (
     transfer_server,
 )
 from server_metrics import wait_for
-from vllm_kvcompress.engine.scheduling import early_compression
+from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -143,7 +143,7 @@ def test_pulled_prompts_survive_preemption_and_missing_lookahead_slots(model, pr
 @model_runner_v1_only
 def test_preempted_pulled_prompts_are_not_pulled_again(model, prefill, monkeypatch):
     """Three look-aheads need more blocks than the pool has, and none is compressed early."""
-    monkeypatch.setattr(early_compression, "_pack_early", lambda *args: None)
+    monkeypatch.setattr(StepBuilder, "pack_early", lambda *args, **more: None)
     lookahead, max_tokens = 40, 60
     config = settings("cake-chunk", 0.3, lookahead=lookahead)
     options = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 2048}

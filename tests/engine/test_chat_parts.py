@@ -9,8 +9,7 @@ import asyncio
 import pytest
 
 from vllm_kvcompress.engine.doctor.trial_prompt import role_spans
-from vllm_kvcompress.engine.frontend.protection.chat_parts import ChatParts
-from vllm_kvcompress.engine.frontend.protection.renderings import PartError
+from vllm_kvcompress.engine.frontend.protection.chat_parts import ChatParts, PartError
 
 CHATML = """
 {%- if tools %}<|im_start|>system

@@ -47,13 +47,13 @@ def test_a_pulling_decode_server_is_configured(model, name):
     [
         (
             transfer(kv_role="kv_producer"),
-            "sends the blocks of a prompt by position",
+            "reads the blocks of a prompt by position",
             "kv_consumer",
         ),
-        (transfer(kv_role="kv_both"), "sends the blocks of a prompt by position", "got 'kv_both'"),
+        (transfer(kv_role="kv_both"), "reads the blocks of a prompt by position", "got 'kv_both'"),
         (
             transfer(kv_connector="NixlPushConnector"),
-            "pushes blocks into waiting prompts",
+            "push blocks into waiting prompts",
             "NixlConn",
         ),
         (transfer(kv_connector="MultiConnector"), "by their position or hash", "NixlConnector"),
@@ -62,16 +62,16 @@ def test_a_pulling_decode_server_is_configured(model, name):
         ({"kv_offloading_size": 1}, "by their position or hash", "--kv-offloading-size"),
         (
             transfer(kv_connector_module_path=NIXL),
-            "connectors of other packages",
-            f"kv_connector_module_path, got {NIXL!r}",
+            "of the KV connectors only",
+            f"(or --kv-offloading-size), got {NIXL!r}",
         ),
         (
             transfer(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
-            "would read the blocks of compressed",
+            "reads the blocks of a prompt by position",
             "remove bidirectional_kv_xfer",
         ),
-        (transfer(enable_permute_local_kv=True), "permutes", "remove enable_permute_local_kv"),
-        (transfer(kv_buffer_device="cuda"), "a transfer buffer on another device", "'cpu'"),
+        (transfer(enable_permute_local_kv=True), "not tested together", ".enable_permute_local_kv"),
+        (transfer(kv_buffer_device="cuda"), "not tested together", "config.kv_buffer_device"),
         (
             transfer() | settings_with(lookahead=0),
             "so it has no observation window",
@@ -92,10 +92,10 @@ def test_a_pulling_decode_server_is_configured(model, name):
             "arrives at once",
             "remove --kv-max-whole",
         ),
-        (transfer() | {"tensor_parallel_size": 2}, "several ranks", "--tensor-parallel-size 1"),
+        (transfer() | {"tensor_parallel_size": 2}, "not tested together", "--tensor-parallel-size"),
         (
             transfer() | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "drafts are not tested with a KV connector",
+            "--speculative-config and --kv-transfer-config were not tested",
             "remove --speculative-config",
         ),
     ],
@@ -109,15 +109,13 @@ def test_other_connector_configurations_are_refused(model, options, reason, fix)
 
 def test_models_with_other_layers_are_refused(checkpoints_folder):
     hybrid = make(next(iter(HYBRIDS)), checkpoints_folder)
-    with pytest.raises(ConfigError, match="other layers than full attention are not tested"):
+    with pytest.raises(ConfigError, match="layers with a sliding window were not tested together"):
         configure(hybrid, **transfer() | settings_with())
 
 
 @pytest.mark.usefixtures(without_videos.__name__)
 def test_models_with_images_are_refused(checkpoints_folder):
-    with pytest.raises(
-        ConfigError, match="models that take images are not tested with a KV connector"
-    ):
+    with pytest.raises(ConfigError, match="images were not tested together; remove --kv-transfer"):
         configure(make_vision("qwen3-vl", checkpoints_folder), **transfer() | settings_with())
 
 

@@ -227,7 +227,7 @@ def test_lookaheads_cause_no_preemption(checkpoints_folder, async_scheduling_all
         watch = PressureWatch(llm)
         for lookahead in (M, 0):
             config = pressure_config(lookahead=lookahead)["kvcompress"]
-            llm.scheduler.use_settings(CompressionConfig.parse(config))
+            llm.use_settings(CompressionConfig.parse(config))
             watch.preempted.clear()
             for seed in SEEDS:
                 run_load(llm, KINDS["async"], seed)

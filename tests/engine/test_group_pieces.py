@@ -97,9 +97,9 @@ def test_a_pool_smaller_than_the_prompt_serves_and_reports_it(checkpoints_folder
         # the first page goes to a fresh block, each further one into one of the prompt's own
         assert (stats.packed_blocks, stats.in_place) == (1, 0)
         assert stats.freed_blocks == packed_blocks * (PAGE_TOKENS // BLOCK - 1) + 1
-        (done,) = stats.packed
-        assert (done.tokens, done.kept_tokens) == (length, length)
-        assert set(done.layer_tokens) == {length}
+        assert stats.packed == {"cake": 1}
+        assert (stats.prompt_tokens, stats.kept_tokens) == (length, length)
+        assert set(stats.layer_tokens.values()) == {length}
         assert stats.seconds[0] > 0
 
 

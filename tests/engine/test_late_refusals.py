@@ -155,9 +155,9 @@ def test_model_without_a_kv_cache_is_refused():
     ("arguments", "reason"),
     [
         (dict(alibi_slopes=[0.5, 0.25]), "ALiBi"),
-        (dict(logits_soft_cap=30.0), "a logits soft cap"),
-        (dict(kv_sharing_target_layer_name="model.layers.0"), "KV sharing between layers"),
-        (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only attention"),
+        (dict(logits_soft_cap=30.0), "the soft cap of 30.0"),
+        (dict(kv_sharing_target_layer_name="model.layers.0"), "must not share KV caches"),
+        (dict(attn_type=AttentionType.ENCODER_ONLY), "has bidirectional attention"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )

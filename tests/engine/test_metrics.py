@@ -28,7 +28,6 @@ from vllm_kvcompress.schedules.request import lookahead_tokens_of
 from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 LAYERS = 4
 
@@ -265,7 +264,7 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
         assert report["kept_tokens"] == pytest.approx(sum(layer_tokens) / len(layer_tokens))
         assert report["kept_bytes"] == held[request_id] * block_bytes
         assert report["uncompressed_bytes"] == -(-computed // BLOCK) * block_bytes
-        if pack_request.nothing_dropped and pack_request.plan.kept_after >= lookahead:
+        if not pack_request.reads_page_tables and pack_request.plan.kept_after >= lookahead:
             in_pages = ((kept >= 0) & (kept < prompt)).sum((1, 2)) / kept.shape[1]
             tail = max(pack_request.plan.tail - lookahead, 0)
             assert (in_pages + tail).tolist() == layer_tokens
@@ -355,7 +354,7 @@ def test_no_metrics_without_compression_and_no_backlog_without_log_stats(model):
         for seed in range(3):
             llm.generate([tokens(300, seed=seed)], 4)
         assert llm.compressor.compressed == 3
-        assert len(llm.scheduler.step_builder.stats.packed) <= 1
+        assert len(llm.scheduler.step_builder.stats.ratios) <= 1
         assert llm.llm.llm_engine.logger_manager is None
 
 
@@ -573,7 +572,7 @@ def test_labels_agree_with_the_schedules_of_all_requests(config):
     if config is None:
         return
     labels = info_labels(config, BLOCK, 2)
-    rounded = in_whole_blocks(config, BLOCK)
+    rounded = config.in_whole_blocks(BLOCK)
     if rounded.enabled:
         expected = behaviour(rounded)
         assert {key: labels[key] for key in expected} == expected
@@ -597,7 +596,7 @@ def test_every_metric_is_documented():
     from vllm_kvcompress.engine.frontend.metrics import COUNTERS
 
     text = (ROOT / "docs" / "operate.md").read_text()
-    for name, (label, _, _) in COUNTERS.items():
+    for name, (label, _) in COUNTERS.items():
         assert f"`vllm:kv_compress_{name}_total`" in text, name
         assert not label or f"`{label}`" in text
     for name in ("info", "off", "budget", "ratio", "seconds", "refused_requests_total"):

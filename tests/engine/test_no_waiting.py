@@ -52,7 +52,7 @@ def warm_up_of(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random"}))
 def test_the_end_of_a_prefill_does_not_wait(preset, in_place, monkeypatch):
     """Only destination blocks, and budgets that depend on lengths alone, are uploaded (pinned)."""
-    names, pack = launches(monkeypatch), warm_up.PackRequest
+    names, pack = launches(monkeypatch), warm_up.PackPrompt
 
     def uploaded(values, dtype, device):
         return torch.empty(len(values), dtype=dtype, device="meta")
@@ -61,7 +61,7 @@ def test_the_end_of_a_prefill_does_not_wait(preset, in_place, monkeypatch):
         page_pool, "async_tensor_h2d", lambda values, device, dtype: uploaded(values, dtype, device)
     )
     monkeypatch.setattr(
-        warm_up, "PackRequest", lambda **fields: pack(**{**fields, "in_place": in_place})
+        warm_up, "PackPrompt", lambda **fields: pack(**{**fields, "in_place": in_place})
     )
     settings = CompressionConfig.parse({"compress": preset, "budget": 0.3, "min_prompt": 200})
     compressor = PromptCompressor(

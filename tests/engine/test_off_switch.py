@@ -241,7 +241,7 @@ from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS
 import importlib
 for hook in VLLM_HOOKS:
     module, _, name = hook.target.partition(":")
-    if hook.name.startswith("frontend.") and hook.kind == "wrap":
+    if hook.name.startswith("frontend."):
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)

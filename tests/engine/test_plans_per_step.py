@@ -266,7 +266,7 @@ def test_new_settings_forget_all_plans(model):
             return scheduler.schedules.of(state).prefill.page_plan.pages
 
         before = kept_pages()
-        scheduler.use_settings(scheduler.admissions.settings.variant(budget=0.8))
+        llm.use_settings(scheduler.admissions.settings.variant(budget=0.8))
         assert kept_pages() > before
         llm.drain()
 

@@ -42,7 +42,7 @@ def recorded(folder, config, prompt, answer, spans, **options):
         llm.drain()
         llm.finish_in_flight_steps()
         assert llm.free_blocks == free
-        assert not llm.compressor.pool.protected
+        assert not llm.compressor.packer.protected
     return seen, packed
 
 
@@ -344,7 +344,7 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
                 assert [got[str(at)] for at in range(4)] == alone
             llm.finish_in_flight_steps()
             assert llm.free_blocks == free
-            assert not llm.compressor.pool.protected
+            assert not llm.compressor.packer.protected
 
 
 @model_runner_v1_only

@@ -19,7 +19,7 @@ from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
 from vllm_kvcompress.engine.messages.outputs import take_usage
-from vllm_kvcompress.engine.messages.step import PackedPrompt, PackRequest, StepPlan
+from vllm_kvcompress.engine.messages.step import PackedPrompt, PackLookahead, PackPrompt, StepPlan
 from vllm_kvcompress.engine.scheduling import admission
 from vllm_kvcompress.engine.scheduling.compression_stats import UsageNotes
 from vllm_kvcompress.engine.scheduling.request_state import Decision
@@ -33,13 +33,11 @@ BLOCK_BYTES = 1000
 
 def pack_request(name, tokens=100, lookahead=None):
     plan = page_plan(SETTINGS.budget_spec(2, tokens), 16)
-    return PackRequest(
-        request_id=name,
-        settings=SETTINGS,
-        plan=plan,
-        tokens=tokens,
-        destination=(),
-        output_tokens=lookahead,
+    shared = {"request_id": name, "settings": SETTINGS, "plan": plan, "tokens": tokens}
+    if lookahead is None:
+        return PackPrompt(**shared, reads_page_tables=False)
+    return PackLookahead(
+        **shared, reads_page_tables=False, output_tokens=lookahead, early_target=""
     )
 
 
@@ -247,8 +245,8 @@ def test_kept_tokens_are_exact_once_the_workers_report():
     settings = CompressionConfig.parse({"compress": "cake", "budget": 0.8, "packed_dtype": "k4v3"})
     plan = page_plan(settings.budget_spec(2, 250), 16, page_tokens=64)
     assert (plan.pages, plan.blocks, plan.tail) == (6, 3, 10)
-    pack = PackRequest(
-        request_id="a", settings=settings, plan=plan, tokens=250, destination=(1, 2, 3)
+    pack = PackPrompt(
+        request_id="a", settings=settings, plan=plan, tokens=250, reads_page_tables=False
     )
     notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack,)))
@@ -402,10 +400,9 @@ def test_token_in_token_out_endpoint_reports_usage(monkeypatch, stream):
     for module, owner, name in WRAPPED:  # undo the wrappers of `install` after the test
         found = getattr(importlib.import_module(module), owner)
         monkeypatch.setattr(found, name, getattr(found, name))
-    monkeypatch.setattr(usage.OutputProcessor, usage._INSTALLED, False, raising=False)
     monkeypatch.setattr(AsyncLLM, "generate", generate)
     monkeypatch.setattr(ServingTokens, "serve_tokens", serve_tokens)
-    usage.install()
+    usage.install.__wrapped__()
 
     async def reported_usage():
         response = await ServingTokens.serve_tokens(None, None)

@@ -369,7 +369,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             scheduler.step_builder._deferred_free._unfreed,
             len(scheduler.lookaheads),
             llm.lookahead_slots_in_use,
-            compressor.pool.protected,
+            len(compressor.packer.protected),
             compressor._prefills,
             compressor._step,
             compressor.pool._slots,
@@ -438,9 +438,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         for request_id in sorted(single & by_id.keys(), key=int):
             request, times = by_id[request_id], resumed_at.get(request_id, [])
             times = times if request_id in packable else []
-            llm.scheduler.use_settings(
-                config if request_id in compressible else uncompressed_prompts
-            )
+            llm.use_settings(config if request_id in compressible else uncompressed_prompts)
             output = outputs[request_id]
             if load.lookahead:
                 # A preemption before the packing changes nothing. After a later one, or an early
@@ -457,7 +455,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             llm.assert_matches_solo_run(
                 request.prompt, len(output), output, times, extra_args=overrides[request_id]
             )
-        llm.scheduler.use_settings(config)
+        llm.use_settings(config)
         # Requests with equal output lengths run together, so that none waits for a longer one.
         rest = sorted(by_id.keys() - single, key=lambda name: (by_id[name].num_output, int(name)))
         for start in range(0, len(rest), TOGETHER):

@@ -27,7 +27,7 @@ from test_prompts_in_pieces import pieces_settings
 from test_reference import PROMPT, assert_equals_reference, packed
 from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.planning import model_traits, obstacles
+from vllm_kvcompress.planning import model_traits
 from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = with_states
@@ -66,9 +66,8 @@ def states_of_whole_steps():
     """Cache Granite's states at the end of a step, and do not refuse the model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
-        served = model_traits.WITH_CACHED_STATES | {"GraniteMoeHybridForCausalLM"}
-        for module in (model_traits, obstacles):
-            patch.setattr(module, "WITH_CACHED_STATES", served)
+        served = model_traits.CACHED_STATE_MODELS | {"GraniteMoeHybridForCausalLM"}
+        patch.setattr(model_traits, "CACHED_STATE_MODELS", served)
         yield
 
 

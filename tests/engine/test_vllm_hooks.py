@@ -15,8 +15,7 @@ import vllm_kvcompress.engine as engine_package
 from checkpoints import make
 from vllm_kvcompress.engine.doctor.installation import check_vllm_hooks
 from vllm_kvcompress.engine.startup import import_failures
-from vllm_kvcompress.engine.startup.vllm_hook import TESTED, VllmHook
-from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS, check_all
+from vllm_kvcompress.engine.startup.vllm_hooks import TESTED, VLLM_HOOKS, VllmHook, check_all
 from vllm_kvcompress.errors import VllmHookError
 
 
@@ -25,11 +24,9 @@ def test_every_hook_exists_in_this_vllm(hook):
     hook.check(vllm.__version__)
 
 
-def test_every_hook_names_our_module_and_a_removal_event():
+def test_every_hook_names_our_module():
     for hook in VLLM_HOOKS:
         importlib.import_module(f"vllm_kvcompress.engine.{hook.name}")
-        assert hook.kind in ("registry", "subclass", "wrap", "use")
-        assert hook.remove_when
 
 
 # `engine/doctor` runs before the hooks are checked, or on an engine that has started
@@ -78,7 +75,7 @@ def is_module(name):
     ],
 )
 def test_trap_22_a_missing_hook_is_named_with_the_fix(target, params, message):
-    hook = VllmHook(name="x", target=target, kind="wrap", params=params, remove_when="never")
+    hook = VllmHook(name="x", target=target, params=params)
     with pytest.raises(VllmHookError, match=message) as refusal:
         hook.check("0.32.0")
     assert "install a vLLM in" in str(refusal.value)
@@ -133,9 +130,7 @@ def test_import_errors_name_the_missing_package(imports, message, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "importing.hook", raising=False)
     monkeypatch.delitem(sys.modules, "importing", raising=False)
-    hook = VllmHook(
-        name="x", target="importing.hook:Thing", kind="wrap", params=(), remove_when="never"
-    )
+    hook = VllmHook(name="x", target="importing.hook:Thing")
     with pytest.raises(VllmHookError) as refusal:
         hook.check("0.33.0")
     assert message in str(refusal.value)
@@ -165,7 +160,7 @@ def test_the_fix_changes_the_installation(requirement, command, monkeypatch):
 def test_check_all_stops_at_the_first_missing_hook(monkeypatch):
     from vllm_kvcompress.engine.startup import vllm_hooks
 
-    lost = VllmHook(name="x", target="vllm:no_such", kind="wrap", params=(), remove_when="never")
+    lost = VllmHook(name="x", target="vllm:no_such")
     monkeypatch.setattr(vllm_hooks, "VLLM_HOOKS", (*VLLM_HOOKS, lost))
     with pytest.raises(VllmHookError, match="vllm:no_such"):
         check_all(vllm.__version__)

@@ -11,7 +11,6 @@ Memory that a Triton kernel's op allocates is filled with NaN, or with the large
 """
 
 import inspect
-import os
 import re
 import sys
 import warnings
@@ -27,11 +26,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 import kvcompress_kernels
+from cases import INTERPRETED, KERNELS_RUN, ON_GPU
 from kvcompress_kernels import contract
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-KERNELS_RUN = INTERPRETED or ON_GPU
 NO_GPU = "needs a CUDA device, and PyTorch sees none"
 
 if INTERPRETED:

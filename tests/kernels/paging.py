@@ -1,8 +1,10 @@
-"""Paged test caches in random page order, and a measure of an op's memory."""
+"""Paged test caches in random page order, layouts of pages, and a measure of an op's memory."""
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcompress_kernels.packed_attention import Offsets
 
 
 def shuffled_pages(tokens: int, block: int, *, seed: int, spare: int) -> tuple[torch.Tensor, int]:
@@ -59,6 +61,23 @@ def paged_rows(paged, x, block, **options):
     table = torch.full((rows, width + 3), len(cache) + 1000)
     table[:, :width] = pages.view(rows, width)
     return cache, table[:, :width]
+
+
+def amx_tiles(block, dim):
+    """Return the offsets of AMX tiles, as in vllm_kvcompress/engine/pages/layouts.py."""
+    t, d = torch.arange(block, dtype=torch.int32), torch.arange(dim, dtype=torch.int32)
+    return Offsets(
+        t // 16 * 16 * dim + t % 16 * 2,
+        d // 2 * 32 + d % 2,
+        block * dim + t // 2 * 32 + t % 2,
+        d // 16 * 16 * block + d % 16 * 2,
+    )
+
+
+def transposed_keys(block, dim):
+    """Return the offsets of K with its tokens side by side, and of V in rows, as in CPU_ATTN."""
+    t, d = torch.arange(block, dtype=torch.int32), torch.arange(dim, dtype=torch.int32)
+    return Offsets(t, d * block, block * dim + t * dim, d)
 
 
 class LargestStorage(TorchDispatchMode):

@@ -1,14 +1,14 @@
 import itertools
 import math
-import os
 import sys
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels.apportion import (
     apportion,
     apportion_by_preference,
@@ -19,8 +19,7 @@ from kvcompress_kernels.apportion import (
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=15 if INTERPRETED else 80)
+prop = property_test(80, interpreted=15)
 LAYERS = [1, 2, 3, 28, 32, 64, 80, 128, 256]
 f64, i64 = torch.float64, torch.int64
 

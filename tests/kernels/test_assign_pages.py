@@ -1,16 +1,14 @@
-import os
-
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels.assign_pages import assign_pages, reference
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=10 if INTERPRETED else 60)
+prop = property_test(60, interpreted=10)
 i32, i64 = torch.int32, torch.int64
 SLOTS, STALE = 7, -5
 

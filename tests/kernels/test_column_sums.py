@@ -1,20 +1,17 @@
-import os
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import INTERPRETED, TOLERANCE, property_test
 from kvcompress_kernels.column_sums import column_sums, reference
 from kvcompress_kernels.column_sums import cpu as column_sums_cpu
 from paging import LargestStorage, paged_keys
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+prop = property_test(25, interpreted=5)
 
 
 def random(heads, kv_heads, tokens, count, dim, *, seed=0, q_scale=1.0, dtype=torch.float32):
@@ -149,23 +146,6 @@ def test_spans_with_logits_whose_exp_leaves_float32(monkeypatch):
     q, k = random(2, 1, 60, 60, 4, q_scale=100.0)
     monkeypatch.setattr(column_sums_cpu, "KEYS", 16 * 16)
     compare(q, k, 16, tolerance={"rtol": 1e-3, "atol": 1e-4})
-
-
-def test_gqa_equals_repeated_kv_heads():
-    q, k = random(6, 2, 50, 50, 8)
-    query = q.transpose(0, 1)
-    shared = column_sums(query, *paged_keys(k, 16), 50, 0.3)
-    repeated = column_sums(query, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3)
-    torch.testing.assert_close(shared, repeated, rtol=1e-5, atol=1e-7)
-
-
-def test_inputs_are_unchanged():
-    view, pages = paged_keys(torch.randn(2, 40, 8), 16, spare=0)
-    view = view.nan_to_num(5.0)
-    q = torch.randn(40, 4, 8)
-    before = [x.clone() for x in (view, pages, q)]
-    column_sums(q, view, pages, 40, 0.3)
-    assert all(torch.equal(a, b) for a, b in zip(before, (view, pages, q), strict=True))
 
 
 def test_strided_query():

@@ -1,19 +1,18 @@
 """`count_highest` against a sort of all scores that an update knows."""
 
 import math
-import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels.count_highest import count_highest, reference
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=20 if INTERPRETED else 300)
+prop = property_test(300, interpreted=20)
 inf = math.inf
 ODD = torch.tensor([inf, -inf, 0.0, -0.0, 1e-45, -1e-45, 2e-45, 1e-38, 3e38, -3e38, 1.0])
 LAYERS_AND_EVERY = (

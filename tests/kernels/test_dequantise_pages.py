@@ -1,22 +1,21 @@
 """Dequantised pages equal the float64 reference, and no other byte of the cache changes."""
 
-import os
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.dequantise_pages import dequantise_pages, reference
 from kvcompress_kernels.packed_attention import Offsets
+from paging import amx_tiles, transposed_keys
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNELS_RUN = INTERPRETED or torch.cuda.is_available()
-prop = settings(derandomize=True, deadline=None, max_examples=8 if INTERPRETED else 40)
+prop = property_test(40, interpreted=8)
 LAYOUTS = ("PHT", "PTH", "TPH", "HPT", "THP", "HTP")
 """Orders of pages, heads and tokens in memory. The head dim is innermost."""
 SIZES = (
@@ -108,20 +107,10 @@ def test_blocks_of_few_tokens(block, layout):
 @pytest.mark.cpu
 @pytest.mark.parametrize("block", [32, 96, 128])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("amx", [False, True])
-def test_layouts_of_cpu_attn(amx, size, block):
+@pytest.mark.parametrize("offsets", [transposed_keys, amx_tiles])
+def test_layouts_of_cpu_attn(offsets, size, block):
     dim, dtype = size
-    token, channel = torch.arange(block), torch.arange(dim)
-    first_value = block * dim
-    offsets = token, channel * block, first_value + token * dim, channel
-    if amx:  # see vllm_kvcompress/engine/pages/layouts.py
-        offsets = (
-            token // 16 * 16 * dim + token % 16 * 2,
-            channel // 2 * 32 + channel % 2,
-            first_value + token // 2 * 32 + token % 2,
-            channel // 16 * 16 * block + channel % 16 * 2,
-        )
-    check(case(2, dim=dim, dtype=dtype, block=block, offsets=Offsets(*(x.int() for x in offsets))))
+    check(case(2, dim=dim, dtype=dtype, block=block, offsets=offsets(block, dim)))
 
 
 def test_numbers_saturate_in_float16():

@@ -1,24 +1,20 @@
 """Ops on a float8 cache: each op reads its values exactly or rejects it."""
 
-import os
-
 import pytest
 import torch
 
+from cases import TOLERANCE
 from kvcompress_kernels import builds
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import reference as column_sums_ref
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.value_scores import reference as value_scores_ref
-from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import reference as window_scores_ref
-from kvcompress_kernels.window_scores import window_scores
+from one_row import value_scores, window_scores
 from paging import paged_keys, paged_values
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 float8 = pytest.mark.parametrize("float8", builds.FLOAT8)
 query_of = pytest.mark.parametrize("dtype", builds.FLOATS)

@@ -8,9 +8,10 @@ import pytest_process
 
 KERNELS = pytest_process.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
+SHARED = {"key_cosines": "per_token_ops", "value_norms": "per_token_ops"}
+"""Tests of ops that share a file."""
 MORE_TESTS = (
     "sinks",
-    "per_token_ops",
     "float8",
     "window_layers",
     "window_log_sums",
@@ -18,7 +19,8 @@ MORE_TESTS = (
     "merged_rows",
     "overflow",
 )
-FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *MORE_TESTS)]
+TESTS = dict.fromkeys([*(SHARED.get(op, op) for op in OPS), *MORE_TESTS])
+FILES = [f"tests/kernels/test_{name}.py" for name in TESTS]
 
 
 @pytest.mark.slow

@@ -1,21 +1,19 @@
-import os
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import TOLERANCE, property_test
 from kvcompress_kernels import builds
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
-from kvcompress_kernels.lag_scores import lag_scores, lag_scores_of_rows, reference
+from kvcompress_kernels.lag_scores import lag_scores_of_rows, reference
+from one_row import lag_scores
 from paging import LargestStorage, paged_keys, paged_rows, paged_values
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+prop = property_test(25, interpreted=5)
 
 
 def random(kv_heads, tokens, dim, *, seed=0):
@@ -26,9 +24,14 @@ def random(kv_heads, tokens, dim, *, seed=0):
     return torch.from_numpy(k), torch.from_numpy(v)
 
 
+def paged(k, v, block, **kwargs):
+    """Return key pages, value pages and page ids."""
+    keys, pages = paged_keys(k, block, **kwargs)
+    return keys, paged_values(v, block, **kwargs)[0], pages
+
+
 def score(k, v, sinks, lag, block=16, **kwargs):
-    (keys, pages), (values, _) = paged_keys(k, block, **kwargs), paged_values(v, block, **kwargs)
-    return lag_scores(keys, values, pages, k.shape[1], sinks=sinks, lag=lag)
+    return lag_scores(*paged(k, v, block, **kwargs), k.shape[1], sinks=sinks, lag=lag)
 
 
 def compare(k, v, sinks, lag, block=16, **kwargs):
@@ -37,11 +40,7 @@ def compare(k, v, sinks, lag, block=16, **kwargs):
     assert got.shape == (len(k), parts, lag)
     assert got.dtype == torch.float32
     if parts:
-        (keys, pages), (values, _) = (
-            paged_keys(k, block, **kwargs),
-            paged_values(v, block, **kwargs),
-        )
-        want = reference.run(keys, values, pages, parts, sinks, lag)
+        want = reference.run(*paged(k, v, block, **kwargs), parts, sinks, lag)
         torch.testing.assert_close(got, want, **TOLERANCE)
     return got
 
@@ -93,7 +92,6 @@ def test_scored_partition_needs_a_full_partition_after_it(tokens, parts):
     assert score(*random(2, tokens, 4), 4, 128).shape == (2, parts, 128)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize(
     ("kv_heads", "tokens", "dim", "sinks", "lag", "block", "interleave"),
     [
@@ -105,15 +103,15 @@ def test_scored_partition_needs_a_full_partition_after_it(tokens, parts):
         (2, 30, 8, 4, 16, 16, False),  # no scored partition
     ],
 )
-def test_rows_equal_calls_with_one_row(rows, kv_heads, tokens, dim, sinks, lag, block, interleave):
-    inputs = [random(kv_heads, tokens, dim, seed=seed) for seed in range(rows)]
+def test_rows_equal_calls_with_one_row(kv_heads, tokens, dim, sinks, lag, block, interleave):
+    inputs = [random(kv_heads, tokens, dim, seed=seed) for seed in range(3)]
     k, v = (torch.stack(x) for x in zip(*inputs, strict=True))
     options = {"interleave": interleave, "dtype": torch.bfloat16}
     keys, pages = paged_rows(paged_keys, k, block, **options)
     values, _ = paged_rows(paged_values, v, block, **options)
     together = lag_scores_of_rows(keys, values, pages, tokens, sinks=sinks, lag=lag)
     parts = max((tokens - sinks) // lag - 1, 0)
-    assert together.shape == (rows, kv_heads, parts, lag)
+    assert together.shape == (3, kv_heads, parts, lag)
     assert (together.dtype, together.is_contiguous()) == (torch.float32, True)
     for got, row_pages in zip(together, pages, strict=True):
         want = lag_scores(keys, values, row_pages, tokens, sinks=sinks, lag=lag)
@@ -209,32 +207,22 @@ KEYS, VALUES = torch.zeros(3, 2, 8, 16), torch.zeros(3, 2, 16, 8)
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "table", "tokens", "sinks", "lag", "message"),
+    ("keys", "values", "pages", "tokens", "sinks", "lag", "message"),
     [
-        (KEYS[0], VALUES, 3, 40, 4, 8, r"key_pages must be \[N, Hkv, D, bs\]"),
-        (KEYS, VALUES[0], 3, 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
-        (KEYS, VALUES[:, :1], 3, 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
-        (KEYS.byte(), VALUES, 3, 40, 4, 8, "key_pages must be floats: view a quantised"),
-        (KEYS, VALUES.byte(), 3, 40, 4, 8, "value_pages must be floats: view a quantised"),
-        (KEYS, VALUES, 3, 0, 4, 8, "tokens must be positive; got 0"),
-        (KEYS, VALUES, 2, 40, 4, 8, r"pages must be \[3\]; got \(2,\)"),
-        (KEYS, VALUES, 3, 40, -1, 8, r"sinks >= 0 and lag >= 1 must hold; got \(-1, 8\)"),
-        (KEYS, VALUES, 3, 40, 4, 0, r"sinks >= 0 and lag >= 1 must hold; got \(4, 0\)"),
+        (KEYS[0], VALUES, (1, 3), 40, 4, 8, r"key_pages must be \[N, Hkv, D, bs\]"),
+        (KEYS, VALUES[0], (1, 3), 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
+        (KEYS, VALUES[:, :1], (1, 3), 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
+        (KEYS.byte(), VALUES, (1, 3), 40, 4, 8, "key_pages must be floats: view a quantised"),
+        (KEYS, VALUES.byte(), (1, 3), 40, 4, 8, "value_pages must be floats: view a quantised"),
+        (KEYS, VALUES, (1, 3), 0, 4, 8, "tokens must be positive; got 0"),
+        (KEYS, VALUES, (3,), 40, 4, 8, r"pages must be \[N, W\] with N > 0; got \(3,\)"),
+        (KEYS, VALUES, (0, 3), 40, 4, 8, r"pages must be .* N > 0; got \(0, 3\)"),
+        (KEYS, VALUES, (2, 2), 40, 4, 8, r"pages must be \[2, 3\]; got \(2, 2\)"),
+        (KEYS, VALUES, (1, 3), 40, -1, 8, r"sinks >= 0 and lag >= 1 must hold; got \(-1, 8\)"),
+        (KEYS, VALUES, (1, 3), 40, 4, 0, r"sinks >= 0 and lag >= 1 must hold; got \(4, 0\)"),
     ],
 )
-def test_invalid_arguments_are_rejected(keys, values, table, tokens, sinks, lag, message):
+def test_invalid_arguments_are_rejected(keys, values, pages, tokens, sinks, lag, message):
+    table = torch.zeros(pages, dtype=torch.int64)
     with pytest.raises(ValueError, match=f"lag_scores: {message}"):
-        lag_scores(keys, values, torch.arange(table), tokens, sinks=sinks, lag=lag)
-
-
-@pytest.mark.parametrize(
-    ("pages", "message"),
-    [
-        (torch.arange(3), r"pages must be \[N, W\] with N > 0; got \(3,\)"),
-        (torch.zeros(0, 3, dtype=torch.int64), r"N > 0; got \(0, 3\)"),
-        (torch.zeros(2, 2, dtype=torch.int64), r"pages must be \[2, 3\]; got \(2, 2\)"),
-    ],
-)
-def test_pages_of_rows_are_checked(pages, message):
-    with pytest.raises(ValueError, match=f"lag_scores: .*{message}"):
-        lag_scores_of_rows(KEYS, VALUES, pages, 40, sinks=4, lag=8)
+        lag_scores_of_rows(keys, values, table, tokens, sinks=sinks, lag=lag)

@@ -11,63 +11,24 @@ import torch
 import kvcompress_kernels
 from host_sync import launches, no_uploads_or_reads
 from kvcompress_kernels.apportion import apportion, apportion_by_preference, round_to_pages
-from kvcompress_kernels.apportion import triton as apportion_triton
 from kvcompress_kernels.assign_pages import assign_pages
-from kvcompress_kernels.assign_pages import triton as assign_pages_triton
 from kvcompress_kernels.column_sums import column_sums
-from kvcompress_kernels.column_sums import triton as column_sums_triton
 from kvcompress_kernels.count_highest import count_highest
-from kvcompress_kernels.count_highest import triton as count_highest_triton
 from kvcompress_kernels.dequantise_pages import dequantise_pages
-from kvcompress_kernels.dequantise_pages import triton as dequantise_pages_triton
-from kvcompress_kernels.key_cosines import key_cosines, key_cosines_of_rows
-from kvcompress_kernels.key_cosines import triton as key_cosines_triton
-from kvcompress_kernels.lag_scores import lag_scores, lag_scores_of_rows
-from kvcompress_kernels.lag_scores import triton as lag_scores_triton
+from kvcompress_kernels.key_cosines import key_cosines_of_rows
+from kvcompress_kernels.lag_scores import lag_scores_of_rows
 from kvcompress_kernels.merge_evicted import merge_evicted
-from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
 from kvcompress_kernels.move_kept import move_kept
-from kvcompress_kernels.move_kept import triton as move_kept_triton
 from kvcompress_kernels.packed_attention import packed_attention
-from kvcompress_kernels.packed_attention import triton as packed_attention_triton
 from kvcompress_kernels.packed_attention.scratch import workspace
 from kvcompress_kernels.page_tables import page_tables
-from kvcompress_kernels.page_tables import triton as page_tables_triton
 from kvcompress_kernels.quantise_kept import quantise_kept
-from kvcompress_kernels.quantise_kept import triton as quantise_kept_triton
 from kvcompress_kernels.select import select, select_chunks
-from kvcompress_kernels.select import triton as select_triton
-from kvcompress_kernels.value_norms import triton as value_norms_triton
-from kvcompress_kernels.value_norms import value_norms, value_norms_of_rows
-from kvcompress_kernels.value_scores import triton as value_scores_triton
-from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
-from kvcompress_kernels.window_scores import triton as window_scores_triton
-from kvcompress_kernels.window_scores import (
-    window_scores,
-    window_scores_of_layers,
-    window_scores_of_rows,
-)
+from kvcompress_kernels.value_norms import value_norms_of_rows
+from kvcompress_kernels.value_scores import value_scores_of_rows
+from kvcompress_kernels.window_scores import window_scores_of_rows
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="uses meta tensors")
-
-TRITON_MODULES = (
-    apportion_triton,
-    assign_pages_triton,
-    column_sums_triton,
-    count_highest_triton,
-    dequantise_pages_triton,
-    key_cosines_triton,
-    lag_scores_triton,
-    move_kept_triton,
-    merge_evicted_triton,
-    packed_attention_triton,
-    page_tables_triton,
-    quantise_kept_triton,
-    select_triton,
-    value_norms_triton,
-    value_scores_triton,
-    window_scores_triton,
-)
 
 
 @pytest.fixture
@@ -86,7 +47,7 @@ def pages(dim, dtype=torch.bfloat16):
 
 
 K, V = pages(64)
-QUERY = on_device(32, 8, 64, dtype=torch.bfloat16)
+QUERY = on_device(3, 32, 8, 64, dtype=torch.bfloat16)
 TABLE = on_device(13, dtype=torch.int64)  # pages of 200 tokens
 TABLES = on_device(3, 13, dtype=torch.int64)
 KEPT = on_device(3, 2, 96, dtype=torch.int64)
@@ -139,24 +100,15 @@ CALLS = {
         assign(out_group_tokens=PACKED[1]),
         assign(group_tokens=on_device(2, 4), out_group_tokens=PACKED[1]),
     ],
-    "window_scores": lambda: [
-        window_scores(QUERY, K, TABLE, 200, scale, variance=pooled, maximum=maximum, pooled=pooled)
-        for scale in (0.1, -0.1)
-        for maximum, pooled in ((False, False), (True, False), (True, True))
-    ],
-    "column_sums": lambda: column_sums(QUERY, K, TABLE, 200, 0.1),
+    "column_sums": lambda: column_sums(QUERY[0], K, TABLE, 200, 0.1),
     "count_highest": lambda: [count_highest(SCORES, 300, every) for every in (2, 6)],
-    "value_scores": lambda: [
-        value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2") for fast in (False, True)
+    "value_scores_of_rows": lambda: [
+        value_scores_of_rows(WEIGHTS, V, TABLES, 200, lengths=lengths, fast=fast, reduce="l2")
+        for lengths in (None, COUNTS)
+        for fast in (False, True)
     ],
-    "value_scores_of_rows": lambda: value_scores_of_rows(
-        WEIGHTS, V, TABLES, 200, lengths=COUNTS, fast=False, reduce="mean"
-    ),
-    "value_norms": lambda: value_norms(V, TABLE, 200),
     "value_norms_of_rows": lambda: value_norms_of_rows(V, TABLES, 200),
-    "key_cosines": lambda: key_cosines(K, TABLE, 200),
     "key_cosines_of_rows": lambda: key_cosines_of_rows(K, TABLES, 200),
-    "lag_scores": lambda: lag_scores(K, V, TABLE, 200, sinks=4, lag=30),
     "lag_scores_of_rows": lambda: lag_scores_of_rows(K, V, TABLES, 200, sinks=4, lag=30),
     "merge_evicted": lambda: merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
     "move_kept": lambda: [
@@ -195,37 +147,17 @@ CALLS = {
         on_device(40, 2, 16, 128, dtype=torch.bfloat16), None, on_device(5), on_device(20)
     ),
     "page_tables": lambda: page_tables(*STEP, on_device(4), 4, 16, *INTO),
-    "window_scores_of_layers": lambda: [
-        window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=more, maximum=more)
-        for more in (False, True)
+    "window_scores_of_rows": lambda: [
+        window_scores_of_rows(QUERY, K, TABLES, 200, scale, **{"variance": True, **options})
+        for scale in (0.1, -0.1, on_device(3, dtype=torch.float32))
+        for options in (
+            {"variance": False},
+            {"maximum": True},
+            {"maximum": True, "pooled": True},
+            {"lengths": COUNTS},
+            {"row_log_sums": on_device(3, 8, 32, dtype=torch.float32)},
+        )
     ],
-    "window_scores_of_rows": lambda: (
-        [
-            window_scores_of_rows(
-                torch.stack([QUERY] * 3),
-                K,
-                TABLES,
-                200,
-                0.1,
-                lengths=on_device(3),
-                variance=more,
-                maximum=more,
-                pooled=more,
-            )
-            for more in (False, True)
-        ]
-        + [
-            window_scores_of_rows(
-                torch.stack([QUERY] * 3),
-                K,
-                TABLES,
-                200,
-                0.1,
-                variance=True,
-                row_log_sums=on_device(3, 8, 32, dtype=torch.float32),
-            )
-        ]
-    ),
 }
 LAUNCHERS = {"run", "run_rows", "run_preferences", "run_pages", "chunks"}
 """Functions of the Triton modules that the public ops call."""
@@ -242,9 +174,9 @@ def functions(module):
 def test_every_op_is_covered():
     ops = [module.name for module in iter_modules(kvcompress_kernels.__path__) if module.ispkg]
     packages = [importlib.import_module(f"kvcompress_kernels.{op}") for op in ops]
-    public = {name for package in packages for name in functions(package)}
-    assert set(CALLS) == public
-    for module in TRITON_MODULES:
+    assert set(CALLS) == {name for package in packages for name in functions(package)}
+    for op in ops:
+        module = importlib.import_module(f"kvcompress_kernels.{op}.triton")
         assert functions(module) <= LAUNCHERS, module
 
 

@@ -1,12 +1,12 @@
 import itertools
-import os
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import property_test
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.builds import FLOAT8, FLOATS
 from kvcompress_kernels.quantise_kept import quantise_kept, reference
@@ -17,8 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
 ]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-prop = settings(derandomize=True, deadline=None, max_examples=6 if INTERPRETED else 40)
+prop = property_test(40, interpreted=6)
 DTYPES = [*FLOATS, *FLOAT8]
 ORDERS = ["".join(order) for order in itertools.permutations("PHT")]
 """Order of pages, heads and tokens in memory. The head dim is innermost."""
@@ -385,12 +384,12 @@ K, V, INTO = GOOD["key_pages"], GOOD["value_pages"], GOOD["into"]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key_pages": K[0]}, "key_pages must have 4 dimensions"),
+        ({"key_pages": K[0]}, r"key_pages must be \[N, Hkv, D, bs\]"),
         ({"key_pages": K.to(torch.uint8)}, "key_pages must be floats: view a quantised cache"),
         ({"value_pages": V.to(torch.int8)}, "value_pages must be floats: view a quantised cache"),
         ({"value_pages": V[:3]}, r"value_pages must be \[4, 2, 16, 64\]"),
         ({"value_pages": V[..., :32]}, r"value_pages must be \[4, 2, 16, 64\]"),
-        ({"value_pages": V.half()}, "value_pages must be torch.float32"),
+        ({"value_pages": V.half()}, r"value_pages must be \[4, 2, 16, 64\] float32"),
         ({"pages": GOOD["pages"][:1]}, r"kept must be \[1, 2, n\]"),
         ({"kept": GOOD["kept"][:, :1]}, r"kept must be \[3, 2, n\]"),
         ({"kept": GOOD["kept"][0]}, r"kept must be \[3, 2, n\]"),

@@ -1,15 +1,13 @@
 """Copying a test's tensors to a device and back, tested with a second copy on the CPU."""
 
-import os
 from functools import wraps
 
 import pytest
 import torch
 
 import test_merged_rows
+from cases import INTERPRETED
 from kvcompress_kernels import value_norms as unwrapped
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture
@@ -92,4 +90,4 @@ def test_ops_in_helpers_of_other_test_modules_run_on_the_device(wrap_ops, device
 def test_op_that_would_stay_on_the_cpu_is_an_error():
     values, pages = torch.ones(1, 1, 16, 8), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(AssertionError, match=r"CPU code of kvcompress_kernels\.value_norms"):
-        unwrapped.value_norms(values, pages, 16)
+        unwrapped.value_norms_of_rows(values, pages[None], 16)

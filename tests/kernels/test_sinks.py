@@ -1,21 +1,20 @@
 """Attention sinks: an extra logit in every row's softmax without a key."""
 
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
 
 import methods_reference as ref
+from cases import INTERPRETED, TOLERANCE
 from kvcompress_kernels.column_sums import column_sums
-from kvcompress_kernels.window_scores import window_scores, window_scores_of_rows
+from kvcompress_kernels.window_scores import window_scores_of_rows
+from one_row import window_scores
 from paging import paged_keys
 
 pytestmark = pytest.mark.gpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 SINKS = [-40.0, 0.7, 9.0, 2.5, 0.0, -3.0]
 """Sinks that take almost nothing, about as much as a key, or almost all of a row."""
 SCALES = {"usual": 1.0, "huge": 300.0}

@@ -1,39 +1,27 @@
-"""`window_scores` of several layers and rows, and further tests of single layers."""
+"""`window_scores_of_rows` with several rows, and further tests of one row."""
 
 import numpy as np
 import pytest
 import torch
 
-from kvcompress_kernels.window_scores import (
-    reference,
-    window_scores,
-    window_scores_of_layers,
-    window_scores_of_rows,
-)
-from paging import paged_keys
+from cases import assert_close, assert_equal
+from kvcompress_kernels.window_scores import reference, window_scores_of_rows
+from one_row import scores_of_row, window_scores
+from paging import paged_keys, paged_rows
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
-
 
 def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=False):
-    """Return queries, key_pages and pages of a prompt's layers in one cache.
+    """Return queries ``[N, w, Hq, D]``, key pages and pages of a prompt's layers in one cache.
 
     Unused slots and pages hold NaN.
     """
     rng = np.random.RandomState(0)
-    stores, pages, used = [], [], 0
-    for layer in range(layers):
-        k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).float()
-        view, row_pages = paged_keys(k, block, seed=layer, dtype=dtype, interleave=interleave)
-        pages.append(row_pages + used)
-        used += len(view)
-        stores.append(view.permute(0, 3, 1, 2) if interleave else view)
-    cache = torch.cat(stores)
-    cache = cache.permute(0, 2, 3, 1) if interleave else cache
-    queries = torch.from_numpy(rng.standard_normal((layers, w, heads, dim))).to(dtype)
-    return list(queries), cache, torch.stack(pages)
+    k = torch.from_numpy(rng.standard_normal((layers, kv_heads, tokens, dim)))
+    cache, pages = paged_rows(paged_keys, k.float(), block, dtype=dtype, interleave=interleave)
+    query = torch.from_numpy(rng.standard_normal((layers, w, heads, dim))).to(dtype)
+    return query, cache, pages
 
 
 @pytest.mark.parametrize(
@@ -54,18 +42,13 @@ def test_batched_layers_score_like_single_layers(tokens, layers, dtype, interlea
         {"variance": False, "maximum": False, "pooled": False},
     ]
     for options in all_options:
-        together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, **options)
-        assert len(together) == layers
-        for query, row_pages, got in zip(queries, pages, together, strict=True):
-            alone = window_scores(query, cache, row_pages, tokens, 0.3, **options)
-            want = reference.run(query, cache, row_pages, tokens, 0.3, **options)
-            for name in got._fields:
-                values = [getattr(scores, name) for scores in (got, alone, want)]
-                if not options.get(name, True):
-                    assert values == [None] * 3
-                    continue
-                assert torch.equal(values[0], values[1]), name
-                torch.testing.assert_close(values[0], values[2], **TOLERANCE)
+        together = window_scores_of_rows(queries, cache, pages, tokens, 0.3, **options)
+        for index in range(layers):
+            got = scores_of_row(together, index)
+            arguments = queries[index], cache, pages[index], tokens, 0.3
+            assert_equal(got, window_scores(*arguments, **options))
+            assert_close(got, reference.run(*arguments, **options))
+            assert (got.variance is None, got.maximum is None) == (not options["variance"],) * 2
 
 
 @pytest.mark.parametrize(
@@ -87,19 +70,18 @@ def test_batched_rows_score_like_single_rows(lengths, pooled, dtype):
     options = {"variance": True, "maximum": True, "pooled": pooled}
     counts = torch.tensor(lengths, dtype=torch.int32)
     together = window_scores_of_rows(
-        torch.stack(queries), cache, pages, max_tokens, 0.3, lengths=counts, **options
+        queries, cache, pages, max_tokens, 0.3, lengths=counts, **options
     )
     for row, length in enumerate(lengths):
         row_pages = pages[row, : -(-length // 16)]
         alone = window_scores(queries[row], cache, row_pages, length, 0.3, **options)
-        got = together.row(row)
+        got = scores_of_row(together, row)
         for name in ("total", "variance", "last", "maximum"):
             want, actual = getattr(alone, name), getattr(got, name)
             assert torch.equal(actual[:, : want.shape[1]], want), name
             assert not actual[:, want.shape[1] :].any(), name
         assert torch.equal(got.recent, alone.recent)
-        torch.testing.assert_close(got.entropy, alone.entropy, **TOLERANCE)
-        torch.testing.assert_close(got.shift, alone.shift, **TOLERANCE)
+        assert_close((got.entropy, got.shift), (alone.entropy, alone.shift))
 
 
 def test_row_of_window_length_has_no_past():
@@ -108,10 +90,8 @@ def test_row_of_window_length_has_no_past():
     queries, cache, pages = prompt(2, 25, 6, 2, 16, 16, w, torch.float32)
     counts = torch.tensor(lengths, dtype=torch.int32)
     options = {"variance": True, "maximum": True}
-    got = window_scores_of_rows(
-        torch.stack(queries), cache, pages, 25, 0.3, lengths=counts, **options
-    )
-    only_window, longer = got.row(0), got.row(1)
+    got = window_scores_of_rows(queries, cache, pages, 25, 0.3, lengths=counts, **options)
+    only_window, longer = scores_of_row(got, 0), scores_of_row(got, 1)
     assert not only_window.total.any()
     assert not only_window.variance.any()
     assert not only_window.maximum[:, w:].any()
@@ -127,18 +107,10 @@ def test_each_row_uses_its_own_scale(pooled):
     queries, cache, pages = prompt(3, 70, 6, 2, 16, 16, 8, torch.bfloat16)
     scales = torch.tensor([0.3, 0.017, 1.9])
     options = {"variance": True, "maximum": True, "pooled": pooled}
-    together = window_scores_of_layers(queries, cache, pages, 70, scales, **options)
-    for query, row_pages, scale, got in zip(queries, pages, scales.tolist(), together, strict=True):
-        alone = window_scores(query, cache, row_pages, 70, scale, **options)
-        for name in got._fields:
-            assert torch.equal(getattr(got, name), getattr(alone, name)), name
-
-
-@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones(3).double(), torch.ones(3, 1)])
-def test_scales_are_checked(scale):
-    queries, cache, pages = prompt(3, 40, 6, 2, 16, 16, 8, torch.float32)
-    with pytest.raises(ValueError, match=r"scale must be a number or \[3\] float32; got"):
-        window_scores_of_layers(queries, cache, pages, 40, scale, variance=True)
+    together = window_scores_of_rows(queries, cache, pages, 70, scales, **options)
+    for index, scale in enumerate(scales.tolist()):
+        alone = window_scores(queries[index], cache, pages[index], 70, scale, **options)
+        assert_equal(scores_of_row(together, index), alone)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +129,10 @@ def test_shapes_of_models(heads, kv_heads, dim, block, w, dtype):
     tokens, scale = w + 70, dim**-0.5
     queries, cache, pages = prompt(2, tokens, heads, kv_heads, dim, block, w, dtype)
     options = {"variance": w > 1, "maximum": True, "pooled": dim in (80, 96)}
-    together = window_scores_of_layers(queries, cache, pages, tokens, scale, **options)
-    for query, row_pages, got in zip(queries, pages, together, strict=True):
-        want = reference.run(query, cache, row_pages, tokens, scale, **options)
-        for name in got._fields:
-            if getattr(want, name) is not None:
-                torch.testing.assert_close(getattr(got, name), getattr(want, name), **TOLERANCE)
+    together = window_scores_of_rows(queries, cache, pages, tokens, scale, **options)
+    for index in range(2):
+        want = reference.run(queries[index], cache, pages[index], tokens, scale, **options)
+        assert_close(scores_of_row(together, index), want)
 
 
 @pytest.mark.parametrize(("heads", "w"), [(4, 8), (3, 11), (1, 140)])
@@ -175,12 +145,9 @@ def test_equal_keys_get_equal_scores(heads, w):
     arguments = torch.randn(w, heads, 16), view, pages, past + w, 0.3
     got = window_scores(*arguments, variance=True, maximum=True)
     pooled = window_scores(*arguments, variance=False, maximum=True, pooled=True)
-    inner = pooled.maximum[:, 2 : -w - 2]
-    assert torch.equal(inner, inner[:, :1].expand(-1, past - 4))
-    assert torch.equal(got.maximum[:, :past], got.maximum[:, :1].expand(-1, past))
-    assert torch.equal(got.total, got.total[:, :1].expand(-1, past))
-    assert torch.equal(got.variance, got.variance[:, :1].expand(-1, past))
-    assert torch.equal(got.last[:, :past], got.last[:, :1].expand(-1, past))
+    lines = [x[:, :past] for x in (got.maximum, got.total, got.variance, got.last)]
+    for line in (*lines, pooled.maximum[:, 2 : -w - 2]):
+        assert torch.equal(line, line[:, :1].expand_as(line))
 
 
 def test_negative_scale():
@@ -188,62 +155,58 @@ def test_negative_scale():
     q = torch.randn(4, 4, 8)
     first = window_scores(q, view, pages, 40, -0.7, variance=True, maximum=True)
     second = window_scores(-q, view, pages, 40, 0.7, variance=True, maximum=True)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert_close(first, second, rtol=1e-5, atol=1e-7)
 
 
 def test_query_and_keys_of_different_dtypes():
     k, q = torch.randn(2, 40, 8).bfloat16(), torch.randn(4, 4, 8)
-    first = window_scores(
-        q,
-        *paged_keys(k, 16, dtype=torch.bfloat16),
-        40,
-        0.3,
-        variance=True,
-        maximum=True,
-        pooled=True,
-    )
-    second = window_scores(q, *paged_keys(k, 16), 40, 0.3, variance=True, maximum=True, pooled=True)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    options = {"variance": True, "maximum": True, "pooled": True}
+    first = window_scores(q, *paged_keys(k, 16, dtype=torch.bfloat16), 40, 0.3, **options)
+    second = window_scores(q, *paged_keys(k, 16), 40, 0.3, **options)
+    assert_close(first, second, rtol=1e-5, atol=1e-7)
 
 
 GOOD = {
-    "queries": [torch.zeros(4, 4, 8)] * 2,
+    "query": torch.zeros(2, 4, 4, 8),
     "key_pages": torch.zeros(5, 2, 8, 16),
     "pages": torch.zeros(2, 3, dtype=torch.int64),
     "tokens": 40,
+    "scale": 1.0,
+    "variance": True,
 }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"queries": []}, "there must be at least one layer; got 0"),
-        ({"queries": [torch.zeros(4, 4, 8)]}, r"pages must be \[1, 3\]; got \(2, 3\)"),
-        ({"queries": [torch.zeros(4, 4, 8), torch.zeros(3, 4, 8)]}, "one shape and dtype"),
-        ({"queries": [torch.zeros(4, 4, 8), torch.zeros(4, 4, 8).half()]}, "one shape and dtype"),
-        ({"queries": [torch.zeros(40, 4, 8)] * 2}, "0 < window < tokens must hold"),
-        ({"queries": [torch.zeros(1, 4, 8)] * 2}, "a variance needs a window of at least 2"),
-        ({"queries": [torch.zeros(4, 3, 8)] * 2}, "Hq must be a multiple of Hkv=2"),
-        ({"queries": [torch.zeros(4, 4, 6)] * 2}, "key_pages must have head dim 6"),
+        ({"query": torch.zeros(4, 4, 8)}, r"query must be \[N, w, Hq, D\]; got \(4, 4, 8\)"),
+        ({"query": torch.zeros(0, 4, 4, 8)}, "there must be at least one row; got 0"),
+        ({"query": torch.zeros(2, 0, 4, 8)}, r"0 < window < tokens must hold; got \(0, 40\)"),
+        ({"query": torch.zeros(2, 40, 4, 8)}, r"0 < window < tokens must hold; got \(40, 40\)"),
+        ({"query": torch.zeros(2, 1, 4, 8)}, "a variance needs a window of at least 2; got 1"),
+        ({"query": torch.zeros(2, 4, 3, 8)}, "Hq must be a multiple of Hkv=2; got 3"),
+        ({"query": torch.zeros(2, 4, 4, 6)}, "key_pages must have head dim 6"),
+        ({"key_pages": torch.zeros(5, 2, 8)}, r"key_pages must be \[N, Hkv, D, bs\]"),
+        ({"key_pages": torch.zeros(5, 2, 16, 8)}, "key_pages must have head dim 8"),
         ({"pooled": True}, "pooled needs maximum"),
-        ({"pages": torch.zeros(2, 2, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
-        ({"pages": torch.zeros(3, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
+        ({"pages": torch.zeros(1, 3, dtype=torch.int64)}, r"pages must be \[2, 3\]; got \(1, 3\)"),
+        ({"pages": torch.zeros(2, 2, dtype=torch.int64)}, r"pages must be \[2, 3\]; got \(2, 2\)"),
+        ({"pages": torch.zeros(3, dtype=torch.int64)}, r"pages must be \[2, 3\]; got \(3,\)"),
+        ({"tokens": 49}, r"pages must be \[2, 4\]; got \(2, 3\)"),
+        ({"tokens": 32}, r"pages must be \[2, 2\]; got \(2, 3\)"),
+        ({"tokens": 0}, "0 < window < tokens must hold"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must be \[2\] int32"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths must be \[2\] int32"),
+        ({"scale": torch.ones(3)}, r"scale must be a number or \[2\] float32"),
+        ({"scale": torch.ones(2).double()}, r"scale must be a number or \[2\] float32"),
+        ({"scale": torch.ones(2, 1)}, r"scale must be a number or \[2\] float32"),
+        ({"row_log_sums": torch.zeros(2, 5, 4)}, r"row_log_sums must be \[2, 4, 4\] float32"),
+        ({"row_log_sums": torch.zeros(2, 4, 4).double()}, r"row_log_sums must be .* float32"),
+        ({"row_log_sums": torch.zeros(1, 4, 4)}, r"row_log_sums must be \[2, 4, 4\] float32"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
-def test_shapes_are_checked(change, message):
-    window_scores_of_layers(**GOOD, scale=1.0, variance=True)
-    with pytest.raises(ValueError, match=message):
-        window_scores_of_layers(**GOOD | change, scale=1.0, variance=True)
-
-
-@pytest.mark.parametrize(
-    "lengths", [torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)]
-)
-def test_lengths_are_checked(lengths):
-    arguments = {**GOOD, "query": torch.stack(GOOD["queries"])}
-    del arguments["queries"]
-    with pytest.raises(ValueError, match=r"lengths must be \[2\] int32"):
-        window_scores_of_rows(**arguments, scale=1.0, variance=True, lengths=lengths)
+def test_arguments_are_checked(change, message):
+    window_scores_of_rows(**GOOD)
+    with pytest.raises(ValueError, match=f"window_scores: {message}"):
+        window_scores_of_rows(**GOOD | change)

@@ -80,7 +80,7 @@ def test_a_scorer_of_another_package_is_chosen_by_name(evens, policy):
 
 def test_parameters_have_the_same_checks(evens):
     settings = CompressionConfig.parse({"compress": "evens", "scorer_params": {"step": 3}})
-    assert settings.build_scorer().step == 3
+    assert settings.method.scorer.step == 3
     with pytest.raises(ConfigError, match=r"scorer 'evens' has no parameter 'stp'.*'step'"):
         CompressionConfig.parse({"compress": "evens", "scorer_params": {"stp": 3}})
     with pytest.raises(ConfigError, match=r"did you mean 'evens'.*'evens'"):
@@ -247,11 +247,11 @@ WRONG = {
     ),
     "preset's window": (
         {"preset.x": "bad:P"}, " pass\nP = Preset(allocator='uniform', scorer='random', window=-1)",
-        ("window of a preset must be", "from 0 to 1024, got -1"),
+        ("window of a preset must be", "from 0 to 1024 for its parts, got -1"),
     ),
     "no window": (
         {"preset.x": "bad:P"}, " pass\nP = Preset(allocator='uniform', scorer='snapkv', window=0)",
-        ("set window to at least 1, got 0",),
+        ("window of a preset must be", "from 1 to 1024 for its parts, got 0"),
     ),
     "meaningless": (
         {"preset.x": "bad:P"}, " pass\nP = Preset(allocator='global', scorer='random', window=4)",

@@ -205,7 +205,7 @@ def test_pooling_parameters_are_refused_with_defensive(scorer, params):
 
 def test_a_presets_kernel_is_accepted_with_defensive():
     policy = {"compress": "chunkkv", "scorer_params": {"aggregate": "defensive"}}
-    assert CompressionConfig.parse(policy).build_scorer() == SnapKV(aggregate="defensive", kernel=1)
+    assert CompressionConfig.parse(policy).method.scorer == SnapKV(aggregate="defensive", kernel=1)
 
 
 def test_value_norm_needs_the_values():

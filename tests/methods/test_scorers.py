@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress_kernels.apportion import cpu
-from kvcompress_kernels.window_scores import window_scores
+from kvcompress_kernels.window_scores import window_scores_of_rows
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import AttentionStats
@@ -152,17 +152,17 @@ def test_cake_shape_check():
     """docs/methods.md 2.3 and 4.5 by hand: from random queries and keys to the scores."""
     rs = np.random.RandomState(11)
     q, k = 1.5 * rs.standard_normal((2, 12, 4)), rs.standard_normal((2, 12, 4))
-    window = torch.from_numpy(q[:, -3:]).float().transpose(0, 1)
+    window = torch.from_numpy(q[:, -3:]).float().transpose(0, 1)[None]
     page = torch.from_numpy(k).float().transpose(1, 2)[None]
-    got = window_scores(window, page, torch.tensor([0]), 12, 4**-0.5, variance=True)
+    got = window_scores_of_rows(window, page, torch.tensor([[0]]), 12, 4**-0.5, variance=True)
     assert got.entropy.item() == pytest.approx(9.68691241, rel=1e-5)
     assert got.shift.item() == pytest.approx(0.0895930078, rel=1e-5)
 
-    entropy, shift = (torch.stack([x, torch.ones(())]) for x in (got.entropy, got.shift))
+    entropy, shift = (torch.cat([x, torch.ones(1)]) for x in (got.entropy, got.shift))
     share = cpu.preferences(entropy, shift, 1.6, 0.4).tolist()
     assert share == pytest.approx([0.00993233021, 1.0], rel=1e-4)
 
-    score = CakeIndicator().score(stats_of(got.total, 2, rows=3, variance=got.variance))
+    score = CakeIndicator().score(stats_of(got.total[0], 2, rows=3, variance=got.variance[0]))
     want = [1.27455599, 1.94823446, 2.1232088, 1.54222999]
     assert score[0, :4].tolist() == pytest.approx(want, rel=1e-5)
 

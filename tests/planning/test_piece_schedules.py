@@ -10,7 +10,6 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.memory import Sizes, _max_pages, uncompressed_prompt_blocks
-from vllm_kvcompress.planning.obstacles import probe_space_refusal
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.pieces import piece_schedule
@@ -201,14 +200,6 @@ def test_staging_covers_raised_budgets(
             KVFootprint(num_layers=layers, block_size=size), tokens + lookahead
         )
         assert plan is None or plan.pages <= max_pages
-
-
-def test_a_step_needs_space_for_one_token_per_request_and_a_probe():
-    prompt_config = config(compress="cake", max_whole=4096, piece=1024, probe=32)
-    flag = "--max-num-batched-tokens"
-    assert probe_space_refusal(prompt_config, 4, (flag, 36)) is None
-    reason = probe_space_refusal(prompt_config, 4, (flag, 35))
-    assert f"set {flag} to at least 36, got 35, or lower --max-num-seqs, --kv-probe" in reason
 
 
 @prop

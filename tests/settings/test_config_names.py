@@ -102,7 +102,7 @@ def test_parameters_cannot_be_none():
 @pytest.mark.parametrize("gamma", [-1, -0.5, "ten", NAN, True, INF])
 def test_gamma(gamma):
     refused("gamma", repr(gamma), scorer_params={"gamma": gamma})
-    assert parse(scorer_params={"gamma": 0}).build_scorer().gamma == 0
+    assert parse(scorer_params={"gamma": 0}).method.scorer.gamma == 0
 
 
 @pytest.mark.parametrize("tau", [0, -1, 0.0, "ten", NAN, True, INF])
@@ -274,7 +274,7 @@ def test_window_of_cake():
 
 def test_window_of_snapkv():
     for name in ("snapkv", "pyramidkv"):
-        refused("at least 1, got 0", raw={"compress": name, "window": 0})
+        refused(f"at least 1 for {name!r}, got 0", raw={"compress": name, "window": 0})
         assert parse(name, window=1).resolved_window == 1
     assert parse("streamingllm", scorer="snapkv").resolved_window == 32  # the scorer's own
     assert parse("streamingllm", window=0).resolved_window == 0

@@ -52,14 +52,14 @@ def test_presets(name, allocator, scorer, window):
     """docs/methods.md 0; StreamingLLM's window follows from its ranking."""
     config = parse(name)
     assert config.enabled
-    assert config.build_allocator() == allocator
-    assert config.build_scorer() == scorer
+    assert config.method.allocator == allocator
+    assert config.method.scorer == scorer
     selectors = {
         "chunkkv": Chunks(size=10, shared=True, reuse=1),
         "cake-chunk": Chunks(size=20, shared=True, reuse=1),
         "d2o": HeavyRecent(sinks=4),
     }
-    assert config.build_selector() == selectors.get(name, TopK())
+    assert config.method.selector == selectors.get(name, TopK())
     assert config.parts.merge == (name == "d2o")
     assert config.resolved_window == window
     assert (config.budget, config.min_prompt, config.log_requests) == (0.2, 1024, False)
@@ -71,9 +71,9 @@ def test_a_custom_method():
     raw["selector"] = "chunks"
     config = CompressionConfig.parse(raw)
     assert config.compress == "custom"
-    assert config.build_allocator() == Cake()
-    assert config.build_scorer() == Caote(base="snapkv")
-    assert config.build_selector() == Chunks()
+    assert config.method.allocator == Cake()
+    assert config.method.scorer == Caote(base="snapkv")
+    assert config.method.selector == Chunks()
     assert config.resolved_window == 32
     assert CompressionConfig.parse(config.to_additional_config()) == config
     assert CompressionConfig.parse({"scorer": "tova"}).resolved_window == 1
@@ -91,11 +91,11 @@ def test_preset_parameters_apply_only_to_the_presets_parts(monkeypatch):
     )
     monkeypatch.setitem(PRESETS, "chunkkv", preset)
     config = parse("chunkkv", selector_params={"size": 20})
-    assert config.build_selector() == Chunks(size=20, reuse=2)
-    assert config.build_scorer() == SnapKV(kernel=3)
-    assert parse("chunkkv", scorer_params={"kernel": 5}).build_selector() == Chunks(size=5, reuse=2)
-    assert parse("chunkkv", selector="topk").build_selector() == TopK()
-    assert parse("chunkkv", scorer="cake").build_scorer() == CakeIndicator()
+    assert config.method.selector == Chunks(size=20, reuse=2)
+    assert config.method.scorer == SnapKV(kernel=3)
+    assert parse("chunkkv", scorer_params={"kernel": 5}).method.selector == Chunks(size=5, reuse=2)
+    assert parse("chunkkv", selector="topk").method.selector == TopK()
+    assert parse("chunkkv", scorer="cake").method.scorer == CakeIndicator()
 
 
 @pytest.mark.parametrize(("base", "window"), [("snapkv", 32), ("tova", 1), ("h2o", 32)])
@@ -124,7 +124,10 @@ def test_caote_uses_the_window_of_its_base(base, window):
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
         ({"compress": "chunkkv", "scorer": "lagkv"}, ("within partitions", "'topk'")),
-        ({"compress": "tova", "window": 0}, ("reads the attention of an observation window",)),
+        (
+            {"compress": "tova", "window": 0},
+            ("at least 1 for 'tova', got 0", "reads the attention"),
+        ),
         ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
         ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),
         ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),
@@ -159,13 +162,13 @@ def test_scorers_without_queries_work_with_allocators_that_read_them():
     for scorer in ("keydiff", "lagkv"):
         assert parse("cake", scorer=scorer).resolved_window == 32
         assert parse(scorer, window=0).resolved_window == 0
-    assert parse("keydiff", selector="chunks").build_selector() == Chunks()
-    assert parse("keydiff", allocator="dynamickv").build_allocator() == DynamicKV()
+    assert parse("keydiff", selector="chunks").method.selector == Chunks()
+    assert parse("keydiff", allocator="dynamickv").method.allocator == DynamicKV()
 
 
 def test_lists_become_parameters():
     config = parse("d2o", allocator_params={"skip_layers": [0, 1, -1]})
-    assert config.build_allocator() == D2O(skip_layers=(0, 1, -1))
+    assert config.method.allocator == D2O(skip_layers=(0, 1, -1))
     assert CompressionConfig.parse(config.to_additional_config()) == config
     hash(config)
 
@@ -186,13 +189,13 @@ def test_lists_become_parameters():
 )
 def test_published_temperatures(model, budget, tau):
     config = parse("cake", model=model, budget=budget)
-    assert config.build_allocator() == Cake(tau1=tau[0], tau2=tau[1])
+    assert config.method.allocator == Cake(tau1=tau[0], tau2=tau[1])
     preset_params = parse("cake", model=model, budget=budget, allocator_params={"tau1": 0.7})
-    assert preset_params.build_allocator() == Cake(tau1=0.7, tau2=tau[1])
+    assert preset_params.method.allocator == Cake(tau1=0.7, tau2=tau[1])
 
 
 def test_published_r_max():
-    assert parse("dynamickv", model="Qwen/Qwen2-7B-Instruct").build_allocator().r_max == 10.0
+    assert parse("dynamickv", model="Qwen/Qwen2-7B-Instruct").method.allocator.r_max == 10.0
 
 
 def test_d2o_rounds_the_ratio_once():
@@ -212,8 +215,8 @@ def test_replacements():
         allocator_params={"beta": 10},
         scorer_params={"kernel": 3, "gamma": 1},
     )
-    assert config.build_allocator() == Pyramid(beta=10)
-    assert config.build_scorer() == CakeIndicator(gamma=1, kernel=3)
+    assert config.method.allocator == Pyramid(beta=10)
+    assert config.method.scorer == CakeIndicator(gamma=1, kernel=3)
     assert config.resolved_window == 8
 
 

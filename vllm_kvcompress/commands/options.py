@@ -13,6 +13,13 @@ from vllm_kvcompress.methods.entry_points import added_names
 from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits, parse_json
 
 Options = TypeVar("Options")
+AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
+URL = typer.Option(
+    "--url", metavar="URL", help="Address of a running server, such as http://127.0.0.1:8000."
+)
+KEY = typer.Option(
+    "--api-key", envvar="VLLM_API_KEY", help="API key of the server, if it requires one."
+)
 
 
 def takes_options(

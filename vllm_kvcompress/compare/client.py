@@ -11,12 +11,7 @@ from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable, error_message
 from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.protection import NONE, PROTECT
-from vllm_kvcompress.settings.request_keys import (
-    BUDGET,
-    COMPRESS,
-    LOOKAHEAD,
-    PACKED_DTYPE,
-)
+from vllm_kvcompress.settings.request_keys import BUDGET, COMPRESS, LOOKAHEAD, PACKED_DTYPE
 
 _K4V3_FACTOR = 4
 """Tokens in k4v3 that take the memory of a 16-bit token."""
@@ -55,16 +50,14 @@ class Cell:
         if self.server:
             # A server without the plugin ignores it.
             return {COMPRESS: OFF}
-        xargs: dict[str, Any] = {COMPRESS: self.method}
-        if self.budget is not None:
-            xargs[BUDGET] = self.budget
-        if self.protect:
-            xargs[PROTECT] = self.protect
-        if self.lookahead is not None:
-            xargs[LOOKAHEAD] = self.lookahead
-        if self.packed_dtype:
-            xargs[PACKED_DTYPE] = self.packed_dtype
-        return xargs
+        xargs = {
+            COMPRESS: self.method,
+            BUDGET: self.budget,
+            PROTECT: self.protect or None,
+            LOOKAHEAD: self.lookahead,
+            PACKED_DTYPE: self.packed_dtype or None,
+        }
+        return {key: value for key, value in xargs.items() if value is not None}
 
     @property
     def memory(self) -> float:
@@ -89,27 +82,16 @@ FULL = Cell(method=OFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One output token.
-
-    Args:
-        name: ``token_id:N``, vLLM's spelling with ``return_tokens_as_token_ids``.
-        logprobs: log-probabilities of the most likely tokens at this position, by token name.
-    """
-
-    name: str
-    logprobs: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One completion with its timings and usage.
 
     Args:
         text: output text, reasoning included.
         content: output text without reasoning, as a chat client sends it back.
-        tokens: output tokens, the stop token included. Empty if the server does not report every
-            token.
+        tokens: output tokens, the stop token included, as ``token_id:N``. Empty if the server does
+            not report every token.
+        logprobs: for each of `tokens`, log-probabilities of the most likely tokens at its position,
+            by token.
         first_token_s: seconds from sending the request to the first output token.
         token_s: seconds per output token after the first. None for a single output token.
         prompt_tokens: prompt length as the server counts it.
@@ -122,18 +104,14 @@ class Completion:
 
     text: str
     content: str
-    tokens: Sequence[Token]
+    tokens: Sequence[str]
+    logprobs: Sequence[Mapping[str, float]]
     first_token_s: float
     token_s: float | None
     prompt_tokens: int
     kept_tokens: float | None
     bytes_share: float | None
     replies: Sequence[str] = ()
-
-    @property
-    def token_names(self) -> list[str]:
-        """Return the name of each output token."""
-        return [token.name for token in self.tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,19 +151,17 @@ class Client:
         for turn in range(len(item.turns)):
             chat = item.with_replies(replies)
             messages = chat.messages[: chat.turns[turn]]
-            replies.append(
-                self._complete_with_retries(self._body(item, messages, cell, salt)).content
-            )
+            replies.append(self._complete(self._body(item, messages, cell, salt)).content)
         messages = item.with_replies(replies).messages
-        completion = self._complete_with_retries(self._body(item, messages, cell, salt))
-        return replace(completion, replies=replies)
+        return replace(self._complete(self._body(item, messages, cell, salt)), replies=replies)
 
-    def _complete_with_retries(self, body: Mapping[str, Any]) -> Completion:
+    def _complete(self, body: Mapping[str, Any]) -> Completion:
         for delay_s in (*_RETRY_DELAYS_S, None):
             try:
                 return self._complete_once(body)
             except Unreachable as e:
-                if delay_s is None or (isinstance(e, Refused) and not _is_transient(e.status)):
+                is_final = isinstance(e, Refused) and e.status < 500 and e.status != 429
+                if delay_s is None or is_final:
                     raise
             self._sleep(delay_s)
         raise AssertionError("the last attempt returns or raises")
@@ -228,9 +204,8 @@ class Client:
         return body
 
     def _complete_once(self, body: Mapping[str, Any]) -> Completion:
-        tokens: list[Token] = []
-        texts: list[str] = []
-        contents: list[str] = []
+        text = content = ""
+        positions: list[Mapping[str, Any]] = []
         token_times: list[float] = []
         usage: Mapping[str, Any] = {}
         start = time.perf_counter()
@@ -240,14 +215,23 @@ class Client:
                     raise Interrupted
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
-                    new_tokens = _tokens(choice)
                     delta = choice.get("delta") or {}
-                    text = _text(delta)
-                    tokens += new_tokens
-                    texts.append(text)
-                    contents.append(delta.get("content") or "")
-                    if new_tokens or text:
+                    new_positions = (choice.get("logprobs") or {}).get("content") or ()
+                    new_content = delta.get("content") or ""
+                    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                    positions += new_positions
+                    text += reasoning + new_content
+                    content += new_content
+                    if new_positions or reasoning or new_content:
                         token_times.append(time.perf_counter())
+            tokens = [position["token"] for position in positions]
+            logprobs = [
+                {
+                    candidate["token"]: float(candidate["logprob"])
+                    for candidate in (*position.get("top_logprobs", ()), position)
+                }
+                for position in positions
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise Unreachable(
                 f"{self.host.url} did not return a chat completion stream ({type(e).__name__}); is"
@@ -258,16 +242,20 @@ class Client:
             token_times.append(time.perf_counter())
         count = int(usage.get("completion_tokens") or len(tokens))
         kept = (usage.get("prompt_tokens_details") or {}).get("kv_compress") or {}
+        kept_bytes, uncompressed = kept.get("kept_bytes"), kept.get("uncompressed_bytes")
+        # A stream that omits tokens cannot be compared position by position.
+        has_all_tokens = len(tokens) == count
         return Completion(
-            text="".join(texts),
-            content="".join(contents),
-            # A stream that omits tokens cannot be compared position by position.
-            tokens=tokens if len(tokens) == count else (),
+            text=text,
+            content=content,
+            tokens=tokens if has_all_tokens else (),
+            logprobs=logprobs if has_all_tokens else (),
             first_token_s=token_times[0] - start,
             token_s=(token_times[-1] - token_times[0]) / (count - 1) if count > 1 else None,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             kept_tokens=kept.get("kept_tokens"),
-            bytes_share=_share_of_bytes(kept),
+            # A server of an earlier version does not report the uncompressed bytes.
+            bytes_share=kept_bytes / uncompressed if kept_bytes and uncompressed else None,
         )
 
     def _sleep(self, seconds: float) -> None:
@@ -276,37 +264,3 @@ class Client:
             if self.should_stop():
                 raise Interrupted
             time.sleep(0.05)
-
-
-def _share_of_bytes(usage: Mapping[str, Any]) -> float | None:
-    """Return the share of the uncompressed bytes that a compressed prompt holds, None if unknown.
-
-    A server of an earlier version does not report the uncompressed bytes.
-    """
-    kept, uncompressed = usage.get("kept_bytes"), usage.get("uncompressed_bytes")
-    return kept / uncompressed if kept and uncompressed else None
-
-
-def _is_transient(status: int) -> bool:
-    """Return whether a retry can succeed after this HTTP status."""
-    return status >= 500 or status == 429
-
-
-def _tokens(choice: Mapping[str, Any]) -> list[Token]:
-    positions = (choice.get("logprobs") or {}).get("content") or ()
-    return [
-        Token(
-            name=position["token"],
-            logprobs={
-                candidate["token"]: float(candidate["logprob"])
-                for candidate in (*position.get("top_logprobs", ()), position)
-            },
-        )
-        for position in positions
-    ]
-
-
-def _text(delta: Mapping[str, Any]) -> str:
-    """Return the text of one stream delta, reasoning included: both depend on the cache."""
-    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
-    return reasoning + (delta.get("content") or "")

@@ -18,7 +18,7 @@ from vllm_kvcompress.compare.outcome import OUTCOME, Outcome
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 
-_VERSION = 6
+_VERSION = 7
 _CONTROLS = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal would obey and that JSON does not escape."""
 RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"
@@ -43,6 +43,7 @@ class Journal:
                 read the texts.
         """
         self.folder = folder
+        self._run: dict[str, Any] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._texts = _open_private(folder / TEXTS) if keep_text else None
@@ -65,10 +66,7 @@ class Journal:
             self._texts.close()
 
     def open(
-        self,
-        settings: Mapping[str, Any],
-        cells: Sequence[Cell],
-        baselines: Sequence[Cell] = (),
+        self, settings: Mapping[str, Any], cells: Sequence[Cell], baselines: Sequence[Cell] = ()
     ) -> list[Outcome]:
         """Start a run, or resume the one in the folder, and return its outcomes so far.
 
@@ -81,25 +79,21 @@ class Journal:
             ConfigError: The folder holds a run with other settings or cells, or a broken line.
         """
         names = [str(cell) for cell in cells]
-        run = self._run()
-        if run is None and self._lines.tell():
-            raise ConfigError(f"--out {self.folder} has {LINES} but no {RUN}; use another folder")
+        run = self._earlier_run()
         if run is None:
-            self._save(
-                {"version": _VERSION, "settings": dict(settings), "cells": names, "compressed": 0}
-            )
+            if self._lines.tell():
+                raise ConfigError(
+                    f"--out {self.folder} has {LINES} but no {RUN}; use another folder"
+                )
+            self._save(version=_VERSION, settings=settings, cells=names, compressed=0)
             return []
         if run.get("version") != _VERSION:
             raise ConfigError(
                 f"--out {self.folder} was written by another version; use another folder"
             )
-        earlier = run["settings"]
-        changed = sorted(
-            name
-            for name in {*earlier, *settings}
-            if json.dumps(earlier.get(name)) != json.dumps(settings.get(name))
-        )
-        if changed:
+        earlier, settings = run["settings"], json.loads(json.dumps(settings))
+        names_of_settings = sorted({*earlier, *settings})
+        if changed := [n for n in names_of_settings if earlier.get(n) != settings.get(n)]:
             raise ConfigError(
                 f"--out {self.folder} holds a run with different {', '.join(changed)}; use another"
                 " folder, or repeat the settings of that run to resume it"
@@ -110,7 +104,7 @@ class Journal:
                 f"--out {self.folder} holds a run that also has {', '.join(missing)}; repeat the"
                 " methods and budgets of that run and add any others, or use another folder"
             )
-        self._save(run | {"cells": names})
+        self._save(**run | {"cells": names})
         return self.outcomes()
 
     def add(self, outcome: Outcome) -> None:
@@ -120,20 +114,19 @@ class Journal:
             os.fsync(self._lines.fileno())
 
     @property
+    def keeps_text(self) -> bool:
+        """Return whether this run keeps prompts and outputs."""
+        return self._texts is not None
+
+    @property
     def compressed_count(self) -> int | None:
         """Return how many prompts the server compressed during the run, or None if unknown."""
-        count: int | None = (self._run() or {}).get("compressed")
-        return count
-
-    def invalidate_compressed_count(self) -> int | None:
-        """Return `compressed_count` and set it to None, the right value if this run is killed."""
-        count = self.compressed_count
-        self.set_compressed_count(None)
+        count: int | None = self._run["compressed"]
         return count
 
     def set_compressed_count(self, count: int | None) -> None:
         """Store `compressed_count`."""
-        self._save((self._run() or {}) | {"compressed": count})
+        self._save(compressed=count)
 
     def add_text(self, item: Item, key: str, cell: Cell, text: str) -> None:
         """Append a prompt and its output text if this run keeps texts."""
@@ -154,7 +147,7 @@ class Journal:
             # UTF-8 cannot encode a lone surrogate; backslashreplace writes it as a JSON escape.
             _write_all(self._texts, line.encode(errors="backslashreplace"))
 
-    def _run(self) -> dict[str, Any] | None:
+    def _earlier_run(self) -> dict[str, Any] | None:
         path = self.folder / RUN
         try:
             run: dict[str, Any] = json.loads(path.read_text())
@@ -166,9 +159,12 @@ class Journal:
             raise ConfigError(f"{path} is broken ({e}); use another --out") from None
         return run
 
-    def _save(self, run: Mapping[str, Any]) -> None:
+    def _save(self, **changes: Any) -> None:
+        """Write ``run.json`` with these entries changed."""
+        run = self._run | changes
         with self._writing():
             replace_file(self.folder / RUN, f"{json.dumps(run, indent=2)}\n".encode())
+        self._run = run
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

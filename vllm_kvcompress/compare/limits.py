@@ -26,8 +26,8 @@ class Planned(NamedTuple):
 def planned_lines(items: Sequence[Item]) -> list[Planned]:
     """Return the prompts of a file of prompts."""
     return [
-        Planned(f"line {item.name.rpartition('/')[2]}", prompts.key(item), item.known)
-        for item in items
+        Planned(f"line {item.name.rpartition('/')[2]}", key.partition("#")[0], item.known)
+        for item, key in zip(items, prompts.keys(items), strict=True)
     ]
 
 

@@ -133,6 +133,15 @@ def divergence(
     )
 
 
+def total(parts: Sequence[Divergence]) -> Divergence:
+    """Return the comparison over the positions of all `parts`."""
+    return Divergence(
+        places=sum(part.places for part in parts),
+        same_first=sum(part.same_first for part in parts),
+        kl=math.fsum(part.kl for part in parts),
+    )
+
+
 def coarse_kl(p: Mapping[str, float], q: Mapping[str, float]) -> float:
     """Return KL(p || q) in nats over the tokens in both, with all other tokens as one outcome.
 

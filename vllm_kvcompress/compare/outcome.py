@@ -1,6 +1,5 @@
 """Result of one prompt in one cell, as numbers only: no prompt or output text."""
 
-from math import fsum
 from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -9,7 +8,6 @@ from pydantic.dataclasses import dataclass
 from vllm_kvcompress.compare.client import Cell, Completion
 from vllm_kvcompress.compare.measures import (
     POSITION_RANGES,
-    Agreement,
     Divergence,
     agreement,
     divergence,
@@ -30,24 +28,23 @@ class Outcome:
     full cache.
 
     Args:
-        key: SHA-256 key of the prompt (`prompts.key`).
+        key: SHA-256 key of the prompt (`prompts.keys`).
         task: task of the prompt.
         group: shared by prompts over the same text. None if the prompt has its text for itself.
         prompt_tokens: prompt length in tokens.
         kept_tokens: tokens kept per layer, mean over layers. None if the server did not report it.
-        bytes: bytes of the compressed prompt, relative to an uncompressed cache in the model's
-            dtype. For another server, those of its cache's dtype. None if not known.
         exact, shared, similarity: comparison of the two outputs (`measures.Agreement`).
         length, full_length: output lengths, in the unit of `shared`.
         loops, full_loops: whether the output repeats itself (`measures.loops`).
-        places, same_first, kl: comparison of probabilities over the shared text
-            (`measures.Divergence`). None if the server reports no log-probabilities.
-        by_place: the same comparison for each of `measures.POSITION_RANGES`.
+        by_place: comparison of probabilities over the shared text and the next token, for each of
+            `measures.POSITION_RANGES`. None if the server reports no log-probabilities.
         score, full_score: share of the expected answers and rules that hold (`Item.score`). None
             if the prompt has neither.
         rules: for each rule name, whether the compressed and the full cache obey it.
         first_token_s, full_first_token_s: time to first token in seconds.
         token_s, full_token_s: seconds per further output token. None for a single output token.
+        bytes: bytes of the compressed prompt, relative to an uncompressed cache in the model's
+            dtype. For another server, those of its cache's dtype. None if not known.
     """
 
     key: str
@@ -63,9 +60,6 @@ class Outcome:
     full_length: Count
     loops: bool
     full_loops: bool
-    places: Count | None
-    same_first: Count | None
-    kl: Amount | None
     by_place: tuple[Divergence, ...] | None
     score: Share | None
     full_score: Share | None
@@ -96,43 +90,36 @@ class Outcome:
         """Return the comparison of two completions of one prompt.
 
         Args:
+            kl: also compare token probabilities.
             dtype_bytes: bytes of a token in the KV cache of the server that wrote `compressed`,
                 relative to the model's dtype. None if not known.
-            kl: also compare token probabilities.
         """
-        sides = (full.token_names, compressed.token_names)
         # Without tokens, compare characters, unless both outputs are empty.
-        has_tokens = all(sides) or not (full.text or compressed.text)
-        found: Agreement = (
-            agreement(*sides) if has_tokens else agreement(full.text, compressed.text)
-        )
-        by_place = _by_position(full, compressed, found) if kl else None
-        full_obeyed = item.obeyed(full.text)
+        has_tokens = bool(full.tokens and compressed.tokens) or not (full.text or compressed.text)
+        full_output = full.tokens if has_tokens else full.text
+        output = compressed.tokens if has_tokens else compressed.text
+        agreed = agreement(full_output, output)
+        share = 1.0 if cell.server else compressed.bytes_share
+        obeyed, full_obeyed = item.obeyed(compressed.text), item.obeyed(full.text)
         return cls(
             key=key,
             task=item.task,
             group=item.group,
             cell=cell,
-            bytes=_bytes(cell, compressed, dtype_bytes),
+            bytes=None if share is None or dtype_bytes is None else share * dtype_bytes,
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if compressed.kept_tokens is None else float(compressed.kept_tokens),
-            exact=found.exact,
-            shared=found.shared,
-            similarity=found.similarity,
-            length=len(sides[1]) if has_tokens else len(compressed.text),
-            full_length=len(sides[0]) if has_tokens else len(full.text),
+            exact=agreed.exact,
+            shared=agreed.shared,
+            similarity=agreed.similarity,
+            length=len(output),
+            full_length=len(full_output),
             loops=loops(compressed.text),
             full_loops=loops(full.text),
-            places=None if by_place is None else sum(each.places for each in by_place),
-            same_first=None if by_place is None else sum(each.same_first for each in by_place),
-            kl=None if by_place is None else fsum(each.kl for each in by_place),
-            by_place=by_place,
+            by_place=_by_place(full, compressed, agreed.shared) if kl else None,
             score=item.score(compressed.text) if item.known else None,
             full_score=item.score(full.text) if item.known else None,
-            rules={
-                name: (obeyed, full_obeyed[name])
-                for name, obeyed in item.obeyed(compressed.text).items()
-            },
+            rules={name: (obeyed[name], full_obeyed[name]) for name in obeyed},
             first_token_s=compressed.first_token_s,
             token_s=compressed.token_s,
             full_first_token_s=full.first_token_s,
@@ -143,14 +130,8 @@ class Outcome:
 OUTCOME = TypeAdapter(Outcome)
 
 
-def _bytes(cell: Cell, compressed: Completion, dtype_bytes: float | None) -> float | None:
-    if cell.server or dtype_bytes is None:
-        return dtype_bytes
-    return None if compressed.bytes_share is None else compressed.bytes_share * dtype_bytes
-
-
-def _by_position(
-    full: Completion, compressed: Completion, found: Agreement
+def _by_place(
+    full: Completion, compressed: Completion, shared: int
 ) -> tuple[Divergence, ...] | None:
     """Return the divergence in each position range, over the shared tokens and the next one.
 
@@ -160,12 +141,12 @@ def _by_position(
     if not full.tokens or not compressed.tokens:
         return None
     # At the first different token, the preceding text is still the same on both sides.
-    stop = min(found.shared + 1, len(full.tokens), len(compressed.tokens))
-    compared = range(1, stop)
+    stop = min(shared + 1, len(full.tokens), len(compressed.tokens))
+    ranges = (range(stop)[bounds] for bounds in POSITION_RANGES.values())
     return tuple(
         divergence(
-            [full.tokens[i].logprobs for i in compared if i in positions],
-            [compressed.tokens[i].logprobs for i in compared if i in positions],
+            [full.logprobs[i] for i in positions if i],
+            [compressed.logprobs[i] for i in positions if i],
         )
-        for positions in (range(stop)[bounds] for bounds in POSITION_RANGES.values())
+        for positions in ranges
     )

@@ -30,8 +30,7 @@ def why_empty(report: Report) -> str | None:
         return SCORES_NOTHING
     if not any(summary.asked for summary in report.summaries):
         return "the server completed no prompt."
-    by_bytes = _has_bytes(report.summaries)
-    if not any(_points([summary], by, by_bytes=by_bytes) for summary in report.summaries):
+    if not any(points for _, points in _lines(report)):
         return "no result has both a quality and a share of kept tokens; see --kv-usage."
     return None
 
@@ -44,26 +43,25 @@ def draw(report: Report) -> bytes:
     """
     from matplotlib.ticker import PercentFormatter
 
-    by, by_bytes = report.recommendation.by, _has_bytes(report.summaries)
+    by = report.recommendation.by
     figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
-    for number, (method, summaries) in enumerate(_by_method(report.summaries).items()):
-        points = _points(summaries, by, by_bytes=by_bytes)
-        if not points:
-            continue
+    for number, (summary, points) in enumerate(_lines(report)):
         style = (
             {"color": QUIET, "markersize": 3, "linewidth": 0.8, "linestyle": ":", "zorder": 1.5}
-            if summaries[0].baseline
+            if summary.baseline
             else {"color": LINES[number % len(LINES)], "markersize": 5, "linewidth": 1.4}
         )
-        plot_estimates(axes, points, label=method, marker=MARKS[number % len(MARKS)], **style)
+        style |= {"label": summary.cell.name, "marker": MARKS[number % len(MARKS)]}
+        if points:
+            plot_estimates(axes, points, **style)
     axes.axhline(
         _full_quality(report.summaries, by), color=INK, linewidth=0.9, linestyle=(0, (4, 3)),
         label="full cache",
     )  # fmt: skip
     axes.set_xlabel(
         "bytes of the prompt's KV cache, relative to an uncompressed one"
-        if by_bytes
+        if _has_bytes(report)
         else "share of prompt tokens kept"
     )
     axes.set_ylabel(_AXES[by])
@@ -75,40 +73,33 @@ def draw(report: Report) -> bytes:
     return png.getvalue()
 
 
-def _by_method(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
-    """Return the summaries by cell name, baselines last."""
-    found: dict[str, list[Summary]] = {}
-    for summary in sorted(summaries, key=lambda s: s.baseline):
-        found.setdefault(summary.cell.name, []).append(summary)
-    return found
-
-
-def _has_bytes(summaries: Sequence[Summary]) -> bool:
+def _has_bytes(report: Report) -> bool:
     """Return whether every cell with results also has bytes."""
-    return all(summary.bytes is not None for summary in summaries if summary.exact is not None)
+    return all(summary.bytes is not None for summary in report.summaries if summary.exact)
 
 
-def _points(
-    summaries: Sequence[Summary], by: Measure, *, by_bytes: bool
-) -> list[tuple[float, Estimate]]:
-    """Return pairs of size and quality, sorted by size: share of the bytes, or of kept tokens.
+def _lines(report: Report) -> list[tuple[Summary, list[tuple[float, Estimate]]]]:
+    """Return the points of each cell name, baselines last, with one of its summaries.
 
-    Uses a ratio budget as the kept share if the server does not report the share.
+    A point is a pair of size and quality. The size is the share of the bytes, or else of the kept
+    tokens. If the server does not report the share, a ratio budget stands for it.
     """
-    found = []
-    for summary in summaries:
+    by_bytes = _has_bytes(report)
+    lines: dict[str, tuple[Summary, list[tuple[float, Estimate]]]] = {}
+    for summary in sorted(report.summaries, key=lambda s: s.baseline):
+        _, points = lines.setdefault(summary.cell.name, (summary, []))
         quality = {
             "score": summary.score,
             "agreement": summary.exact,
             "similarity": summary.similarity,
-        }[by]
-        kept = summary.bytes if by_bytes else summary.kept
-        budget = summary.cell.budget
-        if kept is None and isinstance(budget, float) and summary.compressed is None:
-            kept = budget
-        if quality is not None and kept is not None:
-            found.append((kept, quality))
-    return sorted(found, key=lambda point: point[0])
+        }[report.recommendation.by]
+        size, budget = summary.bytes if by_bytes else summary.kept, summary.cell.budget
+        if size is None and isinstance(budget, float) and summary.compressed is None:
+            size = budget
+        if quality is not None and size is not None:
+            points.append((size, quality))
+            points.sort(key=lambda point: point[0])
+    return list(lines.values())
 
 
 def _full_quality(summaries: Sequence[Summary], by: Measure) -> float:

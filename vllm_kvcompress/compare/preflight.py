@@ -1,8 +1,7 @@
-"""Checks of a server before a comparison sends it any prompt."""
+"""Checks of the servers before a comparison sends them any prompt."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
@@ -25,36 +24,64 @@ _TINY = Item(
 _OUTPUT_SETTINGS = ("method", "window", "min_prompt", "min_output", "pressure", "packed_dtype")
 """Server settings that change outputs and that no request, or not every request, overrides."""
 _UNKNOWN_METHOD = Cell(method="no-such-method")
+_FIXES = {
+    "kv_budget must be": (
+        "; start the server with other --kv-budget-bounds, or remove this budget"
+    ),
+    PACKED_DTYPE: "; remove this format from --budgets",
+    "chat template": " Every prompt is sent as a chat: start the server with --chat-template",
+    "pulls prompts": "; remove this method",
+    "kv_": (
+        "; start the server with --kv-allow-override all or a list that includes this method, or"
+        " remove it"
+    ),
+}
+"""What to do about a refused cell, by the first of these parts that the server's reason has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """A server that passed the checks.
+class Servers:
+    """The servers of a comparison, which passed the checks.
 
     Args:
-        client: client with the model and the options that the server supports.
-        settings: server settings that change outputs. Empty if the server does not report them.
-        baselines: the requested baselines that the server accepts.
+        clients: by `Cell.server`: clients with the model and the options that the server supports.
+        settings: settings of the compared server that change outputs. Empty if it does not report
+            them.
+        cells: the methods to compare, with their budgets.
+        baselines: cells to show next to `cells`: the requested baselines that the server accepts,
+            and the uncompressed caches of the other servers.
         notes: sentences that the report must include.
     """
 
-    client: Client
+    clients: Mapping[str, Client]
     settings: Mapping[str, str]
+    cells: Sequence[Cell]
     baselines: Sequence[Cell]
     notes: Sequence[str]
 
+    @property
+    def client(self) -> Client:
+        """Return the client of the compared server."""
+        return self.clients[FULL.server]
 
-def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) -> Server:
-    """Check a server by sending a tiny prompt in every cell.
+
+def check_servers(
+    client: Client, cells: Sequence[Cell], baselines: Sequence[Cell], others: Mapping[str, Host]
+) -> Servers:
+    """Check the servers by sending a tiny prompt in every cell.
 
     Args:
-        client: its `model` is ignored and replaced by the served model.
+        client: client of the compared server. Its `model` is ignored and replaced by the served
+            model.
         cells: cells that the server must accept.
         baselines: further cells. A baseline method that the server refuses is left out.
+        others: other servers of the same model by `Cell.server`. Their uncompressed outputs are
+            compared.
 
     Raises:
-        Unreachable: The server does not respond, or does not respond as vLLM does.
-        ConfigError: The server does not compress, or refuses a cell. Quotes the server's reason.
+        Unreachable: A server does not respond, or does not respond as vLLM does.
+        ConfigError: The server does not compress, or refuses a cell; the message quotes the
+            server's reason. Or another server serves another model.
     """
     host = client.host
     status, _ = host.get("/health", _PAGE_TIMEOUT_S)
@@ -65,50 +92,45 @@ def check_server(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell
         )
     if status != 200:
         raise Unreachable(f"{host.url}/health returned {status}; wait until the server is healthy")
-    client = dataclasses.replace(client, model=str(host.first_model(_PAGE_TIMEOUT_S)["id"]))
+    client = replace(client, model=str(host.first_model(_PAGE_TIMEOUT_S)["id"]))
     metrics = read_metrics(host)
     client, notes = _with_top_logprobs(client)
     _require_plugin(client, metrics)
     for cell in cells:
-        _require_accepted(client, cell)
-    accepted, baseline_notes = _accepted_baselines(client, baselines)
-    notes += baseline_notes
+        try:
+            client.complete(_TINY, cell)
+        except Refused as e:
+            raise _refusal_error(cell, e) from None
+    refused = _refused_methods(client, baselines)
+    accepted = [cell for cell in baselines if cell.method not in refused]
+    if refused:
+        notes.append(
+            "Some baselines are missing because the server refuses"
+            f" {' and '.join(refused)} ({next(iter(refused.values()))})."
+        )
     info = (metrics.info if metrics else None) or {}
     settings = {name: printable(info[name], _MAX_NAME) for name in _OUTPUT_SETTINGS if name in info}
     packed_dtype = settings.get("packed_dtype")
     if packed_dtype and not all(cell.packed_dtype for cell in cells):
         notes.append(f"The server packs kept tokens in its default format {packed_dtype}.")
-    dtype_bytes = share_of_bytes(_cache_dtype(metrics) or "auto")
-    client = dataclasses.replace(client, dtype_bytes=dtype_bytes)
-    if not client.complete(_TINY, FULL).token_names:
+    client = replace(client, dtype_bytes=share_of_bytes(_cache_dtype(metrics) or "auto"))
+    if not client.complete(_TINY, FULL).tokens:
         notes.append(
             "The server does not report every output token, so outputs are compared by characters"
             " and there is no KL."
         )
-    return Server(
-        client=client,
-        settings=settings,
-        baselines=accepted,
-        notes=notes,
-    )
+    clients = {FULL.server: client}
+    for server, other in others.items():
+        cell, clients[server], other_notes = _check_other(other, client, server)
+        if any(cell.method == each.method for each in accepted):
+            cell = replace(cell, method=f"{cell.method} at {server}")
+        accepted.append(cell)
+        notes += other_notes
+    return Servers(clients=clients, settings=settings, cells=cells, baselines=accepted, notes=notes)
 
 
-def check_other(client: Client, compared: Client, server: str) -> tuple[Cell, Client, list[str]]:
-    """Check another server, whose uncompressed outputs are compared, and return its cell.
-
-    Args:
-        client: its `model` is ignored and replaced by the served model.
-        compared: client of the compared server, which passed `check_server`.
-        server: the cell's `Cell.server`.
-
-    Returns:
-        The cell, its client, and notes.
-
-    Raises:
-        Unreachable: The server does not respond as vLLM does.
-        ConfigError: The server serves another model.
-    """
-    host = client.host
+def _check_other(host: Host, compared: Client, server: str) -> tuple[Cell, Client, list[str]]:
+    """Return the cell, the client and notes of another server."""
     model = str(host.first_model(_PAGE_TIMEOUT_S)["id"])
     if model != compared.model:
         raise ConfigError(
@@ -116,11 +138,15 @@ def check_other(client: Client, compared: Client, server: str) -> tuple[Cell, Cl
             f" {model}; start it with the same model, or with --served-model-name {compared.model}"
         )
     cache_dtype = _cache_dtype(read_metrics(host))
-    client, notes = _with_top_logprobs(dataclasses.replace(client, model=model))
+    client, notes = _with_top_logprobs(
+        replace(
+            compared,
+            host=host,
+            dtype_bytes=None if cache_dtype is None else share_of_bytes(cache_dtype),
+        )
+    )
     name = "other server" if cache_dtype is None else f"{cache_dtype} alone"
-    cell = Cell(method=name, budget=1.0, server=server)
-    share = None if cache_dtype is None else share_of_bytes(cache_dtype)
-    return cell, dataclasses.replace(client, dtype_bytes=share), notes
+    return Cell(method=name, budget=1.0, server=server), client, notes
 
 
 def _cache_dtype(metrics: Metrics | None) -> str | None:
@@ -141,7 +167,7 @@ def read_metrics(host: Host) -> Metrics | None:
 def _with_top_logprobs(client: Client) -> tuple[Client, list[str]]:
     """Return a client with the most top log-probabilities that the server allows, and notes."""
     for top_logprobs in _TOP_LOGPROBS:
-        candidate = dataclasses.replace(client, top_logprobs=top_logprobs)
+        candidate = replace(client, top_logprobs=top_logprobs)
         try:
             candidate.complete(_TINY, FULL)
         except Refused as e:
@@ -165,29 +191,17 @@ def _require_plugin(client: Client, metrics: Metrics | None) -> None:
     """
     if metrics is not None and metrics.info is not None:
         return
-    try:
-        client.complete(_TINY, _UNKNOWN_METHOD)
-    except Refused as e:
-        if e.status == 400:
-            return
-        raise
-    raise ConfigError(
-        f"{client.host.url} accepts an unknown compression method, so the plugin is off there;"
-        " start the server with --kv-compress off --kv-allow-override all"
-    )
+    if not _refused_methods(client, [_UNKNOWN_METHOD]):
+        raise ConfigError(
+            f"{client.host.url} accepts an unknown compression method, so the plugin is off there;"
+            " start the server with --kv-compress off --kv-allow-override all"
+        )
 
 
-def _require_accepted(client: Client, cell: Cell) -> None:
-    try:
-        client.complete(_TINY, cell)
-    except Refused as e:
-        raise _refusal_error(cell, e) from None
-
-
-def _accepted_baselines(client: Client, baselines: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
-    """Return the baselines whose method the server accepts, and a note about the others."""
+def _refused_methods(client: Client, cells: Sequence[Cell]) -> dict[str, str]:
+    """Return the server's reasons by method. A refused method is not tried in further cells."""
     reasons: dict[str, str] = {}
-    for cell in baselines:
+    for cell in cells:
         if cell.method in reasons:
             continue
         try:
@@ -196,30 +210,11 @@ def _accepted_baselines(client: Client, baselines: Sequence[Cell]) -> tuple[list
             if e.status != 400:
                 raise
             reasons[cell.method] = e.reason
-    accepted = [cell for cell in baselines if cell.method not in reasons]
-    if not reasons:
-        return accepted, []
-    return accepted, [
-        "Some baselines are missing because the server refuses"
-        f" {' and '.join(reasons)} ({next(iter(reasons.values()))})."
-    ]
+    return reasons
 
 
 def _refusal_error(cell: Cell, e: Refused) -> Exception:
     if e.status != 400:
         return e
-    fix = ""
-    if "kv_budget must be" in e.reason:
-        fix = "; start the server with other --kv-budget-bounds, or remove this budget"
-    elif PACKED_DTYPE in e.reason:
-        fix = "; remove this format from --budgets"
-    elif "chat template" in e.reason:
-        fix = " Every prompt is sent as a chat: start the server with --chat-template"
-    elif "pulls prompts" in e.reason:
-        fix = "; remove this method"
-    elif "kv_" in e.reason:
-        fix = (
-            "; start the server with --kv-allow-override all or a list that includes this method,"
-            " or remove it"
-        )
+    fix = next((fix for part, fix in _FIXES.items() if part in e.reason), "")
     return ConfigError(f"the server refuses {cell}: {e.reason}{fix}")

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from vllm_kvcompress.compare.client import Cell
@@ -14,8 +14,9 @@ _START_TIMEOUT_S = 1800.0
 _CPU_CACHE_GIB = "4"
 
 
-@contextmanager
-def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Path) -> Iterator[str]:
+def start(
+    model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Path
+) -> AbstractContextManager[str]:
     """Start ``vllm serve`` on a free loopback port, yield its URL, and stop it on exit.
 
     Requests may choose the given cells only: every method and budget that requests may choose
@@ -32,36 +33,28 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         ConfigError: vLLM is not installed, or the server did not start.
     """
     budgets = [cell.budget for cell in cells if cell.budget is not None]
-    methods = dict.fromkeys(cell.method for cell in cells)
-    lookahead = max((cell.lookahead for cell in cells if cell.lookahead is not None), default=None)
-    flags = [
-        "--kv-compress",
-        "off",
-        "--kv-allow-override",
-        ",".join(["off", *methods]),
-        "--kv-budget-bounds",
-        f"{min(budgets)}:{max(budgets)}",
-        "--kv-usage",
-        *([] if lookahead is None else ["--kv-lookahead", str(lookahead)]),
-        *(["--kv-packed-dtype", K4V3] if any(cell.packed_dtype == K4V3 for cell in cells) else []),
-        *arguments,
-    ]
-    with _serving(model, flags, log) as url:
-        yield url
+    methods = dict.fromkeys(["off", *(cell.method for cell in cells)])
+    lookaheads = [cell.lookahead for cell in cells if cell.lookahead is not None]
+    flags = ["--kv-compress", "off", "--kv-allow-override", ",".join(methods)]
+    flags += ["--kv-budget-bounds", f"{min(budgets)}:{max(budgets)}", "--kv-usage"]
+    if lookaheads:
+        flags += ["--kv-lookahead", str(max(lookaheads))]
+    if any(cell.packed_dtype == K4V3 for cell in cells):
+        flags += ["--kv-packed-dtype", K4V3]
+    return _serving(model, [*flags, *arguments], log)
 
 
-@contextmanager
 def start_low_bit(
     model: Path, cache_dtype: str, arguments: Sequence[str], log: Path
-) -> Iterator[str]:
+) -> AbstractContextManager[str]:
     """Start a server with a low-bit KV cache and without compression, as `start` does.
 
     Args:
         cache_dtype: value of ``--kv-cache-dtype``.
     """
-    flags = ["--kv-compress", "off", *arguments, "--kv-cache-dtype", cache_dtype]
-    with _serving(model, flags, log) as url:
-        yield url
+    return _serving(
+        model, ["--kv-compress", "off", *arguments, "--kv-cache-dtype", cache_dtype], log
+    )
 
 
 @contextmanager

@@ -35,6 +35,11 @@ class Estimate:
     prompts: int
     independent: int
 
+    @property
+    def bound(self) -> float:
+        """Return the upper bound of a loss with 95 % confidence: `upper`, or `unseen_share`."""
+        return max(self.upper, unseen_share(self.independent))
+
 
 def estimate(
     values: Sequence[float],

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from vllm_kvcompress.compare.client import Cell
-from vllm_kvcompress.compare.measures import POSITION_RANGES
+from vllm_kvcompress.compare.measures import POSITION_RANGES, total
 from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.statistics import (
     Estimate,
@@ -77,7 +77,6 @@ class Summary:
         drop: mean of ``full_score - score``, paired by prompt.
         loss: the loss by the chosen measure: `drop`, or 1 minus the agreement or similarity. None
             by score if the full cache scores 0, because its score cannot fall.
-        bound: upper bound of the loss with 95 % confidence.
         times: median timings. None without any prompt.
         tasks: `score` and `full_score` of each task, if there are several tasks.
         obeyed: share of rules obeyed, by task and by ``task: rule`` (`shares_obeyed`).
@@ -102,7 +101,6 @@ class Summary:
     full_score: Estimate | None
     drop: Estimate | None
     loss: Estimate | None
-    bound: float | None
     times: Times | None
     tasks: dict[str, tuple[float, float]]
     obeyed: dict[str, Estimate]
@@ -110,9 +108,9 @@ class Summary:
     bytes: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures by field name, with the fields of the cell among them."""
+        """Return the figures by field name, with the cell's fields and the bound of the loss."""
         fields = asdict(self)
-        return {**fields.pop("cell"), **fields}
+        return {**fields.pop("cell"), **fields, "bound": self.loss.bound if self.loss else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +146,12 @@ def summarise(
         baselines: the cells that are baselines.
     """
     reports_kept = any(outcome.kept_tokens is not None for outcome in outcomes)
-    by_cell: dict[Cell, list[Outcome]] = {}
     # Sorted, so that the intervals of a resumed run do not depend on the order of completion.
-    for outcome in sorted(outcomes, key=lambda each: each.key):
-        by_cell.setdefault(outcome.cell, []).append(outcome)
+    ordered = sorted(outcomes, key=lambda each: each.key)
     return [
         _summary(
             cell,
-            by_cell.get(cell, []),
+            [outcome for outcome in ordered if outcome.cell == cell],
             by,
             known=(reports_kept or none_compressed) and not cell.server,
             baseline=cell in baselines,
@@ -169,48 +165,54 @@ def recommend(summaries: Sequence[Summary], *, by: Measure, max_drop: float) -> 
 
     Memory is the bytes that the server reports, to a hundredth, or the budget if it reports none.
     If several methods qualify at it, returns the one with the smallest loss, or the first of
-    equals. Never returns a baseline, which could only win
-    by chance.
+    equals. Never returns a baseline, which could only win by chance.
     """
-    methods = [s for s in summaries if not s.baseline and s.loss is not None]
-    candidates = [s for s in methods if s.bound is not None and s.compressed]
-    candidates += [s for s in methods if s.compressed is None]
-    within = [s for s in candidates if s.bound is not None and s.bound <= max_drop]
+    # A cell that compressed no prompt says nothing. Cells of unknown compression come last.
+    candidates = [
+        (s, s.loss)
+        for s in sorted(summaries, key=lambda s: s.compressed is None)
+        if not s.baseline and s.loss and s.compressed != 0
+    ]
+    within = [(s, loss) for s, loss in candidates if loss.bound <= max_drop]
+    cell = None
     if within:
-        by_bytes = all(s.bytes is not None for s in within)
-        best = min(
+        by_bytes = all(s.bytes is not None for s, _ in within)
+        best, loss = min(
             within,
-            key=lambda s: (
-                round(s.bytes or 0.0, 2) if by_bytes else s.cell.memory,
-                s.loss.mean if s.loss else 0.0,
+            key=lambda found: (
+                round(found[0].bytes or 0.0, 2) if by_bytes else found[0].cell.memory,
+                found[1].mean,
             ),
         )
-        return Recommendation(
-            by=by, max_drop=max_drop, cell=best.cell, sentence=_may_run(best, by, max_drop)
+        cell = best.cell
+        kept = "" if best.kept is None else f", which keeps {best.kept:.1%} of the tokens"
+        if best.bytes is not None:
+            kept += f"{' in' if kept else ','} {best.bytes:.0%} of the bytes"
+        sentence = (
+            f"Run {cell}{kept}: its loss by {by} is {loss.mean:.3f}, and at most"
+            f" {loss.bound:.3f} at 95 % confidence, within {max_drop:g}."
         )
-    if not candidates:
+    elif not candidates:
         sentence = "No recommendation: the server completed no prompt."
         if any(s.asked for s in summaries):
             sentence = "No recommendation: no prompt is known to have been compressed."
         if scores_nothing(summaries, by):
             sentence = f"No recommendation: {SCORES_NOTHING}"
-        return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
-    max_independent = max(s.loss.independent for s in candidates if s.loss)
-    if unseen_share(max_independent) > max_drop:
-        noun = "prompt is" if max_independent == 1 else "prompts are"
+    elif unseen_share(independent := max(loss.independent for _, loss in candidates)) > max_drop:
+        noun = "prompt is" if independent == 1 else "prompts are"
         sentence = (
-            f"No recommendation: {max_independent} independent {noun} too few to confirm a drop of"
+            f"No recommendation: {independent} independent {noun} too few to confirm a drop of"
             f" at most {max_drop:g} at 95 % confidence. At least {prompts_needed(max_drop)} are"
             " needed."
         )
     else:
-        nearest = min(candidates, key=lambda s: s.bound or 0.0)
+        nearest, loss = min(candidates, key=lambda found: found[1].bound)
         sentence = (
             f"No recommendation: no method at any budget keeps the loss by {by} within"
             f" {max_drop:g} at 95 % confidence. The nearest is {nearest.cell}, with a loss of at"
-            f" most {nearest.bound:.3f}. Try a larger budget."
+            f" most {loss.bound:.3f}. Try a larger budget."
         )
-    return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
+    return Recommendation(by=by, max_drop=max_drop, cell=cell, sentence=sentence)
 
 
 SCORES_NOTHING = (
@@ -232,7 +234,7 @@ def best_baseline_without_extra_loss(
 
     Returns None if there is no recommendation or no such baseline.
     """
-    best = next((s for s in summaries if s.cell == recommendation.cell), None)
+    best = _recommended(summaries, recommendation)
     if best is None or best.loss is None:
         return None
     baselines = [
@@ -247,14 +249,17 @@ def best_baseline_without_extra_loss(
     return min(baselines, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
 
 
+def _recommended(summaries: Sequence[Summary], recommendation: Recommendation) -> Summary | None:
+    return next((s for s in summaries if s.cell == recommendation.cell), None)
+
+
 def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) -> list[str]:
     """Return sentences that say whether a low-bit cache is close enough without compression.
 
     One sentence per other server, or how to measure one if there is none.
     """
-    others = [s for s in summaries if s.cell.server and s.loss and s.bound is not None]
-    best = next((s for s in summaries if s.cell == recommendation.cell), None)
-    if not any(s.cell.server for s in summaries):
+    others = [s for s in summaries if s.cell.server]
+    if not others:
         formats = [
             f"{name} ({share:.0%} of the bytes)"
             for name in ALTERNATIVES
@@ -265,48 +270,41 @@ def low_bit_notes(summaries: Sequence[Summary], recommendation: Recommendation) 
             f" {', '.join(formats)}. fp8 ruins some models, so measure it: add --against fp8 with"
             " --model, or --against with the address of a second server that has --kv-cache-dtype."
         ]
-    notes = []
-    for other in others:
-        assert other.loss is not None
-        name, size = other.cell.method, _size(other)
-        loss = (
-            f"its loss by {recommendation.by} is {other.loss.mean:.3f}, at most {other.bound:.3f}"
-            " at 95 % confidence"
+    best = _recommended(summaries, recommendation)
+    return [
+        _low_bit_note(other, other.loss, best, recommendation) for other in others if other.loss
+    ]
+
+
+def _low_bit_note(
+    other: Summary, loss: Estimate, best: Summary | None, recommendation: Recommendation
+) -> str:
+    name, size, max_drop = other.cell.method, _size(other), recommendation.max_drop
+    found = (
+        f"its loss by {recommendation.by} is {loss.mean:.3f}, at most {loss.bound:.3f} at 95 %"
+        " confidence"
+    )
+    if other.kl is not None:
+        found += f", and its KL {other.kl.mean:.3f} nats per token"
+    if loss.bound > max_drop:
+        may_be_close = loss.mean <= max_drop and (other.kl is None or other.kl.mean <= _RUINED_KL)
+        verdict = "is not close enough"
+        if may_be_close and unseen_share(loss.independent) > max_drop:
+            verdict = f"looks close, but {loss.independent} prompts are too few to be sure"
+        return f"{name} ({size}) {verdict}: {found}. The loss may be at most {max_drop:g}."
+    if best is None:
+        return f"{name} ({size}) is close enough, without compression: {found}."
+    condition = f"{size} is small enough"
+    if other.bytes is None:
+        condition = "it saves enough memory, which is not known"
+    elif best.bytes is not None and best.bytes >= other.bytes:
+        return (
+            f"Use {name}, without compression: it takes {size}, no more than {best.cell}, and"
+            f" {found}."
         )
-        if other.kl is not None:
-            loss += f", and its KL {other.kl.mean:.3f} nats per token"
-        if other.bound is None or other.bound > recommendation.max_drop:
-            may_be_close = other.loss.mean <= recommendation.max_drop and (
-                other.kl is None or other.kl.mean <= _RUINED_KL
-            )
-            if may_be_close and unseen_share(other.loss.independent) > recommendation.max_drop:
-                verdict = (
-                    f"looks close, but {other.loss.independent} prompts are too few to be sure"
-                )
-            else:
-                verdict = "is not close enough"
-            notes.append(
-                f"{name} ({size}) {verdict}: {loss}. The loss may be at most"
-                f" {recommendation.max_drop:g}."
-            )
-        elif best is None:
-            notes.append(f"{name} ({size}) is close enough, without compression: {loss}.")
-        elif other.bytes is None:
-            notes.append(
-                f"Use {name} if it saves enough memory, which is not known. It keeps all tokens:"
-                f" {loss}. {best.cell} takes {_size(best)}."
-            )
-        elif best.bytes is None or best.bytes < other.bytes:
-            notes.append(
-                f"Use {name} if {size} is small enough. It keeps all tokens: {loss}. {best.cell}"
-                f" takes {_size(best)}."
-            )
-        else:
-            notes.append(
-                f"Use {name}, without compression: it takes {size}, no more than {best.cell}, and"
-                f" {loss}."
-            )
-    return notes
+    return (
+        f"Use {name} if {condition}. It keeps all tokens: {found}. {best.cell} takes {_size(best)}."
+    )
 
 
 def _size(summary: Summary) -> str:
@@ -316,17 +314,6 @@ def _size(summary: Summary) -> str:
 def default_measure(outcomes: Sequence[Outcome]) -> Measure:
     """Return "score" if any prompt has a known answer, else "similarity"."""
     return "score" if any(o.score is not None for o in outcomes) else "similarity"
-
-
-def _may_run(best: Summary, by: Measure, max_drop: float) -> str:
-    assert best.loss is not None
-    kept = "" if best.kept is None else f", which keeps {best.kept:.1%} of the tokens"
-    if best.bytes is not None:
-        kept += f" in {best.bytes:.0%} of the bytes" if kept else f", {best.bytes:.0%} of the bytes"
-    return (
-        f"Run {best.cell}{kept}: its loss by {by} is {best.loss.mean:.3f}, and at most"
-        f" {best.bound:.3f} at 95 % confidence, within {max_drop:g}."
-    )
 
 
 def _summary(
@@ -340,10 +327,12 @@ def _summary(
     compressed = [o for o in outcomes if o.kept_tokens is not None]
     measured = compressed if known else list(outcomes)
     scored = [o for o in measured if o.score is not None]
-    with_probabilities = [o for o in measured if o.places]
+    everywhere = _at_places(measured, slice(None))
     drop = _mean(scored, lambda o: (o.full_score or 0.0) - (o.score or 0.0))
-    exact = _mean(measured, lambda o: float(o.exact))
-    similarity = _mean(measured, lambda o: o.similarity)
+    by_position = {
+        name: _at_places(measured, slice(number, number + 1))
+        for number, name in enumerate(POSITION_RANGES)
+    }
     losses: dict[Measure, Estimate | None] = {
         "score": drop,
         "agreement": _mean(measured, lambda o: 1.0 - o.exact),
@@ -359,13 +348,13 @@ def _summary(
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,
-        exact=exact,
-        similarity=similarity,
+        exact=_mean(measured, lambda o: float(o.exact)),
+        similarity=_mean(measured, lambda o: o.similarity),
         diverged=median(diverged_at) if diverged_at else None,
-        places=sum(o.places or 0 for o in with_probabilities),
-        same_first=_mean(with_probabilities, lambda o: o.same_first or 0, lambda o: o.places or 0),
-        kl=_mean(with_probabilities, lambda o: o.kl or 0.0, lambda o: o.places or 0),
-        along=_by_position(measured),
+        places=everywhere.places if everywhere else 0,
+        same_first=everywhere.same_first if everywhere else None,
+        kl=everywhere.kl if everywhere else None,
+        along={name: stats for name, stats in by_position.items() if stats},
         # An empty output of the full cache has no length to compare with.
         length=_mean(
             [o for o in measured if o.full_length], lambda o: o.length, lambda o: o.full_length
@@ -376,7 +365,6 @@ def _summary(
         full_score=_mean(scored, lambda o: o.full_score or 0.0),
         drop=drop,
         loss=loss,
-        bound=None if loss is None else max(loss.upper, unseen_share(loss.independent)),
         times=_times(measured),
         tasks=_tasks(scored),
         obeyed=shares_obeyed(RuleResults(o.task, o.rules, o.drawn_with) for o in measured),
@@ -391,17 +379,16 @@ def _mean_bytes(outcomes: Sequence[Outcome]) -> float | None:
     return sum((o.bytes or 0.0) * o.prompt_tokens for o in outcomes) / prompt_tokens
 
 
-def _by_position(outcomes: Sequence[Outcome]) -> dict[str, PositionStats]:
-    found: dict[str, PositionStats] = {}
-    for number, name in enumerate(POSITION_RANGES):
-        pairs = [(o.drawn_with, o.by_place[number]) for o in outcomes if o.by_place]
-        pairs = [(group, each) for group, each in pairs if each.places]
-        same_first = mean(pairs, lambda p: p[1].same_first, lambda p: p[0], lambda p: p[1].places)
-        kl = mean(pairs, lambda p: p[1].kl, lambda p: p[0], lambda p: p[1].places)
-        if same_first is not None and kl is not None:
-            places = sum(each.places for _, each in pairs)
-            found[name] = PositionStats(places=places, same_first=same_first, kl=kl)
-    return found
+def _at_places(outcomes: Sequence[Outcome], ranges: slice) -> PositionStats | None:
+    """Return the next-token comparison over these `POSITION_RANGES`; None without any token."""
+    pairs = [(o.drawn_with, total((o.by_place or ())[ranges])) for o in outcomes]
+    pairs = [(group, each) for group, each in pairs if each.places]
+    same_first = mean(pairs, lambda p: p[1].same_first, lambda p: p[0], lambda p: p[1].places)
+    kl = mean(pairs, lambda p: p[1].kl, lambda p: p[0], lambda p: p[1].places)
+    if same_first is None or kl is None:
+        return None
+    places = sum(each.places for _, each in pairs)
+    return PositionStats(places=places, same_first=same_first, kl=kl)
 
 
 def _mean(

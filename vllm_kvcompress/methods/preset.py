@@ -96,16 +96,22 @@ def scores_by_window(reads: Reads) -> bool:
     return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
 
 
-def refuse_window(scorer: str, reads: Reads, window: int) -> None:
-    """Raise ConfigError if the observation window has too few queries for what the method reads."""
-    if window >= min_window(reads):
-        return
-    if Reads.VARIANCE in reads:
-        raise ConfigError(f"CAKE needs a variance; set window to at least 2, got {window}")
-    raise ConfigError(
-        f"scorer {scorer!r} reads the attention of an observation window; set window to at least"
-        f" 1, got {window}"
-    )
+def misused_part(
+    names: Preset, allocator: Allocator, scorer: Scorer, selector: Selector
+) -> tuple[str, str] | None:
+    """Return why parts run together but give meaningless results, as in `ScoreUse`, and a fix.
+
+    Args:
+        names: the names of the parts.
+    """
+    unfit: Mapping[ScoreUse, str] = getattr(scorer, "unfit", {})
+    users = (("allocator", names.allocator, allocator), ("selector", names.selector, selector))
+    for role, name, part in users:
+        for use in getattr(part, "uses", ()):
+            if use in unfit:
+                reason = f"{role} {name!r} {use.action}, but scorer {names.scorer!r} {unfit[use]}"
+                return reason, use.fix
+    return None
 
 
 def refuse_values(preset: Preset, reads: Reads) -> None:
@@ -115,15 +121,15 @@ def refuse_values(preset: Preset, reads: Reads) -> None:
         reads: statistics that its allocator and scorer read.
     """
     limits = {
-        "window": (preset.window, MAX_WINDOW),
-        "lookahead": (preset.lookahead, MAX_LOOKAHEAD),
-        "prompt_window": (preset.prompt_window, preset.window),
+        "window": (min_window(reads), preset.window, MAX_WINDOW),
+        "lookahead": (0, preset.lookahead, MAX_LOOKAHEAD),
+        "prompt_window": (0, preset.prompt_window, preset.window),
     }
-    for name, (value, limit) in limits.items():
-        if type(value) is not int or not 0 <= value <= limit:
+    for name, (minimum, value, limit) in limits.items():
+        if type(value) is not int or not minimum <= value <= limit:
             raise ConfigError(
-                f"{name} of a preset must be a whole number from 0 to {limit}, got {value!r};"
-                " correct it"
+                f"{name} of a preset must be a whole number from {minimum} to {limit} for its"
+                f" parts, got {value!r}; correct it"
             )
     words: Mapping[str, tuple[object, ...]] = {
         "merge": (True, False, "values"),
@@ -146,25 +152,3 @@ def refuse_values(preset: Preset, reads: Reads) -> None:
             f"output_scorer={preset.output_scorer!r} scores after a look-ahead, got lookahead=0;"
             " set one, or remove output_scorer"
         )
-
-
-def refuse_meaningless_parts(
-    names: Preset, allocator: Allocator, scorer: Scorer, selector: Selector
-) -> None:
-    """Refuse parts that run together but give meaningless results, as declared in `ScoreUse`.
-
-    Args:
-        names: the names of the parts.
-
-    Raises:
-        ConfigError: the message gives the reason.
-    """
-    unfit: Mapping[ScoreUse, str] = getattr(scorer, "unfit", {})
-    users = (("allocator", names.allocator, allocator), ("selector", names.selector, selector))
-    for role, name, part in users:
-        for use in getattr(part, "uses", ()):
-            if use in unfit:
-                raise ConfigError(
-                    f"{role} {name!r} {use.action}, but scorer {names.scorer!r} {unfit[use]};"
-                    f" {use.fix}"
-                )

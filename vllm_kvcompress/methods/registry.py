@@ -15,12 +15,7 @@ from vllm_kvcompress.methods.base import Allocator, Scorer, Selector, build, cho
 from vllm_kvcompress.methods.entry_points import KINDS, MethodEntry, described, method_entries
 from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.parts.topk import TopK
-from vllm_kvcompress.methods.preset import (
-    Preset,
-    refuse_meaningless_parts,
-    refuse_values,
-    refuse_window,
-)
+from vllm_kvcompress.methods.preset import Preset, misused_part, refuse_values
 from vllm_kvcompress.methods.published import (
     cake,
     cake_chunk,
@@ -291,7 +286,6 @@ def _check_preset(preset: Any, added: Mapping[str, Mapping[str, Any]]) -> None:
         parts[kind] = build(kind, table, getattr(preset, kind), {}, params)
     if preset.output_scorer:
         choose("output_scorer", {**SCORERS.data, **added["scorer"]}, preset.output_scorer)
-    refuse_meaningless_parts(preset, parts["allocator"], parts["scorer"], parts["selector"])
-    reads = parts["allocator"].reads | parts["scorer"].reads
-    refuse_values(preset, reads)
-    refuse_window(preset.scorer, reads, preset.window)
+    if misused := misused_part(preset, **parts):
+        raise ConfigError("; ".join(misused))
+    refuse_values(preset, parts["allocator"].reads | parts["scorer"].reads)

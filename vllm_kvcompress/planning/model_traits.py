@@ -1,7 +1,7 @@
-"""Which models can be compressed: one rule for the engine and for ``kvcompress plan``.
+"""The traits of a model that decide whether it can be compressed (`refusals.model`).
 
 `traits_of` reads a config.json and needs no vLLM. The engine reads the same file and then applies
-what vLLM decided (`engine.startup.refusals`). The messages about a model's traits are here.
+what vLLM decided (`engine.startup.refusals`).
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,7 @@ from vllm_kvcompress.planning.layer_groups import (
     layer_groups,
     layer_types,
 )
-
-_WITHOUT = "serve this model without --kv-compress"
-_EVERY_LAYER = "every layer must have full attention or a sliding window, and this model"
+from vllm_kvcompress.refusals.tested import CACHED_STATE_MODELS, STATE_MODELS
 
 _PARTS = ("text_config", "llm_config", "language_config", "generator", "decoder")
 
@@ -44,64 +42,24 @@ _STATE_SPACE_KEYS = (
 )
 _STATE_SPACE_TYPES = ("mamba", "rwkv", "jamba", "zamba", "falcon_h1", "nemotron_h", "bamba")
 # state-space architectures whose configs have none of the above
-STATE_SPACE_ARCHITECTURES = frozenset(
-    {
-        "AliceAIForCausalLM",
-        "BailingMoeV2_5ForCausalLM",
-        "BailingMoeV3ForCausalLM",
-        "BailingMoeV3VLForConditionalGeneration",
-        "ColBERTLfm2Model",
-        "ColQwen3_5",
-        "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM",
-        "Glm5NextForCausalLM",
-        "Glm5NextForConditionalGeneration",
-        "GraniteMoeHybridForCausalLM",
-        "InternS2MobiusForCausalLM",
-        "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
-        "JambaForCausalLM",
-        "JambaForSequenceClassification",
-        "KimiK3ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "Lfm2VlForConditionalGeneration",
-        "Mamba2ForCausalLM",
-        "MambaForCausalLM",
-        "MiniCPMOcrForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
-        "NemotronHForCausalLM",
-        "NemotronHPuzzleForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-        "OlmoHybridForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpForConditionalGeneration",
-        "Terratorch",
-        "Zamba2ForCausalLM",
-    }
-)
-
-# State-space architectures that are tested. Only their full-attention layers are compressed.
-WITH_STATES = frozenset(
-    {
-        "GraniteMoeHybridForCausalLM",
-        "NemotronHForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-    }
-)
-# Architectures tested with states in the prefix cache, which vLLM enables by default.
-WITH_CACHED_STATES = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
+STATE_SPACE_ARCHITECTURES = frozenset({
+    "AliceAIForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM",
+    "BailingMoeV3VLForConditionalGeneration", "ColBERTLfm2Model", "ColQwen3_5",
+    "FalconH1ForCausalLM", "FalconMambaForCausalLM", "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration", "GraniteMoeHybridForCausalLM",
+    "InternS2MobiusForCausalLM", "InternS2MobiusForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration", "JambaForCausalLM",
+    "JambaForSequenceClassification", "KimiK3ForConditionalGeneration", "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration",
+    "Mamba2ForCausalLM", "MambaForCausalLM", "MiniCPMOcrForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration",
+    "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
+    "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration", "Terratorch", "Zamba2ForCausalLM",
+})  # fmt: skip
 
 # stands for any architecture in a sentence-transformers folder, which is an embedding model
 SENTENCE_EMBEDDER = "SentenceTransformerModel"
@@ -109,33 +67,14 @@ SENTENCE_EMBEDDER = "SentenceTransformerModel"
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _POOLING = ("ForTextEncoding", "Classification", "Modeling", "MaskedLM", "Model")
 _POOLING_NAMES = (
-    "Embed",
-    "Reward",
-    "Score",
-    "Retriev",
-    "Splade",
-    "Bidirectional",
-    "ForRanking",
-    "ForJointSchema",
-    "ColBERT",
-    "ColQwen",
-    "Terratorch",
-)
+    "Embed", "Reward", "Score", "Retriev", "Splade", "Bidirectional", "ForRanking",
+    "ForJointSchema", "ColBERT", "ColQwen", "Terratorch",
+)  # fmt: skip
 # architectures that vLLM treats as generative despite their suffix
-_GENERATING_MODELS = frozenset(
-    {
-        "ChatGLMModel",
-        "MiDashengLMModel",
-        "MossAudioModel",
-        "Qwen2_5OmniModel",
-        "UltravoxModel",
-        "Gemma2Model",
-        "LlamaModel",
-        "MistralModel",
-        "Qwen2Model",
-        "DeepseekV3BidirectionalModel",
-    }
-)
+_GENERATING_MODELS = frozenset({
+    "ChatGLMModel", "MiDashengLMModel", "MossAudioModel", "Qwen2_5OmniModel", "UltravoxModel",
+    "Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model", "DeepseekV3BidirectionalModel",
+})  # fmt: skip
 
 # model types in which a prompt's images attend to later tokens
 _BIDIRECTIONAL_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
@@ -151,7 +90,8 @@ class Traits:
         runner: "generate", or another vLLM runner type.
         diffusion, encoder_decoder: in vLLM's sense.
         state_space: some layers are not attention, whatever their names.
-        with_states: the model is one of `WITH_STATES`.
+        with_states: the model is one of `STATE_MODELS`.
+        may_cache_states: the model is one of `CACHED_STATE_MODELS`.
         cached_states: maximum blocks of a request in a group of stateful layers.
         layer_types: names of the layers' attention types; empty if the config has none.
         uneven: layers have attention of different shapes, or none.
@@ -172,6 +112,7 @@ class Traits:
     encoder_decoder: bool = False
     state_space: bool = False
     with_states: bool = False
+    may_cache_states: bool = False
     cached_states: int = 1
     layer_types: tuple[str, ...] = ()
     uneven: bool = False
@@ -183,6 +124,48 @@ class Traits:
     dtype: str = "bfloat16"
     declared_cache: str | None = None
     cache: str = "auto"
+
+    @property
+    def other_kinds(self) -> list[str]:
+        """Return the attention types that are not supported in a model of this kind."""
+        known = STATEFUL | WITHOUT_CACHE if self.state_space else {WINDOWED}
+        return sorted(set(self.layer_types) - FULL - known)
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Return how vLLM groups the layers that the config lists."""
+        return groups(self, len(self.layer_types))
+
+    @property
+    def stored(self) -> str:
+        """Return vLLM's name of the KV cache's dtype; "auto" for the model's own dtype."""
+        return self.cache if self.cache != "auto" else self.declared_cache or "auto"
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Return whether the KV cache is fp8 with one scale per layer."""
+        return self.stored in FLOAT8_CACHES
+
+    @property
+    def has_plain_cache(self) -> bool:
+        """Return whether the KV cache is not quantised."""
+        return self.stored in PLAIN_CACHES
+
+    @property
+    def source(self) -> str:
+        """Return where the KV cache's dtype comes from: a flag, or the checkpoint."""
+        declared = self.stored == self.declared_cache
+        return f"this checkpoint declares {self.stored}" if declared else f"got {self.stored}"
+
+    @property
+    def plain_cache(self) -> str:
+        """Return the flags that store keys and values in the model's own dtype."""
+        if self.declared_cache is None:
+            return "--kv-cache-dtype auto"
+        if self.dtype == "float32":
+            # The flag cannot name float32.
+            return "--dtype bfloat16 --kv-cache-dtype bfloat16"
+        return f"--kv-cache-dtype {self.dtype}"
 
 
 def looks_like_hub_id(model: str) -> bool:
@@ -224,8 +207,9 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
         diffusion=config.get("canvas_length") is not None,
         encoder_decoder=any(part.get("is_encoder_decoder") for part in (config, text)),
         state_space=_state_space(config, text, kind, names, types),
-        with_states=bool(names) and names <= WITH_STATES,
-        cached_states=2 if names & WITH_CACHED_STATES else 1,
+        with_states=bool(names) and names <= STATE_MODELS,
+        may_cache_states=bool(names & CACHED_STATE_MODELS),
+        cached_states=2 if names & CACHED_STATE_MODELS else 1,
         layer_types=types,
         uneven=_uneven(text),
         window=_window(text, kind),
@@ -237,123 +221,9 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
     )
 
 
-def unsupported(traits: Traits) -> str | None:
-    """Return why a model cannot be compressed and what to do, as one sentence; None if it can."""
-    if traits.latent:
-        return f"MLA models keep one latent per token instead of keys and values; {_WITHOUT}"
-    if traits.alibi:
-        return (
-            f"ALiBi needs every token at its true position, which compression changes; {_WITHOUT}"
-        )
-    if traits.runner != "generate":
-        return f"only generative models are supported, this one is for {traits.runner}; {_WITHOUT}"
-    if traits.diffusion:
-        return f"diffusion models replace tokens that they already generated; {_WITHOUT}"
-    if traits.encoder_decoder:
-        return f"encoder-decoder models are not supported; {_WITHOUT}"
-    kinds = set(traits.layer_types)
-    if traits.state_space:
-        if reason := _state_refusal(traits, kinds):
-            return reason
-    elif kinds - FULL - {WINDOWED}:
-        return f"{_EVERY_LAYER} has {sorted(kinds)}; {_WITHOUT}"
-    if traits.uneven:
-        return f"every layer must have the same KV heads, and this model's differ; {_WITHOUT}"
-    if WINDOWED in kinds and kinds & FULL:
-        if reason := _group_refusal(traits):
-            return reason
-    elif traits.window is not None:
-        return (
-            "some layer must have full attention, and all of this model have a sliding window of"
-            f" {traits.window}; {_WITHOUT}, or pass --disable-sliding-window for prompts shorter"
-            " than the window"
-        )
-    if traits.chunk:
-        return f"{_EVERY_LAYER} attends in chunks of {traits.chunk}; {_WITHOUT}"
-    if traits.bidirectional:
-        return (
-            "every token must attend only to earlier tokens, and this model has bidirectional"
-            f" attention in images or prompts; {_WITHOUT}"
-        )
-    if traits.soft_cap:
-        return (
-            f"scores are computed before the soft cap of {traits.soft_cap} on this model's logits;"
-            f" {_WITHOUT}"
-        )
-    if traits.shared:
-        return f"layers must not share KV caches, and {traits.shared} of this model do; {_WITHOUT}"
-    return _dtype_refusal(traits)
-
-
 def groups(traits: Traits, layers: int) -> LayerGroups:
     """Return how vLLM groups the layers of a model with `layers` layers."""
     return layer_groups(traits.layer_types, layers, traits.window, states=traits.cached_states)
-
-
-def _state_refusal(traits: Traits, kinds: set[str]) -> str | None:
-    """Return why a model with stateful layers cannot be compressed; None if it can."""
-    if not traits.with_states:
-        return (
-            f"of the models with state-space layers only {sorted(WITH_STATES)} are tested;"
-            f" {_WITHOUT}"
-        )
-    if not (kinds & FULL and kinds & STATEFUL):
-        return (
-            "the model must have both full-attention and stateful layers, and this model lacks one"
-            f" of the two kinds; {_WITHOUT}"
-        )
-    if others := kinds - FULL - STATEFUL - WITHOUT_CACHE:
-        return (
-            "only full-attention and stateful layers are supported together, and this model also"
-            f" has {sorted(others)}; {_WITHOUT}"
-        )
-    return _group_refusal(traits)
-
-
-def _group_refusal(traits: Traits) -> str | None:
-    """Return why vLLM's layer groups prevent compression; None if full layers form one group."""
-    layers = groups(traits, len(traits.layer_types))
-    if layers.full_groups > 1:
-        kind = "windowed" if layers.windowed else "stateful"
-        return (
-            "vLLM must put all full-attention layers in one group, and makes"
-            f" {layers.full_groups} groups of this model's {len(layers.full)}, because it has"
-            f" {layers.num_uncompressed} {kind} layers; {_WITHOUT}"
-        )
-    return None
-
-
-def stored_in(traits: Traits) -> str:
-    """Return vLLM's name of the KV cache dtype; "auto" for the model's own dtype."""
-    return traits.cache if traits.cache != "auto" else traits.declared_cache or "auto"
-
-
-def plain_cache(traits: Traits) -> str:
-    """Return the flags that store keys and values in the model's own dtype."""
-    if traits.declared_cache is None:
-        return "--kv-cache-dtype auto"
-    if traits.dtype == "float32":
-        # The flag cannot name float32.
-        return "--dtype bfloat16 --kv-cache-dtype bfloat16"
-    return f"--kv-cache-dtype {traits.dtype}"
-
-
-def _dtype_refusal(traits: Traits) -> str | None:
-    """Return why the KV cache's dtype is not supported and the flags that fix it; None if it is."""
-    stored, fix = stored_in(traits), plain_cache(traits)
-    if stored in FLOAT8_CACHES and traits.state_space:
-        return f"an fp8 KV cache is not tested with stateful layers; set {fix}"
-    if stored in ("auto", traits.dtype) or stored in FLOAT8_CACHES:
-        return None
-    reason = f"got {stored}"
-    if stored == traits.declared_cache:
-        reason = f"this checkpoint declares {stored}"
-    if stored in PLAIN_CACHES:
-        return f"keys and values must be stored in the model's {traits.dtype}; set {fix}, {reason}"
-    return (
-        f"the only supported quantised KV cache is fp8 with one scale per layer; set {fix},"
-        f" {reason}"
-    )
 
 
 def _generates(name: str) -> bool:

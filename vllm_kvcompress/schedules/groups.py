@@ -10,9 +10,10 @@ a packed block holds the same tokens in all layers and is never written again.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -45,7 +46,7 @@ def added_pages_plan(footprint: KVFootprint, tokens: int, page_tokens: int) -> P
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSchedule:
+class GroupSchedule(PrefillSchedule):
     """The schedule of a prompt that is packed in k4v3 with all its tokens.
 
     With an `interval`, boundaries lie at its multiples behind the first block, whatever chunks the
@@ -104,7 +105,7 @@ class GroupSchedule:
         intervals = max(computed - self._leading, 0) // self.interval + 1
         return min(self._leading + intervals * self.interval, self.tokens)
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, Literal[0]]:
+    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
         """Return the tokens of a chunk that starts after `computed` tokens, and 0 probe tokens."""
         if not self.in_pieces:
             return max_tokens, 0

@@ -1,7 +1,6 @@
 """The schedule of a look-ahead: pack the prompt once its first output tokens have scored it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from vllm_kvcompress.methods.page_plan import (
     PagePlan,
@@ -10,12 +9,13 @@ from vllm_kvcompress.methods.page_plan import (
     raise_for_protected,
 )
 from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.schedules.base import Schedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookaheadSchedule:
+class LookaheadSchedule(Schedule):
     """The schedule of a prompt that stays uncompressed until its first output tokens score it.
 
     A prompt in pieces stays as its prefill left it. When the prompt is packed, the output tokens so
@@ -63,7 +63,7 @@ class LookaheadSchedule:
         window = self.settings.method.lookahead_window
         return min(self.prefilled - min_queries, self.due - window, max_tokens)
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, Literal[0]]:
+    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
         """Return the tokens of a step that starts after `computed` tokens, and 0 probe tokens.
 
         Tokens computed after the request is due read the packed cache, so no draft token may be

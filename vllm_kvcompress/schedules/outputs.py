@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from vllm_kvcompress.methods.page_plan import PagePlan, round_up_to_blocks
 from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.schedules.base import Schedule
 from vllm_kvcompress.schedules.groups import added_pages_plan
-from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(slots=True, kw_only=True)
-class OutputSchedule:
+class OutputSchedule(Schedule):
     """The schedule that bounds a request's KV cache while its output is generated.
 
     Args:
@@ -79,10 +80,6 @@ class OutputSchedule:
             computed=tokens,
         )
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, Literal[0]]:
-        """Return `max_tokens`, because decode steps may end anywhere, and 0 probe tokens."""
-        return max_tokens, 0
-
     def may_pack(self, footprint: KVFootprint) -> bool:
         """Return whether the longest possible output exceeds the cap before its last step."""
         size, settings = footprint.block_size, self.settings
@@ -141,7 +138,7 @@ class OutputSchedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputGroupSchedule:
+class OutputGroupSchedule(Schedule):
     """The schedule that packs a request's tokens in k4v3 while its output is generated.
 
     No token is dropped, and no group is quantised twice: each packing adds pages for the tokens
@@ -182,15 +179,6 @@ class OutputGroupSchedule:
         if tokens + 1 >= self.max_tokens and not self.settings.reuses_pages:
             return None
         return added_pages_plan(footprint, tokens, self.page_tokens)
-
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, Literal[0]]:
-        """Return `max_tokens`, because decode steps may end anywhere, and 0 probe tokens."""
-        return max_tokens, 0
-
-    def may_pack(self, footprint: KVFootprint) -> bool:
-        """Return whether the longest possible output is packed before its last step."""
-        end = (self.max_tokens - 2) // footprint.block_size
-        return (end - footprint.first_block) * footprint.block_size >= self.interval
 
     def advance_sums(self, tokens: int, block_size: int, *, packs: bool) -> int:
         """Return 0: no attention is summed."""

@@ -7,13 +7,14 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, raise_for_protected
 from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceSchedule:
+class PieceSchedule(PrefillSchedule):
     """The schedule of a prompt that is compressed piece by piece during its prefill.
 
     Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
@@ -47,7 +48,6 @@ class PieceSchedule:
     spans: Spans = ()
 
     in_pieces: ClassVar[bool] = True
-    adds_groups: ClassVar[bool] = False
     keeps_all_tokens: ClassVar[bool] = False
 
     @property

@@ -1,16 +1,16 @@
 """The schedule of a prompt without pieces: pack it when its prefill ends."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
+from vllm_kvcompress.schedules.base import PrefillSchedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSchedule:
+class PromptSchedule(PrefillSchedule):
     """The schedule of a prompt that stays uncompressed until its prefill ends.
 
     Args:
@@ -20,9 +20,6 @@ class PromptSchedule:
 
     settings: CompressionConfig
     page_plan: PagePlan
-
-    in_pieces: ClassVar[bool] = False
-    adds_groups: ClassVar[bool] = False
 
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None."""
@@ -50,10 +47,6 @@ class PromptSchedule:
 
     def before_lookahead(self) -> None:
         """Return None: a look-ahead packs the prompt, and nothing is packed before it."""
-
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, Literal[0]]:
-        """Return `max_tokens`, because chunks may end anywhere, and 0 probe tokens."""
-        return max_tokens, 0
 
     def longest_prefix_hit(self, max_tokens: int) -> int:
         """Return how many tokens may come from the prefix cache.

@@ -1,67 +1,12 @@
-"""The schedules of one request, and the interface that they share."""
+"""The schedules of one request."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
+from vllm_kvcompress.schedules.base import PrefillSchedule, Schedule
+from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
-from vllm_kvcompress.settings.config import CompressionConfig
-
-
-class Schedule(Protocol):
-    """Interface of all schedules of a request."""
-
-    @property
-    def settings(self) -> CompressionConfig:
-        """Return the settings of the request's method."""
-
-    def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
-        """Return the page plan to apply after a step that ends with `tokens` computed, or None."""
-
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
-        """Return how many tokens the next step computes, and how many probe tokens follow them.
-
-        Args:
-            plan_at: returns the plan after a step that ends with this many tokens computed.
-            computed: computed tokens of the request.
-            max_tokens: maximum tokens of the step, the probe included.
-        """
-
-
-class PrefillSchedule(Schedule, Protocol):
-    """The schedule of a prefill, at once or in pieces."""
-
-    @property
-    def in_pieces(self) -> bool:
-        """Return whether the prompt is packed before its prefill ends."""
-
-    @property
-    def adds_groups(self) -> bool:
-        """Return whether each packing adds groups in k4v3 to the packed ones."""
-
-    @property
-    def keeps_all_tokens(self) -> bool:
-        """Return whether packing drops no token, so that none has to be scored."""
-
-    @property
-    def first_end(self) -> int:
-        """Return how many tokens are computed by the first packing."""
-
-    @property
-    def max_blocks(self) -> int:
-        """Return the maximum blocks of the prompt until its end is packed, if packed in place."""
-
-    @property
-    def blocks_at_end(self) -> int:
-        """Return the blocks that the prompt holds when its prefill ends, if packed in place."""
-
-    def before_lookahead(self) -> "PrefillSchedule | None":
-        """Return the schedule of a prompt whose end a look-ahead packs; None if it packs all."""
-
-    def longest_prefix_hit(self, max_tokens: int) -> int:
-        """Return how many tokens, at most `max_tokens`, may come from the prefix cache."""
 
 
 def lookahead_tokens_of(prefill: PrefillSchedule) -> int:
@@ -98,6 +43,19 @@ class RequestSchedule:
     def current(self) -> Schedule | None:
         """Return the schedule that decides about the next step; None if nothing is left to pack."""
         return (self.lookahead or self.output) if self.prefilled else self.prefill
+
+    @property
+    def in_pieces(self) -> bool:
+        """Return whether the prompt is packed before its prefill ends."""
+        return self.prefill is not None and self.prefill.in_pieces
+
+    @property
+    def reads_page_tables(self) -> bool:
+        """Return whether packing reads the prompt through page tables, not its own block ids.
+
+        It does for a prompt in pieces, and for one that was packed before.
+        """
+        return self.in_pieces or self.footprint.pages > 0
 
     def plan(self, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None.

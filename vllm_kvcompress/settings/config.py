@@ -4,40 +4,35 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any
 
 from pydantic import ValidationError, model_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, closest
+from vllm_kvcompress.methods.base import Reads, build, closest
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.entry_points import Kind
 from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.parts.topk import TopK
-from vllm_kvcompress.methods.preset import (
-    MAX_WINDOW,
-    Preset,
-    refuse_meaningless_parts,
-    refuse_window,
-    scores_by_window,
-)
+from vllm_kvcompress.methods.preset import MAX_WINDOW, Preset, scores_by_window
 from vllm_kvcompress.methods.published.chunkkv import Chunks
 from vllm_kvcompress.methods.registry import (
-    ALLOCATORS,
     BUILT_IN,
     CAOTES,
     CUSTOM,
     METHODS,
     PRESETS,
     SCORERS,
-    SELECTORS,
+    TABLES,
     fallback_window,
     load_added_methods,
     published,
 )
 from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.refusals.rule import refuse
+from vllm_kvcompress.refusals.settings import METHOD, MIN_CHUNKS, REQUESTS
 from vllm_kvcompress.settings.declared import (
     DEPLOY_DEFAULT,
     Parsed,
@@ -45,8 +40,7 @@ from vllm_kvcompress.settings.declared import (
     SettingsGroup,
     declare,
 )
-from vllm_kvcompress.settings.decode import MAX_DEFAULT_WINDOW, DecodeSettings, min_decode_budget
-from vllm_kvcompress.settings.lookahead import LookaheadSettings
+from vllm_kvcompress.settings.groups import DecodeSettings, LookaheadSettings, PieceSettings
 from vllm_kvcompress.settings.packed_dtype import AUTO, GRID, K4V3, OFF, PackedDtype, PackedSettings
 from vllm_kvcompress.settings.parsing import (
     Alias,
@@ -62,12 +56,13 @@ from vllm_kvcompress.settings.parsing import (
     number,
     one_sentence,
 )
-from vllm_kvcompress.settings.pieces import PieceSettings
 from vllm_kvcompress.settings.protection import ProtectSettings
 from vllm_kvcompress.settings.resolved_method import ResolvedMethod
 
 _REUSE_INTERVAL = 512
 """Tokens between two packings of a request whose pages are reused, rounded up to whole pages."""
+_MAX_DEFAULT_DECODE_WINDOW = 8
+"""Largest default decode window in tokens. A method with a smaller observation window uses that."""
 _CACHED = ("given_keys", "parts", "method")
 """Properties of `CompressionConfig` that are derived once and never copied."""
 
@@ -191,11 +186,7 @@ class CompressionConfig(SettingsGroup):
     def _check_combination(self) -> "CompressionConfig":
         if self.active:
             load_added_methods()
-        if self.budget_bounds and not self.allow_override:
-            raise ConfigError(
-                "budget_bounds needs allow_override, without which requests cannot choose a budget;"
-                " add --kv-allow-override all, or remove budget_bounds"
-            )
+        refuse(REQUESTS, self)
         for name in self.allow_override:
             try:
                 self.variant(name)
@@ -206,35 +197,8 @@ class CompressionConfig(SettingsGroup):
                 self.alias_settings(alias)
             except ConfigError as e:
                 raise ConfigError(f"alias {alias.name!r}: {e}") from None
-        if not self.enabled:
-            return self
-        parts, window, method = self.parts, self.resolved_window, self.method
-        refuse_meaningless_parts(parts, method.allocator, method.scorer, method.selector)
-        reads, smallest_window = method.reads, method.min_window
-        bounded = self.decode.budget is not None
-        self.lookahead.check(self.compress, reads, smallest_window, bounded=bounded)
-        refuse_window(parts.scorer, reads, window)
-        self.decode.check(
-            self.resolved_decode_window,
-            smallest_window,
-            self._chunk,
-            packs_groups=self.packs_k4v3,
-        )
-        self.pieces.check(window, self.min_prompt)
-        self.packed.check(
-            self.resolved_packed_dtype,
-            self.budget,
-            self.decode.budget,
-            self.pieces.max_whole,
-            has_interval="interval" in self.decode.model_fields_set,
-        )
-        if isinstance(self.budget, int) and self.budget <= window:
-            hint = "; write 1.0 to keep every token" if self.budget == 1 else ""
-            raise ConfigError(
-                f"budget={self.budget} tokens per layer cannot hold the observation window of"
-                f" {window} and at least one more token;"
-                f" raise budget above {window}, or lower window{hint}"
-            )
+        if self.enabled:
+            refuse(METHOD, self)
         return self
 
     @classmethod
@@ -310,6 +274,19 @@ class CompressionConfig(SettingsGroup):
             else:
                 changed[name] = value
         return self.model_copy(update=changed)
+
+    def in_whole_blocks(self, block_size: int) -> "CompressionConfig":
+        """Return these settings with the default interval and piece rounded to whole KV blocks.
+
+        Hybrid models size a block to their recurrent state, for example 528 tokens, which no fixed
+        default is a multiple of. Each becomes the largest multiple of the block up to its default,
+        but at least one block. The interval is also at least the decode window. Values that the
+        user set stay as they are, and are refused if they do not fit.
+
+        Args:
+            block_size: tokens per KV block.
+        """
+        return _in_whole_blocks(self, self.given_keys, block_size)
 
     # -- derived values -----------------------------------------------------------------------
 
@@ -495,16 +472,16 @@ class CompressionConfig(SettingsGroup):
     @property
     def resolved_decode_window(self) -> int:
         """Return the decode window in tokens."""
-        default = min(self.resolved_window, MAX_DEFAULT_WINDOW)
+        default = min(self.resolved_window, _MAX_DEFAULT_DECODE_WINDOW)
         return default if self.decode.window is None else self.decode.window
 
     @property
     def min_decode_budget(self) -> int:
         """Return the smallest decode budget of the method, in tokens per layer."""
-        return min_decode_budget(self.resolved_decode_window, self._chunk)
+        return self.resolved_decode_window + max(MIN_CHUNKS * self.chunk_size, 1)
 
     @property
-    def _chunk(self) -> int:
+    def chunk_size(self) -> int:
         """Return the tokens per chunk that the method keeps; 0 if it keeps single tokens."""
         selector = self.method.selector
         return selector.size if isinstance(selector, Chunks) else 0
@@ -518,9 +495,9 @@ class CompressionConfig(SettingsGroup):
         """
         parts, window = self.parts, self.resolved_window
         method = Method(
-            allocator=self.build_allocator(),
-            scorer=self.build_scorer(),
-            selector=self.build_selector(),
+            allocator=self._part("allocator", published(parts.allocator, self.model, self.budget)),
+            scorer=self._part("scorer", dict(parts.scorer_params)),
+            selector=self._part("selector", dict(parts.selector_params)),
             merge=parts.merge,
         )
         after_lookahead = method
@@ -541,6 +518,11 @@ class CompressionConfig(SettingsGroup):
             lookahead=lookahead,
             lookahead_window=lookahead + prompt_window if prompt_window else window,
         )
+
+    def _part(self, kind: Kind, defaults: Mapping[str, Any]) -> Any:
+        """Return the allocator, the scorer or the selector with its parameters."""
+        params = getattr(self, f"{kind}_params")
+        return build(kind, TABLES[kind], getattr(self.parts, kind), defaults, params)
 
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
@@ -570,25 +552,6 @@ class CompressionConfig(SettingsGroup):
     def ring_window(self) -> int:
         """Return the number of last queries that the engine stores per request; 0 for none."""
         return max((variant.method.ring_window for variant in self.variants), default=0)
-
-    def build_allocator(self) -> Allocator:
-        name = self.parts.allocator
-        defaults = published(name, self.model, self.budget)
-        allocator: Allocator = build("allocator", ALLOCATORS, name, defaults, self.allocator_params)
-        return allocator
-
-    def build_scorer(self) -> Scorer:
-        defaults = dict(self.parts.scorer_params)
-        scorer: Scorer = build("scorer", SCORERS, self.parts.scorer, defaults, self.scorer_params)
-        return scorer
-
-    def build_selector(self) -> Selector:
-        parts = self.parts
-        defaults = dict(parts.selector_params)
-        selector: Selector = build(
-            "selector", SELECTORS, parts.selector, defaults, self.selector_params
-        )
-        return selector
 
     def tokens_per_layer(self, tokens: int) -> int:
         """Return the mean number of tokens to keep per layer, window included.
@@ -651,6 +614,25 @@ COMPRESS_CONFIG_FLAG = SettingDeclaration(
     help="Any settings and method parameters, as a JSON object. The flags above win over it.",
 )
 """The flag ``--kv-compress-config``, which takes any key."""
+
+
+@lru_cache(maxsize=256)
+def _in_whole_blocks(
+    settings: CompressionConfig, given_keys: frozenset[str], block_size: int
+) -> CompressionConfig:
+    # `given_keys` is part of the cache key: equal settings may differ in which keys were set.
+    windows = (variant.resolved_decode_window for variant in settings.variants)
+    min_tokens = {"decode_interval": max(windows, default=1), "piece": 1}
+    limits = {"decode_interval": settings.decode.budget, "piece": settings.pieces.max_whole}
+    defaults = {key: settings.value(key) for key, limit in limits.items() if limit is not None}
+    rounded = {
+        key: max(tokens // block_size, -(-min_tokens[key] // block_size)) * block_size
+        for key, tokens in defaults.items()
+        if key not in given_keys and tokens % block_size
+    }
+    if not rounded:
+        return settings
+    return CompressionConfig.parse({**settings.to_additional_config(), **rounded})
 
 
 @cache

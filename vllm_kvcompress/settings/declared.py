@@ -77,11 +77,7 @@ def flag_of(key: str) -> str:
 
 
 class SettingsGroup(BaseModel):
-    """Base of `CompressionConfig` and of its groups.
-
-    A group's `check` raises ConfigError if its values do not fit each other or other settings. The
-    message states the rule, the value and the fix.
-    """
+    """Base of `CompressionConfig` and of its groups."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

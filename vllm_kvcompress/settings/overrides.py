@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.packed_dtype import AUTO, PACKED_DTYPES, PackedDtype
+from vllm_kvcompress.settings.packed_dtype import PACKED_DTYPES, PackedDtype
 from vllm_kvcompress.settings.request_keys import ALIAS, COMPRESS
 
 
@@ -64,31 +64,15 @@ def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
         granted.append(Kept(settings.budget, None))
     if not settings.allow_override:
         return LargestBudgets(tuple(granted), ())
-    # If no settings use k4v3, every method runs in the engine's format.
-    formats = packed_dtypes(settings) if settings.packs_k4v3 else (None,)
+    # If no settings use k4v3, every method runs in the engine's format. Otherwise a request may
+    # choose either format.
+    formats = PACKED_DTYPES if settings.packs_k4v3 else (None,)
     if method in {settings.compress, *settings.allow_override}:
         budgets = [settings.budget, *(kept.budget for _, kept in aliases)]
         granted = [Kept(budget, name) for budget in budgets for name in formats]
     highs = [high for _, high in settings.budget_bounds] or [1.0]
     named = [Kept(high, name) for high in highs for name in formats]
     return LargestBudgets(tuple(granted), tuple(named))
-
-
-def packed_dtypes(settings: CompressionConfig) -> tuple[PackedDtype, ...]:
-    """Return the formats of kept tokens that a request may choose.
-
-    Any request may choose auto. k4v3 takes memory and kernels, so a request may choose it only if
-    some of the engine's settings use it: its own, those of an allowed method, or an alias.
-
-    Args:
-        settings: settings of the engine.
-
-    Returns:
-        Nothing if requests may not choose settings.
-    """
-    if not settings.allow_override:
-        return ()
-    return PACKED_DTYPES if settings.packs_k4v3 else (AUTO,)
 
 
 def override_args(settings: CompressionConfig) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vllm_kvcompress.errors import OverrideError, shorten
@@ -115,9 +115,14 @@ class _Search:
     def __init__(self) -> None:
         self._unread, self._uncompared = _MAX_SEARCHED, _MAX_COMPARED
 
-    def entries(self, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the keys of an object and their values."""
-        for key, value in found.items():
+    def entries(self, found: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of an object and their values, or "" and each item of a list."""
+        pairs: Iterable[tuple[Any, Any]] = ()
+        if isinstance(found, Mapping):
+            pairs = found.items()
+        elif isinstance(found, list):
+            pairs = (("", item) for item in found)
+        for key, value in pairs:
             if self._unread <= 0:
                 return
             self._unread -= 1
@@ -144,17 +149,10 @@ class _Search:
         """Yield our keys, including misspelt ones, in an object and its objects and lists."""
         if depth == _MAX_DEPTH:
             return
-        if isinstance(value, list):
-            for inner in value:
-                if self._unread <= 0:
-                    return
-                self._unread -= 1
-                yield from self.settings_in(inner, depth + 1)
-        elif isinstance(value, Mapping):
-            for key, inner in self.entries(value):
-                if key in KEYS or (_letters(key).startswith("kv") and self.nearest(key)):
-                    yield key
-                yield from self.settings_in(inner, depth + 1)
+        for key, inner in self.entries(value):
+            if key in KEYS or (_letters(key).startswith("kv") and self.nearest(key)):
+                yield key
+            yield from self.settings_in(inner, depth + 1)
 
     def _similar(self, letters: str, known: Collection[str]) -> list[str]:
         if not self._uncompared:

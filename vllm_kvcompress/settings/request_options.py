@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from vllm_kvcompress.errors import ConfigError, OverrideError, shorten
 from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.refusals.requests import CHOICES, Choice
+from vllm_kvcompress.refusals.rule import refuse
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import packed_dtypes
 from vllm_kvcompress.settings.packed_dtype import PACKED_DTYPES, PackedDtype
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
 from vllm_kvcompress.settings.protection import Protection, protection_of
@@ -223,7 +224,9 @@ def _resolve(
     method = settings.compress if alias is None else alias.method
     # Any request may be sent to an alias, but not every request may add choices of its own.
     if choice != RequestChoices(alias=choice.alias):
-        method = _allowed_method(settings, choice, default=method)
+        permitted = sorted({*settings.allow_override, settings.compress, method})
+        method = method if choice.compress is None else choice.compress
+        refuse(CHOICES, Choice(settings=settings, keys=choice, method=method, permitted=permitted))
     if method == "off":
         return None
     budget, packed_dtype, lookahead = choice.budget, choice.packed_dtype, choice.lookahead
@@ -247,84 +250,6 @@ def _resolve(
     )
 
 
-def _allowed_method(settings: CompressionConfig, choice: RequestChoices, default: str) -> str:
-    """Return the method of a request that makes choices besides its alias, after checking them.
-
-    Args:
-        settings: settings of the engine.
-        choice: choices of the request.
-        default: method of its alias, or of the engine if it was sent to none.
-    """
-    if not settings.allow_override:
-        raise OverrideError.not_allowed(
-            f"this server does not let requests choose {COMPRESS} or {BUDGET}; remove them, or ask"
-            " the operator for --kv-allow-override",
-        )
-    permitted = {*settings.allow_override, settings.compress, default}
-    method = default if choice.compress is None else choice.compress
-    if method not in permitted:
-        raise OverrideError.not_allowed(
-            f"{COMPRESS} must be one of {sorted(permitted)} on this server, got"
-            f" {shorten(choice.compress)}",
-        )
-    if method == "off":
-        _refuse_without_method(choice, sorted(permitted - {"off"}))
-        return method
-    if choice.budget is not None:
-        _check_budget(settings, choice.budget)
-    if choice.decode_budget is not None:
-        _check_decode_budget(settings, choice.decode_budget)
-    if choice.packed_dtype is not None:
-        _check_packed_dtype(settings, choice.packed_dtype)
-    return method
-
-
-def _refuse_without_method(choice: RequestChoices, methods: list[str]) -> None:
-    """Raise OverrideError for choices that need one of `methods`, in a request without one."""
-    for key, value in (
-        (DECODE_BUDGET, choice.decode_budget),
-        (LOOKAHEAD, choice.lookahead),
-        (PACKED_DTYPE, choice.packed_dtype),
-    ):
-        if value is not None:
-            raise OverrideError.invalid(
-                f"{key}={shorten(value)} needs a method, and this request has none; add"
-                f" {COMPRESS}, one of {methods}",
-            )
-    if choice.compress is None:
-        why = "this server compresses only requests that name a method"
-        if choice.alias is not None:
-            why = f"{choice.alias!r} means off"
-        raise OverrideError.invalid(
-            f"{BUDGET}={shorten(choice.budget)} needs a method, because {why}; add {COMPRESS}, one"
-            f" of {methods}",
-        )
-
-
-def _check_decode_budget(settings: CompressionConfig, budget: int) -> None:
-    """Raise OverrideError if the budget is above the engine's, or if the engine has none."""
-    max_budget = settings.decode.budget
-    if max_budget is None:
-        raise OverrideError.not_allowed(
-            f"this server has no decode budget, but the request sets {DECODE_BUDGET};"
-            " remove it, or ask the operator for --kv-decode-budget",
-        )
-    if budget > max_budget:
-        raise OverrideError.out_of_bounds(
-            f"{DECODE_BUDGET} must be at most {max_budget} on this server, got {shorten(budget)}",
-        )
-
-
-def _check_packed_dtype(settings: CompressionConfig, packed_dtype: PackedDtype) -> None:
-    """Raise OverrideError if no settings of this engine use the format."""
-    if packed_dtype not in packed_dtypes(settings):
-        raise OverrideError.not_allowed(
-            f"this server does not pack prompts in {packed_dtype}, but the request sets"
-            f" {PACKED_DTYPE}; remove it, or ask the operator for --kv-packed-dtype"
-            f" {packed_dtype}",
-        )
-
-
 def _alias(settings: CompressionConfig, name: str) -> Alias:
     """Return the alias called `name`; raise OverrideError if there is none."""
     for alias in settings.alias:
@@ -333,23 +258,4 @@ def _alias(settings: CompressionConfig, name: str) -> Alias:
     raise OverrideError.invalid(
         f"{ALIAS} must be one of {sorted(alias.name for alias in settings.alias)} on this server,"
         f" got {shorten(name)}",
-    )
-
-
-def _check_budget(settings: CompressionConfig, budget: float | int) -> None:
-    """Raise OverrideError if the operator's bounds do not allow `budget`."""
-    bounds = settings.budget_bounds
-    if not bounds:
-        return
-    for low, high in bounds:
-        if type(low) is type(budget):
-            if low <= budget <= high:
-                return
-            raise OverrideError.out_of_bounds(
-                f"{BUDGET} must be between {low} and {high} on this server, got {shorten(budget)}",
-            )
-    kind = "a ratio" if isinstance(bounds[0][0], float) else "a whole number of tokens"
-    raise OverrideError.out_of_bounds(
-        f"{BUDGET} must be {kind} between {bounds[0][0]} and {bounds[0][1]} on this server, got"
-        f" {shorten(budget)}",
     )

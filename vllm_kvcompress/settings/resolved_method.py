@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.methods.preset import min_window, scores_by_window
-from vllm_kvcompress.settings.decode import DecodeSettings
+from vllm_kvcompress.settings.groups import DecodeSettings, PieceSettings
 from vllm_kvcompress.settings.packed_dtype import AUTO, PackedDtype
-from vllm_kvcompress.settings.pieces import PieceSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

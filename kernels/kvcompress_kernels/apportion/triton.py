@@ -271,7 +271,6 @@ def run_pages(
 ) -> torch.Tensor:
     layers, out = tokens.shape[-1], _out(tokens)
     caps, cap = _tensor_or_int(max_pages)
-    config, warps = _shape(layers)
     if out.numel():
         _pages_kernel[(out.numel() // layers,)](
             tokens.contiguous(),
@@ -283,8 +282,7 @@ def run_pages(
             tail,
             floor_pages,
             layers,
-            **config,
-            num_warps=warps,
+            **_config(layers),
         )
     return out
 
@@ -301,7 +299,6 @@ def _launch(
     layers, out = weights.shape[-1], _out(weights)
     totals, total_int = _tensor_or_int(total)
     layer_caps, cap = _tensor_or_int(caps)
-    config, warps = _shape(layers)
     if out.numel():
         _apportion_kernel[(out.numel() // layers,)](
             weights.contiguous(),
@@ -316,8 +313,7 @@ def _launch(
             tau2,
             0 if totals is None or totals.numel() == 1 else 1,
             layers,
-            **config,
-            num_warps=warps,
+            **_config(layers),
         )
     return out
 
@@ -336,40 +332,34 @@ def _bits(number: float) -> int:
     return int.from_bytes(struct.pack("<d", number), "little")
 
 
-def _shape(layers: int) -> tuple[dict[str, int], int]:
-    """Return the constants and the warps for a number of layers.
+def _config(layers: int) -> dict[str, Any]:
+    """Return the configuration and launch options for a number of layers.
 
     With larger tiles some kernels spill registers.
     """
     padded = int(triton.next_power_of_2(layers))
     tile = min(padded, 32) if padded <= 64 else 8
-    return dict(N=padded, TILE=tile), 4 if padded <= 32 else 8
+    return dict(N=padded, TILE=tile, num_warps=4 if padded <= 32 else 8)
 
 
 def builds(sm: int) -> list[Build]:
     """Return the builds for 32 to 256 layers, with int and with tensor arguments."""
     ints = dict.fromkeys(("total", "cap", "floor", "tau1", "tau2"), "i64")
     page_ints = dict.fromkeys(("cap", "pages", "page_tokens", "tail", "floor_pages"), "i64")
-    pointers = "weights", "shift", "totals", "tokens", "caps", "out"
     kinds: dict[str, tuple[Any, dict[str, str]]] = {
         "": (_apportion_kernel, dict(weights="*i64", totals="*i64", caps="*i64", **ints)),
         " preferences": (_apportion_kernel, dict(weights="*fp32", shift="*fp32", **ints)),
         " pages": (_pages_kernel, dict(tokens="*i64", **page_ints)),
     }
-    all_builds = []
-    for layers, (kind, (kernel, signature)) in product((32, 64, 128, 256), kinds.items()):
-        types = signature | dict(out="*i64", s_total="i32", n="i32")
-        absent = [name for name in pointers if name in kernel.arg_names and name not in types]
-        config, warps = _shape(layers)
-        all_builds.append(
-            Build(
-                name=f"apportion{kind} N{layers}",
-                kernel=kernel,
-                signature=types,
-                constexprs={**config, **dict.fromkeys(absent)},
-                warps=warps,
-                aligned=("out",),
-                wide_loads=False,
-            )
+    optional = ("shift", "totals", "caps")
+    return [
+        Build(
+            name=f"apportion{kind} N{layers}",
+            kernel=kernel,
+            config=_config(layers)
+            | {x: None for x in optional if x in kernel.arg_names and x not in types},
+            types=dict(types, out="*i64"),
+            wide_loads=False,
         )
-    return all_builds
+        for layers, (kind, (kernel, types)) in product((32, 64, 128, 256), kinds.items())
+    ]

@@ -8,7 +8,9 @@ layer 0, the next ``counts[r, 1]`` to layer 1, and so on. With D pages per block
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import require
+from kvcompress_kernels.contract import check_tensor, require
+
+_NAME = "assign_pages"
 
 
 def assign_pages(
@@ -47,35 +49,32 @@ def assign_pages(
         ValueError: Shapes or dtypes disagree, an output is strided, or `group_tokens` have no
             output.
     """
-    name, layers = "assign_pages", packed.shape[1]
     outputs = {
         "packed": packed,
         "num_packed": num_packed,
         "first_block": first_block,
         "out_group_tokens": out_group_tokens,
     }
-    inputs = {"layer_offset": layer_offset, "counts": counts, "group_tokens": group_tokens}
-    _check_dtype(name, torch.int64, {"requests": requests, "blocks": blocks})
-    _check_dtype(name, torch.int32, inputs | outputs)
-    for argument, x in outputs.items():
+    for name, x in outputs.items():
         if x is not None:
-            require(x.is_contiguous(), name, f"{argument} must be contiguous", x.stride())
-    rule = "requests must be [R, 3]"
-    require(requests.shape[1:] == (3,), name, rule, tuple(requests.shape))
-    per_request, per_slot = (len(requests), layers), (len(packed), layers)
-    shapes: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
-        "counts": (counts, per_request),
-        "group_tokens": (group_tokens, per_request),
-        "num_packed": (num_packed, per_slot),
-        "out_group_tokens": (out_group_tokens, per_slot),
-        "first_block": (first_block, per_slot[:1]),
+            require(x.is_contiguous(), _NAME, f"{name} must be contiguous", x.stride())
+    slots, layers, width = packed.shape
+    shapes = {
+        "layer_offset": (layer_offset, (len(layer_offset),)),
+        "counts": (counts, (len(requests), layers)),
+        "group_tokens": (group_tokens, (len(requests), layers)),
+        "packed": (packed, (slots, layers, width)),
+        "num_packed": (num_packed, (slots, layers)),
+        "out_group_tokens": (out_group_tokens, (slots, layers)),
+        "first_block": (first_block, (slots,)),
     }
-    for argument, (given, want) in shapes.items():
-        if given is not None:
-            got = tuple(given.shape)
-            require(got == want, name, f"{argument} must be {list(want)}", got)
+    for name, (x, shape) in shapes.items():
+        if x is not None:
+            check_tensor(_NAME, name, x, shape, torch.int32)
+    check_tensor(_NAME, "requests", requests, (len(requests), 3), torch.int64)
+    check_tensor(_NAME, "blocks", blocks, (len(blocks),), torch.int64)
     missing = group_tokens is not None and out_group_tokens is None
-    require(not missing, name, "group_tokens need out_group_tokens", None)
+    require(not missing, _NAME, "group_tokens need out_group_tokens", None)
     if contract.runs_triton(packed):
         from kvcompress_kernels.assign_pages.triton import run
     else:
@@ -93,9 +92,3 @@ def assign_pages(
         None if group_tokens is None else group_tokens.contiguous(),
         out_group_tokens,
     )
-
-
-def _check_dtype(op: str, dtype: torch.dtype, tensors: dict[str, torch.Tensor | None]) -> None:
-    for argument, x in tensors.items():
-        if x is not None:
-            require(x.dtype == dtype, op, f"{argument} must be {dtype}", x.dtype)

@@ -111,26 +111,15 @@ def run(
 
 def builds(sm: int) -> list[Build]:
     """Return the builds for 32 layers, with pages of tokens and with pages of groups."""
-    into = ("layer_offset", "packed", "num_packed", "first_block")
     groups = ("group_tokens", "out_group_tokens")
-    sizes = ("layers", "width", "per_block", "block_stride")
+    pointers = "layer_offset", "packed", "num_packed", "first_block", "counts", *groups
     return [
         Build(
             name=f"assign_pages{name}",
             kernel=_assign_pages_kernel,
-            signature={
-                **dict.fromkeys(("requests", "blocks"), "*i64"),
-                **dict.fromkeys(("counts", *into, *given), "*i32"),
-                **dict.fromkeys(sizes, "i32"),
-            },
-            constexprs={
-                **dict.fromkeys({*groups} - {*given}),
-                "LAYERS": 32,
-                "COLUMNS": COLUMNS,
-            },
-            warps=WARPS,
-            aligned=(*into, *given[1:], "layers", "width"),
+            config={"LAYERS": 32, "COLUMNS": COLUMNS, "num_warps": WARPS, **absent},
+            types={"requests": "*i64", "blocks": "*i64", **dict.fromkeys(pointers, "*i32")},
             wide_loads=False,
         )
-        for name, given in (("", ()), (" groups", groups))
+        for name, absent in (("", dict.fromkeys(groups)), (" groups", {}))
     ]

@@ -3,7 +3,9 @@
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import check_floats, check_pages, require
+from kvcompress_kernels.contract import check_keys, check_pages, check_tensor, require
+
+_NAME = "column_sums"
 
 
 def column_sums(
@@ -35,18 +37,15 @@ def column_sums(
     Raises:
         ValueError: Shapes disagree, or `query` is empty or longer than the prompt.
     """
-    name = "column_sums"
     count, heads, dim = query.shape
-    require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
-    check_floats(name, "key_pages", key_pages)
+    check_keys(_NAME, key_pages)
     _, kv_heads, key_dim, block = key_pages.shape
-    require(key_dim == dim, name, f"key_pages must have head dim {dim}", key_dim)
-    require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
-    require(0 < count <= tokens, name, "0 < T <= tokens must hold", (count, tokens))
-    check_pages(name, pages, tokens, block)
+    require(key_dim == dim, _NAME, f"key_pages must have head dim {dim}", key_dim)
+    require(heads % kv_heads == 0, _NAME, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    require(0 < count <= tokens, _NAME, "0 < T <= tokens must hold", (count, tokens))
+    check_pages(_NAME, pages, tokens, block)
     if sinks is not None:
-        right = sinks.shape == (heads,) and sinks.dtype == torch.float32
-        require(right, name, f"sinks must be [{heads}] float32", (tuple(sinks.shape), sinks.dtype))
+        check_tensor(_NAME, "sinks", sinks, (heads,), torch.float32)
     if contract.runs_triton(query):
         from kvcompress_kernels.column_sums.triton import run
     else:

@@ -16,7 +16,6 @@ depend on the batch.
 """
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -24,16 +23,16 @@ import triton
 import triton.language as tl
 
 from kvcompress_kernels.builds import (
-    DIMS,
     FLOAT8,
     FLOATS,
     Build,
     check_cache,
-    float8,
+    dims_and_kinds,
     float8_suffix,
 )
 from kvcompress_kernels.contract import require
 from kvcompress_kernels.float8_triton import widened
+from kvcompress_kernels.paged_triton import known_block
 
 LOG2_E = 1.4426950408889634
 VARY = ["width", "s_pages", "s_lse"]
@@ -250,14 +249,13 @@ class _Shape:
         return self._tiles(64)
 
     def _tiles(self, rows: int) -> dict[str, Any]:
-        known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
         pad = max(triton.next_power_of_2(self.dim), 16)
         side = 32 if self.bytes == 4 else 128 if pad <= 128 else 64
         return dict(
             GROUP=self.group,
             DIM=self.dim,
             PAD=pad,
-            BLOCK=known,
+            BLOCK=known_block(self.block),
             RUN=self.run,
             ROWS=min(rows, side),
             COLUMNS=side,
@@ -314,36 +312,26 @@ def builds(sm: int) -> list[Build]:
     Head dims of a key are contiguous, as in every CUDA backend of vLLM. Only the CPU backend stores
     keys transposed, and no Triton kernel runs there.
     """
+    types = dict(query="*bf16", pages="*i64", starts="*i32", tokens="*i32", scale="fp32")
+    types |= dict(lse="*fp32", sums="*fp32", sinks="*fp32")
     all_builds = []
-    for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
+
+    def add(step: str, kernel: Any, config: dict[str, Any], kind: str) -> None:
+        all_builds.append(
+            Build(
+                name=f"column_sums {step}",
+                kernel=kernel,
+                config=dict(config, s_query_dim=1, s_dim=1),
+                types=dict(types, keys=kind),
+                tensor_cores=True,
+            )
+        )
+
+    for dim, kind in dims_and_kinds(sm):
         shape = _Shape(4, dim, 16, 1, 2)
         if dim in (64, 128) and kind == "*bf16":  # gpt-oss has 64
-            lse = shape.lse()
-            all_builds.append(_build(f"column_sums lse D{dim} sinks", _lse_kernel, lse, kind, True))
-        for step, kernel, config in (
-            ("lse", _lse_kernel, shape.lse()),
-            ("sums", _sum_kernel, shape.sums()),
-        ):
-            name = f"column_sums {step} D{dim}{float8_suffix(kind)}"
-            all_builds.append(_build(name, kernel, config, kind))
+            add(f"lse D{dim} sinks", _lse_kernel, shape.lse(), kind)
+        suffix = f"D{dim}{float8_suffix(kind)}"
+        add(f"lse {suffix}", _lse_kernel, dict(shape.lse(), sinks=None), kind)
+        add(f"sums {suffix}", _sum_kernel, shape.sums(), kind)
     return all_builds
-
-
-def _build(name: str, kernel: Any, config: dict[str, Any], kind: str, sinks: bool = False) -> Build:
-    config = dict(config, s_query_dim=1, s_dim=1)
-    if not sinks and "sinks" in kernel.arg_names:
-        config["sinks"] = None
-    warps, stages = config.pop("num_warps"), config.pop("num_stages")
-    kinds = dict(query="*bf16", keys=kind, pages="*i64", starts="*i32", tokens="*i32")
-    kinds |= dict(lse="*fp32", sums="*fp32", sinks="*fp32", scale="fp32")
-    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in config}
-    return Build(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=config,
-        warps=warps,
-        stages=stages,
-        aligned=tuple(arg for arg in signature if arg not in (*VARY, "scale")),
-        tensor_cores=True,
-    )

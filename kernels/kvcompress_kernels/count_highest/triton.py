@@ -154,24 +154,19 @@ def run(scores: torch.Tensor, keep: int, layers_per_update: int) -> torch.Tensor
 
 def builds(sm: int) -> list[Build]:
     """Return the builds of both kernels."""
-    kinds = dict(scores="*fp32", histograms="*i32", next_histograms="*i32")
-    kinds |= dict(prefixes="*i64", remaining="*i64", counts="*i64")
-    all_builds = []
-    for step, kernel, config, warps in (
-        ("histogram", _histogram_kernel, dict(TILE=TILE), WARPS),
-        ("narrow", _narrow_kernel, dict(TOP=TOP, ROWS=ROWS), 4),
-    ):
-        names = [name for name in kernel.arg_names if name not in config]
-        all_builds.append(
-            Build(
-                name=f"count_highest {step}",
-                kernel=kernel,
-                signature={name: kinds.get(name, "i32") for name in names},
-                constexprs=config,
-                warps=warps,
-                aligned=tuple(name for name in names if name in kinds),
-                # A layer may have an odd number of scores, so the next layer is not aligned.
-                wide_loads=kernel is _narrow_kernel,
-            )
+    types = dict(scores="*fp32", histograms="*i32", next_histograms="*i32")
+    types |= dict(prefixes="*i64", remaining="*i64", counts="*i64")
+    return [
+        Build(
+            name=f"count_highest {step}",
+            kernel=kernel,
+            config=config,
+            types=types,
+            # A layer may have an odd number of scores, so the next layer is not aligned.
+            wide_loads=kernel is _narrow_kernel,
         )
-    return all_builds
+        for step, kernel, config in (
+            ("histogram", _histogram_kernel, dict(TILE=TILE, num_warps=WARPS)),
+            ("narrow", _narrow_kernel, dict(TOP=TOP, ROWS=ROWS)),
+        )
+    ]

@@ -1,12 +1,10 @@
 """CPU code of `dequantise_pages`: numba code (`kernel_numba`) on the threads of PyTorch."""
 
-import ctypes
-
 import numpy as np
 import torch
 
-from kvcompress_kernels.dequantise_pages.kernel_numba import ARGUMENTS, worker
-from kvcompress_kernels.packed_attention.cpu import parallel_region, row_offsets
+from kvcompress_kernels.packed_attention.cpu import row_offsets, run_on_threads
+from kvcompress_kernels.packed_attention.kernel_numba import DEQUANTISE_ARGUMENTS, dequantise_worker
 from kvcompress_kernels.packed_attention.offsets import Offsets
 
 _ELEMENT = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
@@ -21,7 +19,7 @@ def compile_for(head_dim: int, cache: torch.dtype) -> None:
         head_dim: the layer's head dim.
         cache: dtype of the cache.
     """
-    worker(_ELEMENT[cache], (0,) * (head_dim // 8))
+    dequantise_worker(_ELEMENT[cache], (0,) * (head_dim // 8))
 
 
 def run(
@@ -36,10 +34,5 @@ def run(
     numbers = len(packed), kv_heads, block, pages.itemsize, *pages.stride()[:3]
     arrays = pages, pages, packed, destinations, *where, counter
     call = np.array([*numbers, *(x.data_ptr() for x in arrays)], np.int64)
-    assert len(call) == ARGUMENTS
-    work = worker(_ELEMENT[pages.dtype], (0,) * (width // 16))
-    threads, region = torch.get_num_threads(), parallel_region()
-    if threads == 1 or region is None:
-        work(call.ctypes.data)
-    else:
-        region(ctypes.cast(work, ctypes.c_void_p), call.ctypes.data, threads, 0)
+    assert len(call) == DEQUANTISE_ARGUMENTS
+    run_on_threads(dequantise_worker(_ELEMENT[pages.dtype], (0,) * (width // 16)), call)

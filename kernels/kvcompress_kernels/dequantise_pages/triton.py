@@ -4,8 +4,6 @@ A byte of a packed page holds channels that are D/2, D/4 or D/8 apart. So the ke
 tiles of D/2 channels and the values as eight tiles of D/8 channels.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,15 +11,10 @@ import triton.language as tl
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.builds import DIMS, Build
 from kvcompress_kernels.packed_attention.offsets import Offsets
+from kvcompress_kernels.paged_triton import in_row
 
 GROUP = tl.constexpr(k4v3.GROUP)
 FLOAT16_MAX = tl.constexpr(k4v3.FLOAT16_MAX)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _in_row(at, s_row, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the memory offset of byte (or half) `at` of a group in rows of ROW."""
-    return at // ROW * s_row + at % ROW
 
 
 @triton.jit
@@ -74,13 +67,13 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
 
     dim = tl.arange(0, HALF)
     real = dim < DIM // 2
-    byte = _in_row(number * (DIM // 2), s_bytes, ROW)[:, None] + dim[None, :]
+    byte = in_row(number * (DIM // 2), s_bytes, ROW)[:, None] + dim[None, :]
     code = tl.load(content + byte, mask=real[None, :], other=0).to(tl.int32)
     for part in tl.static_range(2):
         half = 28 * DIM + part * (DIM // 2) + dim
-        place = halves + _in_row(half, s_bytes // 2, ROW // 2)
+        place = halves + in_row(half, s_bytes // 2, ROW // 2)
         scale = tl.load(place, mask=real, other=0.0).to(tl.float32)
-        place = halves + _in_row(half + DIM, s_bytes // 2, ROW // 2)
+        place = halves + in_row(half + DIM, s_bytes // 2, ROW // 2)
         minimum = tl.load(place, mask=real, other=0.0).to(tl.float32)
         x = minimum[None, :] + scale[None, :] * ((code >> 4 * part) & 15).to(tl.float32)
         to = rows[:, None] + (part * (DIM // 2) + dim)[None, :]
@@ -88,14 +81,14 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
 
     channel = tl.arange(0, EIGHTH)
     known = (channel < DIM // 8)[None, :]
-    place = halves + _in_row(30 * DIM + number, s_bytes // 2, ROW // 2)
+    place = halves + in_row(30 * DIM + number, s_bytes // 2, ROW // 2)
     scale = tl.load(place).to(tl.float32)[:, None]
-    place = halves + _in_row(30 * DIM + GROUP + number, s_bytes // 2, ROW // 2)
+    place = halves + in_row(30 * DIM + GROUP + number, s_bytes // 2, ROW // 2)
     minimum = tl.load(place).to(tl.float32)[:, None]
-    byte = _in_row(32 * DIM + number * (DIM // 4), s_bytes, ROW)[:, None] + channel[None, :]
+    byte = in_row(32 * DIM + number * (DIM // 4), s_bytes, ROW)[:, None] + channel[None, :]
     even = tl.load(content + byte, mask=known, other=0).to(tl.int32)
     odd = tl.load(content + byte + DIM // 8, mask=known, other=0).to(tl.int32)
-    byte = _in_row(48 * DIM + number * (DIM // 8), s_bytes, ROW)[:, None] + channel[None, :]
+    byte = in_row(48 * DIM + number * (DIM // 8), s_bytes, ROW)[:, None] + channel[None, :]
     high = tl.load(content + byte, mask=known, other=0).to(tl.int32)
     for part in tl.static_range(8):
         low = even if part % 2 == 0 else odd
@@ -141,25 +134,17 @@ def _config(dim: int) -> dict[str, int]:
 
 def builds(sm: int) -> list[Build]:
     """Return builds for 8 KV heads and blocks of two groups: bf16, and float32 for one head dim."""
-    return [*(_build(dim, "*bf16", 2) for dim in DIMS), _build(128, "*fp32", 4)]
-
-
-def _build(dim: int, kind: str, itemsize: int) -> Build:
-    config: dict[str, Any] = _config(dim)
-    pointers = {
-        "elements": kind,
-        "content": "*u8",
-        "halves": "*fp16",
-        "packed": "*i32",
-        "destinations": "*i32",
-    }
-    strides = ("s_page", "s_head", "s_row")
-    return Build(
-        name=f"dequantise_pages D{dim}" + (" float32" if kind == "*fp32" else ""),
-        kernel=_dequantise_kernel,
-        signature={**pointers, **dict.fromkeys(strides, "i32")},
-        warps=config.pop("num_warps"),
-        constexprs={"HEADS": 8, "BLOCK": 2 * 32 // itemsize, "ITEMSIZE": itemsize, **config},
-        aligned=("elements", "content", "halves", *strides),
-        wide_loads=dim % 32 == 0,
-    )
+    types = {"content": "*u8", "halves": "*fp16", "packed": "*i32", "destinations": "*i32"}
+    return [
+        Build(
+            name=f"dequantise_pages D{dim}{name}",
+            kernel=_dequantise_kernel,
+            config={"HEADS": 8, "BLOCK": 64 // itemsize, "ITEMSIZE": itemsize, **_config(dim)},
+            types={**types, "elements": kind},
+            wide_loads=dim % 32 == 0,
+        )
+        for dim, name, kind, itemsize in (
+            *((dim, "", "*bf16", 2) for dim in DIMS),
+            (128, " float32", "*fp32", 4),
+        )
+    ]

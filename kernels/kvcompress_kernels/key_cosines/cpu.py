@@ -22,10 +22,7 @@ def run(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tens
 
 def run_rows(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the cosines ``[N, Hkv, tokens]`` of N rows, one row at a time."""
-    cosines = key_pages.new_empty(len(pages), key_pages.shape[1], tokens, dtype=torch.float32)
-    for row_cosines, row_pages in zip(cosines, pages, strict=True):
-        row_cosines.copy_(run(key_pages, row_pages, tokens))
-    return cosines
+    return torch.stack([run(key_pages, row_pages, tokens) for row_pages in pages])
 
 
 def _unit_keys(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:

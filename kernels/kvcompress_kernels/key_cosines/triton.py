@@ -8,14 +8,13 @@ All tiles have the same size, each sum has a fixed order, and there are no atomi
 the same bit for bit in every run.
 """
 
-from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
+from kvcompress_kernels.builds import DIMS, Build, check_cache, dims_and_kinds, float8_suffix
 from kvcompress_kernels.paged_triton import CHUNK, VARY, known_block, tile_of, token_rows
 
 ROWS = 32
@@ -148,25 +147,26 @@ def _joining(dim: int) -> dict[str, Any]:
 
 def builds(sm: int) -> list[Build]:
     """Return builds for blocks of 16 and contiguous head dims, in bf16 and partly in float8."""
-    all_builds = []
-    for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
-        for step, kernel in (("sums", _sum_kernel), ("cosines", _cosine_kernel)):
-            name = f"key_cosines {step} D{dim}{float8_suffix(kind)}"
-            all_builds.append(_build(name, kernel, dict(_config(dim, 16), s_dim=1), kind))
-    for dim in DIMS:
-        all_builds.append(_build(f"key_cosines anchor D{dim}", _anchor_kernel, _joining(dim)))
-    return all_builds
-
-
-def _build(name: str, kernel: Any, config: dict[str, Any], kind: str = "*bf16") -> Build:
-    warps = config.pop("num_warps")
-    kinds = dict(keys=kind, pages="*i64", sums="*fp32", anchors="*fp32", cosines="*fp32")
-    names = [name for name in kernel.arg_names if name not in config]
-    return Build(
-        name=name,
-        kernel=kernel,
-        signature={arg: kinds.get(arg, "i32") for arg in names},
-        constexprs=config,
-        warps=warps,
-        aligned=tuple(arg for arg in names if arg not in ("tiles", "pages", *_VARY)),
-    )
+    types = dict(pages="*i64", sums="*fp32", anchors="*fp32", cosines="*fp32")
+    anchors = [
+        Build(
+            name=f"key_cosines anchor D{dim}",
+            kernel=_anchor_kernel,
+            config=_joining(dim),
+            types=types,
+        )
+        for dim in DIMS
+    ]
+    return [
+        *(
+            Build(
+                name=f"key_cosines {step} D{dim}{float8_suffix(kind)}",
+                kernel=kernel,
+                config=dict(_config(dim, 16), s_dim=1),
+                types=dict(types, keys=kind),
+            )
+            for dim, kind in dims_and_kinds(sm)
+            for step, kernel in (("sums", _sum_kernel), ("cosines", _cosine_kernel))
+        ),
+        *anchors,
+    ]

@@ -3,52 +3,15 @@
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import check_floats, check_pages, check_row_pages, require
+from kvcompress_kernels.contract import (
+    check_floats,
+    check_keys,
+    check_row_pages,
+    check_same_pages,
+    require,
+)
 
 _NAME = "lag_scores"
-
-
-def lag_scores(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    *,
-    sinks: int,
-    lag: int,
-) -> torch.Tensor:
-    """Return lag-relative scores per KV head (LagKV, arXiv:2504.04704).
-
-    The tokens after the first `sinks` form partitions of `lag` tokens. For each partition that a
-    full partition follows, with x its keys or its values:
-
-        ``y[j, c] = (x[j, c] - low[c]) / (high[c] - low[c])``
-        ``s[j] = softmax_j(std_c(y[j, c]))``
-
-    where low and high are the minimum and maximum of channel c over the tokens of the NEXT
-    partition, and the standard deviation has ddof 1. The score is the mean of the keys' s and the
-    values' s. Channels with ``high - low < 1e-18`` have y = 0, and y is clamped at 1e18, so scores
-    are finite for a cache below 1e18.
-
-    Args:
-        key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
-        value_pages: ``[N, Hkv, block_size, Dv]`` any float dtype and strides.
-        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
-        tokens: prompt tokens.
-        sinks: number of first tokens outside all partitions, >= 0.
-        lag: tokens per partition, >= 1.
-
-    Returns:
-        ``[Hkv, parts, lag]`` float32 that sums to 1 in each partition, with
-        ``parts = max((tokens - sinks) // lag - 1, 0)``: token ``sinks + p * lag + i`` is
-        ``[:, p, i]``. Equal tokens of a partition have equal scores. Scales of a quantised cache
-        cancel.
-
-    Raises:
-        ValueError: Shapes disagree, `tokens` is 0, or the pages have no float dtype.
-    """
-    _check(key_pages, value_pages, pages, tokens, sinks, lag)
-    return _run_rows(key_pages, value_pages, pages[None], tokens, sinks, lag)[0]
 
 
 def lag_scores_of_rows(
@@ -60,60 +23,44 @@ def lag_scores_of_rows(
     sinks: int,
     lag: int,
 ) -> torch.Tensor:
-    """Return the `lag_scores` of N rows. A row is one layer of one request.
+    """Return lag-relative scores per KV head of N rows (LagKV, arXiv:2504.04704).
+
+    A row is one layer of one request. The tokens after the first `sinks` form partitions of `lag`
+    tokens. For each partition that a full partition follows, with x its keys or its values:
+
+        ``y[j, c] = (x[j, c] - low[c]) / (high[c] - low[c])``
+        ``s[j] = softmax_j(std_c(y[j, c]))``
+
+    where low and high are the minimum and maximum of channel c over the tokens of the NEXT
+    partition, and the standard deviation has ddof 1. The score is the mean of the keys' s and the
+    values' s. Channels with ``high - low < 1e-18`` have y = 0, and y is clamped at 1e18, so scores
+    are finite for a cache below 1e18.
 
     A row's scores equal those of a call with that row alone, bit for bit. The number of launches
     does not depend on N.
 
     Args:
-        key_pages: as in `lag_scores`.
-        value_pages: as in `lag_scores`.
+        key_pages: ``[pages, Hkv, D, block_size]`` any float dtype and strides.
+        value_pages: ``[pages, Hkv, block_size, Dv]`` any float dtype and strides.
         pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order.
         tokens: tokens of every row.
-        sinks: as in `lag_scores`.
-        lag: as in `lag_scores`.
+        sinks: number of first tokens outside all partitions, >= 0.
+        lag: tokens per partition, >= 1.
 
     Returns:
-        ``[N, Hkv, parts, lag]`` float32, as in `lag_scores`.
+        ``[N, Hkv, parts, lag]`` float32 that sums to 1 in each partition, with
+        ``parts = max((tokens - sinks) // lag - 1, 0)``: token ``sinks + p * lag + i`` is
+        ``[:, :, p, i]``. Equal tokens of a partition have equal scores. Scales of a quantised cache
+        cancel.
 
     Raises:
-        ValueError: As in `lag_scores`, or N is 0.
+        ValueError: Shapes disagree, N or `tokens` is 0, or the pages have no float dtype.
     """
-    check_row_pages(_NAME, pages)
-    _check(key_pages, value_pages, pages, tokens, sinks, lag, len(pages))
-    return _run_rows(key_pages, value_pages, pages, tokens, sinks, lag)
-
-
-def _check(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    sinks: int,
-    lag: int,
-    *rows: int,
-) -> None:
-    got = tuple(key_pages.shape)
-    require(key_pages.dim() == 4, _NAME, "key_pages must be [N, Hkv, D, bs]", got)
-    check_floats(_NAME, "key_pages", key_pages)
+    check_keys(_NAME, key_pages)
     check_floats(_NAME, "value_pages", value_pages)
-    count, kv_heads, _, block = key_pages.shape
-    ok = value_pages.dim() == 4 and value_pages.shape[:3] == (count, kv_heads, block)
-    rule = f"value_pages must be [{count}, {kv_heads}, {block}, D]"
-    require(ok, _NAME, rule, tuple(value_pages.shape))
-    require(tokens > 0, _NAME, "tokens must be positive", tokens)
+    check_same_pages(_NAME, key_pages, value_pages)
+    check_row_pages(_NAME, pages, tokens, key_pages.shape[3])
     require(sinks >= 0 and lag >= 1, _NAME, "sinks >= 0 and lag >= 1 must hold", (sinks, lag))
-    check_pages(_NAME, pages, tokens, block, *rows)
-
-
-def _run_rows(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    sinks: int,
-    lag: int,
-) -> torch.Tensor:
     if contract.runs_triton(key_pages):
         from kvcompress_kernels.lag_scores.triton import run_rows
     else:

@@ -9,19 +9,6 @@ TILE = 8 << 20
 """Bytes of the float32 keys or values of one tile of partitions."""
 
 
-def run(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    parts: int,
-    sinks: int,
-    lag: int,
-) -> torch.Tensor:
-    scores = _shares(key_pages.mT, pages, parts, sinks, lag)
-    scores += _shares(value_pages, pages, parts, sinks, lag)
-    return scores.div_(2)
-
-
 def run_rows(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
@@ -31,10 +18,12 @@ def run_rows(
     lag: int,
 ) -> torch.Tensor:
     """Return the scores ``[N, Hkv, parts, lag]`` of N rows, one row at a time."""
-    scores = key_pages.new_empty(len(pages), key_pages.shape[1], parts, lag, dtype=torch.float32)
-    for row_scores, row_pages in zip(scores, pages, strict=True):
-        row_scores.copy_(run(key_pages, value_pages, row_pages, parts, sinks, lag))
-    return scores
+    scores = []
+    for row_pages in pages:
+        shares = _shares(key_pages.mT, row_pages, parts, sinks, lag)
+        shares += _shares(value_pages, row_pages, parts, sinks, lag)
+        scores.append(shares.div_(2))
+    return torch.stack(scores)
 
 
 def _shares(

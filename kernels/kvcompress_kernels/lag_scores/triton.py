@@ -5,14 +5,13 @@ and maximum, then its own tokens for their standard deviations. Each token is re
 adjacent programs, the second time from L2. The softmax over a partition runs in torch.
 """
 
-from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
+from kvcompress_kernels.builds import Build, check_cache, dims_and_kinds, float8_suffix
 from kvcompress_kernels.lag_scores import reference
 from kvcompress_kernels.paged_triton import known_block, token_rows
 
@@ -124,20 +123,12 @@ def _config(dim: int, block: int) -> dict[str, Any]:
 
 def builds(sm: int) -> list[Build]:
     """Return builds for blocks of 16 and contiguous head dims, in bf16 and partly in float8."""
-    all_builds = []
-    for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
-        config = dict(_config(dim, 16), s_dim=1)
-        warps = config.pop("num_warps")
-        kinds = dict(cache=kind, pages="*i64", spread="*fp32")
-        names = [name for name in _spread_kernel.arg_names if name not in config]
-        all_builds.append(
-            Build(
-                name=f"lag_scores D{dim}{float8_suffix(kind)}",
-                kernel=_spread_kernel,
-                signature={name: kinds.get(name, "i32") for name in names},
-                constexprs=config,
-                warps=warps,
-                aligned=tuple(name for name in names if name not in ("pages", *VARY)),
-            )
+    return [
+        Build(
+            name=f"lag_scores D{dim}{float8_suffix(kind)}",
+            kernel=_spread_kernel,
+            config=dict(_config(dim, 16), s_dim=1),
+            types=dict(cache=kind, pages="*i64", spread="*fp32"),
         )
-    return all_builds
+        for dim, kind in dims_and_kinds(sm)
+    ]

@@ -17,10 +17,12 @@ For each KV head, with ``u_ij = cos(k_i, k_j)`` and norms clamped at 1e-12:
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import check_pages, require
+from kvcompress_kernels.contract import check_pages, check_same_pages, check_tensor, require
 from kvcompress_kernels.merge_evicted.result import Merged
 
 __all__ = ["Merged", "merge_evicted"]
+
+_NAME = "merge_evicted"
 
 
 def merge_evicted(
@@ -73,25 +75,16 @@ def merge_evicted(
         lengths = torch.full((rows,), tokens, dtype=torch.int32, device=kept.device)
     if threshold is None:
         threshold = torch.full((rows, heads), torch.nan, device=kept.device)
-    _check_threshold(lengths, threshold, beta, rows, heads)
+    check_tensor(_NAME, "lengths", lengths, (rows,), torch.int32)
+    check_tensor(_NAME, "threshold", threshold, (rows, heads), torch.float32)
+    require(0 <= beta <= 1, _NAME, "beta must be in [0, 1]", beta)
     if contract.runs_triton(key_pages):
         from kvcompress_kernels.merge_evicted.triton import run
     else:
         from kvcompress_kernels.merge_evicted.cpu import run
 
-    return run(
-        key_pages,
-        value_pages,
-        pages,
-        tokens,
-        kept,
-        counts,
-        min_kept,
-        values_only,
-        lengths,
-        threshold,
-        beta,
-    )
+    arguments = key_pages, value_pages, pages, tokens, kept, counts, min_kept
+    return run(*arguments, values_only, lengths, threshold, beta)
 
 
 def _check(
@@ -104,41 +97,18 @@ def _check(
     min_kept: int,
 ) -> tuple[int, int]:
     """Check the cache and the kept positions, and return the numbers of rows and KV heads."""
-    name = "merge_evicted"
-    require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
+    got = tuple(key_pages.shape)
+    require(key_pages.dim() == 4, _NAME, "key_pages must be [N, Hkv, D, bs]", got)
     for cache in (key_pages, value_pages):
         rule = "the cache must not be quantised, because merged tokens would be quantised again"
-        require(cache.element_size() > 1, name, rule, cache.dtype)
-    blocks, heads, _, block = key_pages.shape
-    require(
-        value_pages.dim() == 4 and value_pages.shape[:3] == (blocks, heads, block),
-        name,
-        f"value_pages must be [{blocks}, {heads}, {block}, Dv]",
-        tuple(value_pages.shape),
-    )
-    require(
-        kept.dim() == 3 and kept.shape[1] == heads,
-        name,
-        f"kept must be [N, {heads}, n]",
-        tuple(kept.shape),
-    )
+        require(cache.element_size() > 1, _NAME, rule, cache.dtype)
+    check_same_pages(_NAME, key_pages, value_pages)
+    heads, block = key_pages.shape[1], key_pages.shape[3]
+    right = kept.dim() == 3 and kept.shape[1] == heads
+    require(right, _NAME, f"kept must be [N, {heads}, n]", tuple(kept.shape))
     rows, _, max_kept = kept.shape
-    require(0 < max_kept <= tokens, name, "0 < n <= tokens must hold", (max_kept, tokens))
-    require(0 < min_kept <= max_kept, name, "0 < min_kept <= n must hold", (min_kept, max_kept))
-    require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
-    check_pages(name, pages, tokens, block, rows)
+    require(0 < max_kept <= tokens, _NAME, "0 < n <= tokens must hold", (max_kept, tokens))
+    require(0 < min_kept <= max_kept, _NAME, "0 < min_kept <= n must hold", (min_kept, max_kept))
+    require(counts.shape == (rows,), _NAME, f"counts must be [{rows}]", tuple(counts.shape))
+    check_pages(_NAME, pages, tokens, block, rows)
     return rows, heads
-
-
-def _check_threshold(
-    lengths: torch.Tensor, threshold: torch.Tensor, beta: float, rows: int, heads: int
-) -> None:
-    """Check the row lengths, the threshold and its update weight."""
-    name = "merge_evicted"
-    right = lengths.shape == (rows,) and lengths.dtype == torch.int32
-    got = tuple(lengths.shape), lengths.dtype
-    require(right, name, f"lengths must be [{rows}] int32", got)
-    right = threshold.shape == (rows, heads) and threshold.dtype == torch.float32
-    got = tuple(threshold.shape), threshold.dtype
-    require(right, name, f"threshold must be [{rows}, {heads}] float32", got)
-    require(0 <= beta <= 1, name, "beta must be in [0, 1]", beta)

@@ -19,8 +19,6 @@ RANKED = 128
 """Evicted tokens that `count_kernel` ranks at a time."""
 COUNT_WARPS = 8
 """Warps of `count_kernel`. With 4 it spills under Triton 3.7."""
-TABLES = ("pages", "kept", "counts", "tokens", "before")
-"""Arguments that each row indexes at its own offset, so that their alignment is unknown."""
 SEGMENT = 4096
 """Minimum number of evicted tokens per program of `count_kernel`."""
 PACKED = 64
@@ -177,32 +175,23 @@ def _segments(evicted: int, max_kept: int) -> tuple[int, int]:
 
 def builds(sm: int) -> list[Build]:
     """Return builds for a bfloat16 cache with contiguous head dims."""
-    table = dict(pages="*i64", kept="*i32", counts="*i32", tokens="*i32", packed="*bf16")
-    pointers = table | dict(scales="*fp32", cosines="*fp32", near="*i32", places="*i32")
-    pointers |= dict(sums="*fp64", ranks="*i32", counters="*i32", ends="*i32", members="*i32")
-    pointers |= dict(weights="*fp32", keys="*fp32", values="*fp32")
-    pointers |= dict(key_pages="*bf16", value_pages="*bf16", before="*fp32", after="*fp32")
-    ones, numbers = {"s_dim": 1, "k_dim": 1, "v_dim": 1}, {"beta": "fp32"}
+    types = dict(pages="*i64", key_pages="*bf16", value_pages="*bf16", packed="*bf16")
+    integers = "kept", "counts", "tokens", "near", "places", "ranks", "counters", "ends", "members"
+    types |= dict.fromkeys(integers, "*i32")
+    floats = "scales", "cosines", "weights", "keys", "values", "before", "after"
+    types |= dict.fromkeys(floats, "*fp32") | dict(sums="*fp64", beta="fp32")
+    types |= dict.fromkeys(("s_page", "k_page", "v_page"), "i64")
     all_builds = []
 
-    def add(name: str, kernel: Any, warps: int, stages: int, wide: bool, **constexprs: int) -> None:
-        fixed = {k: v for k, v in ones.items() if k in kernel.arg_names} | constexprs
-        signature = {
-            k: (pointers | numbers).get(k, "i64" if k.endswith("_page") else "i32")
-            for k in kernel.arg_names
-            if k not in fixed
-        }
-        known = {*pointers, "room"} - {*TABLES}
-        aligned = tuple(k for k in signature if k in known or k[1:2] == "_")
+    def add(name: str, kernel: Any, wide: bool, **config: int) -> None:
+        contiguous = (x for x in ("s_dim", "k_dim", "v_dim") if x in kernel.arg_names)
         all_builds.append(
             Build(
                 name=f"merge_evicted {name}",
                 kernel=kernel,
-                signature=signature,
-                constexprs=fixed,
-                warps=warps,
-                stages=stages,
-                aligned=aligned,
+                config=dict.fromkeys(contiguous, 1) | config,
+                types=types,
+                unaligned=("block",),
                 wide_loads=wide,
                 tensor_cores=kernel is nearest_kernel,
             )
@@ -212,11 +201,13 @@ def builds(sm: int) -> list[Build]:
         pad = _pad(dim)
         shape = _shape(pad, 2, sm)
         sized = dict(DIM=dim, PAD=pad)
-        add(f"pack D={dim}", pack_kernel, _pack_warps(pad), 3, True, **sized, ROWS=PACKED)
-        add(f"nearest D={dim}", nearest_kernel, shape.warps, shape.stages, True, **sized,
-            ROWS=shape.evicted, KEPT=shape.kept)  # fmt: skip
+        add(f"pack D={dim}", pack_kernel, True, **sized, ROWS=PACKED, num_warps=_pack_warps(pad))
+        add(
+            f"nearest D={dim}", nearest_kernel, True, **sized, ROWS=shape.evicted, KEPT=shape.kept,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
         both = dict(K=dim, K_PAD=pad, V=dim, V_PAD=pad)
-        add(f"fold D={dim}", fold_kernel, _fold_warps(pad), 3, True, **both, ROWS=MEMBERS)
-    add("count", count_kernel, COUNT_WARPS, 3, False, ROWS=RANKED, SUMS=128)
-    add("place", place_kernel, 4, 3, False, ROWS=512)
+        add(f"fold D={dim}", fold_kernel, True, **both, ROWS=MEMBERS, num_warps=_fold_warps(pad))
+    add("count", count_kernel, False, ROWS=RANKED, SUMS=128, num_warps=COUNT_WARPS)
+    add("place", place_kernel, False, ROWS=512)
     return all_builds

@@ -3,7 +3,7 @@
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import require
+from kvcompress_kernels.contract import check_same_pages, require
 
 
 def move_kept(
@@ -36,13 +36,8 @@ def move_kept(
     Raises:
         ValueError: Shapes or dtypes disagree.
     """
-    name, rows, heads, block = "move_kept", len(pages), key_pages.shape[1], key_pages.shape[3]
-    require(
-        value_pages.shape[:3] == (key_pages.shape[0], heads, block),
-        name,
-        f"value_pages must be [{key_pages.shape[0]}, {heads}, {block}, D]",
-        tuple(value_pages.shape),
-    )
+    name, rows, heads = "move_kept", len(pages), key_pages.shape[1]
+    check_same_pages(name, key_pages, value_pages)
     destination_keys, destination_values = into or (key_pages, value_pages)
     for source, target in ((key_pages, destination_keys), (value_pages, destination_values)):
         got, want = (target.dtype, *target.shape[1:]), (source.dtype, *source.shape[1:])
@@ -58,13 +53,5 @@ def move_kept(
     else:
         from kvcompress_kernels.move_kept.cpu import run
 
-    run(
-        key_pages,
-        value_pages,
-        pages,
-        kept,
-        counts,
-        destinations,
-        destination_keys,
-        destination_values,
-    )
+    arguments = key_pages, value_pages, pages, kept, counts, destinations
+    run(*arguments, destination_keys, destination_values)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from kvcompress_kernels.builds import DIMS, Build
+from kvcompress_kernels.paged_triton import dense
 
 TILE_BYTES = 8192
-WARPS = 4
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -125,10 +125,10 @@ def run(
     value_dim, (rows, max_pages) = source.values.shape[3], destinations.shape
     if rows * max_pages == 0:
         return
-    pages, destinations = _dense(pages), _dense(destinations)
-    kept = None if kept is None else _dense(kept)
-    shapes = _shapes(key_dim, value_dim, source.keys.element_size())
-    grid = (triton.cdiv(max_pages * block, shapes["ROWS"]) * heads, rows)
+    pages, destinations = dense(pages), dense(destinations)
+    kept = None if kept is None else dense(kept)
+    config = _config(key_dim, value_dim, source.keys.element_size())
+    grid = (triton.cdiv(max_pages * block, config["ROWS"]) * heads, rows)
     _move_kernel[grid](
         *source,
         *target,
@@ -142,8 +142,7 @@ def run(
         destinations.stride(0),
         HEADS=heads,
         BLOCK=block,
-        **shapes,
-        num_warps=WARPS,
+        **config,
     )
 
 
@@ -162,12 +161,8 @@ class _Pages(NamedTuple):
         )
 
 
-def _dense(table: torch.Tensor) -> torch.Tensor:
-    return table if table.stride(-1) == 1 else table.contiguous()
-
-
-def _shapes(key_dim: int, value_dim: int, size: int) -> dict[str, int]:
-    """Return the kernel configuration for two head dims and the bytes of an element."""
+def _config(key_dim: int, value_dim: int, size: int) -> dict[str, int]:
+    """Return the configuration and launch options for two head dims and an element's bytes."""
     key_pad, value_pad = (triton.next_power_of_2(dim) for dim in (key_dim, value_dim))
     rows = TILE_BYTES // (max(key_pad, value_pad) * size)
     return {
@@ -176,29 +171,23 @@ def _shapes(key_dim: int, value_dim: int, size: int) -> dict[str, int]:
         "KEY_PAD": key_pad,
         "VALUE_PAD": value_pad,
         "ROWS": min(max(rows, 1), 128),
+        "num_warps": 4,
     }
 
 
 def builds(sm: int) -> list[Build]:
     """Return builds for bf16, block 16 and 8 KV heads, which copy kept tokens or full pages."""
-    return [_build(dim, full_pages) for dim in DIMS for full_pages in (False, True)]
-
-
-def _build(dim: int, full_pages: bool) -> Build:
     sides = [f"{side}_{kind}" for side in ("from", "to") for kind in ("key", "value")]
-    pages = {f"{side}s": "*i16" for side in sides}
-    tables = {"sources": "*i64", "kept": "*i32", "counts": "*i32", "destinations": "*i32"}
-    strides = {f"s_{side}_{axis}": "i32" for side in sides for axis in ("page", "head", "slot")}
-    steps = ("s_sources", "s_kept_row", "s_kept_head", "s_destinations")
-    constexprs: dict[str, Any] = {f"s_{side}_dim": 1 for side in sides}
-    if full_pages:
-        del tables["kept"]
-        constexprs["kept"] = None
-    return Build(
-        name=f"move_kept {'pages' if full_pages else 'tokens'} D{dim}",
-        kernel=_move_kernel,
-        signature=pages | tables | strides | dict.fromkeys(steps, "i32"),
-        constexprs=constexprs | {"HEADS": 8, "BLOCK": 16} | _shapes(dim, dim, 2),
-        warps=WARPS,
-        aligned=(*pages, *strides),
-    )
+    types = {f"{side}s": "*i16" for side in sides}
+    types |= {"sources": "*i64", "kept": "*i32", "counts": "*i32", "destinations": "*i32"}
+    fixed: dict[str, Any] = {"HEADS": 8, "BLOCK": 16} | {f"s_{side}_dim": 1 for side in sides}
+    return [
+        Build(
+            name=f"move_kept {'pages' if kept else 'tokens'} D{dim}",
+            kernel=_move_kernel,
+            config=fixed | kept | _config(dim, dim, 2),
+            types=types,
+        )
+        for dim in DIMS
+        for kept in ({}, {"kept": None})
+    ]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kvcompress_kernels import contract, k4v3
-from kvcompress_kernels.contract import check_floats, require
+from kvcompress_kernels.contract import check_floats, check_tensor, require
 from kvcompress_kernels.packed_attention.offsets import Offsets, check_offsets
 from kvcompress_kernels.packed_attention.scratch import workspace
 
@@ -77,18 +77,9 @@ def packed_attention(
         from kvcompress_kernels.packed_attention.triton import run
     else:
         from kvcompress_kernels.packed_attention.cpu import run
+    arguments = query, output, pages, offsets, packed, packed_tokens, tables, lengths
     run(
-        query,
-        output,
-        pages,
-        offsets,
-        packed,
-        packed_tokens,
-        tables,
-        lengths,
-        query_start,
-        slots,
-        live,
+        *(*arguments, query_start, slots, live),
         scale=scale,
         max_query_tokens=max_query_tokens,
         key_scale=key_scale,
@@ -139,9 +130,7 @@ def _check(
         "live": (live, ()),
     }
     for name, (x, shape) in integers.items():
-        ok = x.dtype == torch.int32 and x.shape == shape
-        got = x.dtype, tuple(x.shape)
-        require(ok, _NAME, f"{name} must be int32 {list(shape)}", got)
+        check_tensor(_NAME, name, x, shape, torch.int32)
     for name, x in (("packed", packed), ("tables", tables), ("lengths", lengths)):
         ok = x.shape[-1] <= 1 or x.stride(-1) == 1
         require(ok, _NAME, f"{name} must have a dense last axis", x.stride())
@@ -150,8 +139,6 @@ def _check(
         got = x.dtype, tuple(x.shape)
         require(ok, _NAME, f"{name} must be int32 with at least {size} elements", got)
     if sinks is not None:
-        ok = sinks.dtype == torch.float32 and sinks.shape == (heads,)
-        got = sinks.dtype, tuple(sinks.shape)
-        require(ok, _NAME, f"sinks must be float32 [{heads}]", got)
+        check_tensor(_NAME, "sinks", sinks, (heads,), torch.float32)
     if offsets is not None:
         check_offsets(_NAME, offsets, pages)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcompress_kernels.contract import require
-from kvcompress_kernels.packed_attention.kernel_numba import FACTORS, worker
+from kvcompress_kernels.packed_attention.kernel_numba import FACTORS, attention_worker
 from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.packed_attention.scratch import (
     SPLITS,
@@ -47,6 +47,15 @@ def parallel_region() -> Callable[..., Any] | None:
     return None
 
 
+def run_on_threads(work: Any, call: Any) -> None:
+    """Run a C function with the address of the array `call` on every thread of PyTorch."""
+    threads, region = torch.get_num_threads(), parallel_region()
+    if threads == 1 or region is None:
+        work(call.ctypes.data)
+    else:
+        region(ctypes.cast(work, ctypes.c_void_p), call.ctypes.data, threads, 0)
+
+
 @functools.cache
 def _float8_table(dtype: torch.dtype) -> torch.Tensor:
     """Return the 256 numbers of a float8 dtype as float32; unused zeros for other dtypes."""
@@ -75,7 +84,7 @@ def compile_for(
         output: dtype of the output; that of the queries if None.
     """
     kinds = (_ELEMENT[dtype] for dtype in (query, output or query, cache))
-    worker(*kinds, (0,) * (head_dim // 8))
+    attention_worker(*kinds, (0,) * (head_dim // 8))
 
 
 def run(
@@ -136,9 +145,4 @@ def run(
     call[:FACTORS] = (*numbers, *addresses)
     call[FACTORS:].view(np.float32)[:3] = scale * math.log2(math.e), key_scale, value_scale
     kinds = (_ELEMENT[x.dtype] for x in (query, output, pages))
-    work = worker(*kinds, (0,) * (dim // 8))
-    threads, region = torch.get_num_threads(), parallel_region()
-    if threads == 1 or region is None:
-        work(call.ctypes.data)
-    else:
-        region(ctypes.cast(work, ctypes.c_void_p), call.ctypes.data, threads, 0)
+    run_on_threads(attention_worker(*kinds, (0,) * (dim // 8)), call)

@@ -1,8 +1,8 @@
-"""Numba code of `packed_attention`, which `cpu.py` calls.
+"""Numba code of `packed_attention` and `dequantise_pages` on a CPU, for the format `k4v3`.
 
-A task is one KV head of one row, a tile of its query tokens and a share of its tokens. Tokens are
-read in chunks of 64: first the packed groups, then the ordinary tokens. All query heads of the KV
-head and all query tokens of the tile are the lines of a small matrix product:
+Attention: a task is one KV head of one row, a tile of its query tokens and a share of its tokens.
+Tokens are read in chunks of 64: first the packed groups, then the ordinary tokens. All query heads
+of the KV head and all query tokens of the tile are the lines of a small matrix product:
 
 * the scores add 8 channels at a time, in a panel ``[8, 64]`` of float32 that stays in the L1 cache,
 * the output adds 8 tokens at a time, in a panel ``[8, D]``.
@@ -13,6 +13,11 @@ scales into the probabilities, so no key or value is ever dequantised.
 A long row is split into up to `SPLITS` tasks. The task that finishes last joins their partial
 results. Splits depend only on the row's lengths, so neither the batch nor the number of threads
 changes a result.
+
+Dequantising: a task is one KV head of one packed page. It dequantises a group into a panel
+``[64, D]`` that stays in the processor's cache, then copies the panel into the ordinary pages. In
+CPU_ATTN's vector layout the tokens of a key channel are adjacent, so keys are copied channel by
+channel.
 
 All code is in this file, because numba's cache on disk only notices changes of the file that
 defines the outermost function. `kvcompress_kernels.packed_attention.cpu` says which threads run it.
@@ -35,7 +40,7 @@ try:
     from numba.extending import intrinsic, overload
 except ImportError as error:
     raise ImportError(
-        "packed_attention on a CPU needs numba, which vLLM installs: pip install numba"
+        "packed pages on a CPU need numba, which vLLM installs: pip install numba"
     ) from error
 
 _CHUNK = 64
@@ -50,7 +55,7 @@ _MIN_CHUNKS = 8
 _MATH = {"contract", "reassoc", "arcp", "nsz", "afn"}
 _ONE, _LOWEST, _LEAST_EXPONENT = np.float32(1), np.float32(-1e30), np.float32(-126)
 _POWERS = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(7))
-_HALF_BIAS = np.float32(2.0**112)
+_HALF_BIAS, _LARGEST_HALF = np.float32(2.0**112), np.float32(65504.0)
 
 
 def _cached(decorate: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
@@ -148,17 +153,26 @@ def _to_half(x):
     bits = np.float32(x).view(np.uint32)
     sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint32(0x7F800000):
-        half = np.uint32(0x7E00)
-    elif magnitude >= np.uint32(0x47800000):  # 65536 and more
-        half = np.uint32(0x7C00)
-    elif magnitude < np.uint32(0x38800000):  # subnormal: adding 0.5 shifts and rounds the mantissa
-        rounded = np.float32(magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32)
-        half = np.uint32(rounded - np.uint32(0x3F000000))
-    else:
-        odd = (magnitude >> np.uint32(13)) & np.uint32(1)
-        half = np.uint32(np.uint32(magnitude + np.uint32(0xC8000FFF) + odd) >> np.uint32(13))
+    # Subnormal: adding 0.5 shifts and rounds the mantissa.
+    rounded = np.float32(magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32)
+    small = np.uint32(rounded - np.uint32(0x3F000000))
+    odd = (magnitude >> np.uint32(13)) & np.uint32(1)
+    normal = np.uint32(np.uint32(magnitude + np.uint32(0xC8000FFF) + odd) >> np.uint32(13))
+    half = small if magnitude < np.uint32(0x38800000) else normal
+    half = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else half  # 65536 and more
+    half = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else half
     return np.uint16(sign | half)
+
+
+def _saturated(x, like):
+    """Return a float32, limited to the largest float16 if that is the type of `like`."""
+
+
+@overload(_saturated, jit_options={"fastmath": _MATH})
+def _saturated_of(x, like):
+    if like == types.int16:
+        return lambda x, like: min(max(x, -_LARGEST_HALF), _LARGEST_HALF)
+    return lambda x, like: x
 
 
 @_compiled
@@ -359,6 +373,31 @@ def _add_packed_scores(typing_context, words, query, scores, first_line, eighths
     return types.void(words, query, scores, types.intp, eighths, block), code
 
 
+def _value_codes(builder, content, low, high, channels, eighth):
+    """Yield the value codes of a token's `channels` in each quarter, as vectors of float32.
+
+    Args:
+        low: byte of the low bits of the first channel.
+        high: first byte of the token's high bits.
+        channels: neighbours in the first quarter.
+        eighth: an eighth of the channels.
+    """
+    byte, lanes = ir.IntType(8), len(channels)
+    words = ir.VectorType(ir.IntType(32), lanes)
+    low_bits = builder.load(_vector_at(builder, content, low, byte, lanes), align=1)
+    low_bits = builder.zext(low_bits, words)
+    bits = builder.load(_vector_at(builder, content, high, byte, eighth), align=1)
+    source = ir.Constant(words, [channel % eighth for channel in channels])
+    high_bits = builder.zext(builder.shuffle_vector(bits, bits, source), words)
+    # The second half of a quarter has the next bit of the same byte. Bit 2 is the code's.
+    shift = ir.Constant(words, [2 if channel < eighth else 1 for channel in channels])
+    high_bits = builder.shl(high_bits, shift)
+    for i in range(4):
+        bits = builder.and_(builder.lshr(low_bits, _each(2 * i, lanes)), _each(3, lanes))
+        top = builder.and_(builder.lshr(high_bits, _each(2 * i, lanes)), _each(4, lanes))
+        yield builder.sitofp(builder.or_(bits, top), ir.VectorType(ir.FloatType(), lanes))
+
+
 @intrinsic
 def _add_packed_values(
     typing_context, content, low, high, weights, sums, first_line, tokens, eighths, block
@@ -379,7 +418,7 @@ def _add_packed_values(
     quarter, dim = 2 * eighth, 8 * eighth
 
     def code(context, builder, signature, args):
-        byte, float32, index = ir.IntType(8), ir.FloatType(), ir.IntType(64)
+        float32, index = ir.FloatType(), ir.IntType(64)
         content = _elements(context, builder, signature, args, 0)
         weights, sums = (_elements(context, builder, signature, args, i) for i in (3, 4))
 
@@ -393,10 +432,7 @@ def _add_packed_values(
         for first in range(0, quarter, _LANES):
             lanes = min(_LANES, quarter - first)
             channels = range(first, first + lanes)
-            words, vector = ir.VectorType(ir.IntType(32), lanes), ir.VectorType(float32, lanes)
-            source = ir.Constant(words, [channel % eighth for channel in channels])
-            # The second half of a quarter has the next bit of the same byte. Bit 2 is the code's.
-            shift = ir.Constant(words, [2 if channel < eighth else 1 for channel in channels])
+            vector = ir.VectorType(float32, lanes)
             totals = [
                 [cgutils.alloca_once(builder, vector) for _ in range(4)] for _ in range(count)
             ]
@@ -412,24 +448,15 @@ def _add_packed_values(
                     builder.store(builder.load(places[line][i], align=4), totals[line][i])
             with cgutils.for_range(builder, args[6]) as loop:
                 token = loop.index
-                at = builder.add(args[1], builder.mul(token, number(quarter)))
-                at = builder.add(at, number(first))
-                low_bits = builder.load(_vector_at(builder, content, at, byte, lanes), align=1)
-                low_bits = builder.zext(low_bits, words)
-                at = builder.add(args[2], builder.mul(token, number(eighth)))
-                bits = builder.load(_vector_at(builder, content, at, byte, eighth), align=1)
-                high_bits = builder.zext(builder.shuffle_vector(bits, bits, source), words)
-                high_bits = builder.shl(high_bits, shift)
+                low = builder.add(args[1], builder.mul(token, number(quarter)))
+                low = builder.add(low, number(first))
+                high = builder.add(args[2], builder.mul(token, number(eighth)))
                 values = [
                     builder.load(builder.gep(weights, [builder.add(line, token)]))
                     for line in weight_lines
                 ]
-                for i in range(4):
-                    bits = builder.lshr(low_bits, _each(2 * i, lanes))
-                    bits = builder.and_(bits, _each(3, lanes))
-                    top = builder.lshr(high_bits, _each(2 * i, lanes))
-                    bits = builder.or_(bits, builder.and_(top, _each(4, lanes)))
-                    codes = builder.sitofp(bits, vector)
+                all_codes = _value_codes(builder, content, low, high, channels, eighth)
+                for i, codes in enumerate(all_codes):
                     for line in range(count):
                         _multiply_add(builder, totals[line][i], values[line], codes)
             for line in range(count):
@@ -480,16 +507,10 @@ def _group_scores(content, at, query, scaled, scales, minima, scores, words, pan
             _add_packed_scores(words, scaled, scores, m, eighths, (0,))
         return
     for w in range(len(eighths)):
-        for t in range(64):
-            word = words[w, t]
-            panel[0, t] = np.float32(np.int32(word & np.uint32(15)))
-            panel[1, t] = np.float32(np.int32((word >> np.uint32(4)) & np.uint32(15)))
-            panel[2, t] = np.float32(np.int32((word >> np.uint32(8)) & np.uint32(15)))
-            panel[3, t] = np.float32(np.int32((word >> np.uint32(12)) & np.uint32(15)))
-            panel[4, t] = np.float32(np.int32((word >> np.uint32(16)) & np.uint32(15)))
-            panel[5, t] = np.float32(np.int32((word >> np.uint32(20)) & np.uint32(15)))
-            panel[6, t] = np.float32(np.int32((word >> np.uint32(24)) & np.uint32(15)))
-            panel[7, t] = np.float32(np.int32(word >> np.uint32(28)))
+        for i in range(8):
+            for t in range(64):
+                code = (words[w, t] >> np.uint32(4 * i)) & np.uint32(15)
+                panel[i, t] = np.float32(np.int32(code))
         c, h = 4 * w, 4 * w + dim // 2
         channels = c, h, c + 1, h + 1, c + 2, h + 2, c + 3, h + 3
         _add_scores(scores, scaled, panel, channels, lines)
@@ -502,37 +523,16 @@ def _decode_values(typing_context, content, low, high, row, eighths):
     Its low bits are at byte `low` and its high bits at byte `high`. The quarters of the channels
     are the lanes of one vector, which LLVM does not find by itself.
     """
-    quarter = 2 * len(eighths)
+    eighth = len(eighths)
+    quarter = 2 * eighth
 
     def code(context, builder, signature, args):
-        def array(index):
-            return context.make_array(signature.args[index])(context, builder, args[index]).data
-
-        def load(at, lanes):
-            vector = ir.VectorType(ir.IntType(8), lanes)
-            place = builder.bitcast(builder.gep(array(0), [at]), vector.as_pointer())
-            return builder.load(place, align=1)
-
-        words = ir.VectorType(ir.IntType(32), quarter)
-        floats = ir.VectorType(ir.FloatType(), quarter)
-
-        def each(number):
-            return ir.Constant(words, [number] * quarter)
-
-        low_bits = builder.zext(load(args[1], quarter), words)
-        eighth = load(args[2], quarter // 2)
-        lanes = [*range(quarter // 2)] * 2
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), quarter), lanes)
-        high_bits = builder.zext(builder.shuffle_vector(eighth, eighth, mask), words)
-        # The second half of a quarter has the next bit of the same byte. Bit 2 is the code's.
-        second = [2] * (quarter // 2) + [1] * (quarter // 2)
-        high_bits = builder.shl(high_bits, ir.Constant(words, second))
-        for i in range(4):
-            number = builder.and_(builder.lshr(low_bits, each(2 * i)), each(3))
-            top = builder.and_(builder.lshr(high_bits, each(2 * i)), each(4))
-            number = builder.sitofp(builder.or_(number, top), floats)
-            place = builder.gep(array(3), [context.get_constant(types.intp, i * quarter)])
-            builder.store(number, builder.bitcast(place, floats.as_pointer()), align=4)
+        content, row = (_elements(context, builder, signature, args, i) for i in (0, 3))
+        all_codes = _value_codes(builder, content, args[1], args[2], range(quarter), eighth)
+        for i, codes in enumerate(all_codes):
+            at = ir.Constant(ir.IntType(64), i * quarter)
+            place = _vector_at(builder, row, at, ir.FloatType(), quarter)
+            builder.store(codes, place, align=4)
         return context.get_dummy_value()
 
     return types.void(content, types.intp, types.intp, row, eighths), code
@@ -591,6 +591,17 @@ def _step(offsets):
 
 
 @_compiled
+def _read_run(elements, at, step, table, row, first):
+    """Write 16 elements that are `step` (1 or 2) apart to `row`, from column `first` on."""
+    if step == 1:
+        for i in range(16):
+            row[first + i] = _as_float(elements[np.uintp(at + i)], table)
+    else:
+        for i in range(16):
+            row[first + i] = _as_float(elements[np.uintp(at + 2 * i)], table)
+
+
+@_compiled
 def _ordinary_scores(
     elements, table, starts, dims, step, tokens, query, scores, panel, lines, eighths
 ):
@@ -600,16 +611,9 @@ def _ordinary_scores(
     for c in range(0, 8 * len(eighths), 8):
         for j in range(8):
             dim, row = dims[c + j], panel[j]
-            if step == 1:
+            if step == 1 or step == 2:
                 for first in range(0, tokens, 16):
-                    at = starts[first] + dim
-                    for t in range(16):
-                        row[first + t] = _as_float(elements[np.uintp(at + t)], table)
-            elif step == 2:
-                for first in range(0, tokens, 16):
-                    at = starts[first] + dim
-                    for t in range(16):
-                        row[first + t] = _as_float(elements[np.uintp(at + 2 * t)], table)
+                    _read_run(elements, starts[first] + dim, step, table, row, first)
             else:
                 for t in range(tokens):
                     row[t] = _as_float(elements[np.uintp(starts[t] + dim)], table)
@@ -629,44 +633,22 @@ def _ordinary_values(
                 row[:] = np.float32(0)
                 continue
             start = starts[first + t]
-            if step == 1:
+            if step == 1 or step == 2:
                 for c in range(0, 8 * len(eighths), 16):
-                    at = start + dims[c]
-                    for d in range(16):
-                        row[c + d] = _as_float(elements[np.uintp(at + d)], table)
-            elif step == 2:
-                for c in range(0, 8 * len(eighths), 16):
-                    at = start + dims[c]
-                    for d in range(16):
-                        row[c + d] = _as_float(elements[np.uintp(at + 2 * d)], table)
+                    _read_run(elements, start + dims[c], step, table, row, c)
             else:
                 for d in range(8 * len(eighths)):
                     row[d] = _as_float(elements[np.uintp(start + dims[d])], table)
         _add_values(sums, weights, panel, first, lines, eighths)
 
 
-# -- tasks ----------------------------------------------------------------------------------------
+# -- attention ------------------------------------------------------------------------------------
 
 NUMBERS = (
-    "row_count",
-    "kv_heads",
-    "group",
-    "block",
-    "itemsize",
-    "tile",
-    "page_step",
-    "head_step",
-    "row_step",
-    "query_token_step",
-    "query_head_step",
-    "output_token_step",
-    "output_head_step",
-    "packed_step",
-    "packed_tokens_step",
-    "tables_step",
-    "has_sinks",
-    "max_split_lines",
-)
+    "row_count", "kv_heads", "group", "block", "itemsize", "tile", "page_step", "head_step",
+    "row_step", "query_token_step", "query_head_step", "output_token_step", "output_head_step",
+    "packed_step", "packed_tokens_step", "tables_step", "has_sinks", "max_split_lines",
+)  # fmt: skip
 
 
 @_compiled
@@ -675,6 +657,15 @@ def _aligned(rows, columns):
     memory = np.empty(rows * columns + 16, np.float32)
     first = -(memory.ctypes.data // 4) % 16
     return memory[first : first + rows * columns].reshape((rows, columns))
+
+
+@_compiled
+def _copy_rows(content, at, step, width, rows, copied):
+    """Copy rows of `width` bytes, which start `step` bytes apart from byte `at` on."""
+    for row in range(rows):
+        line = at + row * step
+        for x in range(width):
+            copied[row * width + x] = content[np.uintp(line + x)]
 
 
 @_compiled
@@ -751,11 +742,8 @@ def _attend(
                     tokens = min(64, count - 64 * chunk)
                     source = content
                     if row_step != 2 * dim:
-                        width = 2 * dim * itemsize
-                        for r in range(group_rows):
-                            line = at + r * row_step * itemsize
-                            for x in range(width):
-                                copied[r * width + x] = content[np.uintp(line + x)]
+                        width, step = 2 * dim * itemsize, row_step * itemsize
+                        _copy_rows(content, at, step, width, group_rows, copied)
                         source, at = copied, 0
                     _group_scores(
                         source, at, q, scaled, scales, minima, scores, words, panel, lines, eighths
@@ -840,6 +828,12 @@ def _join(partials, at, space, splits, lines, tops, totals, sums, eighths):
         tops[m], totals[m] = top, total
 
 
+def _c_function(work: Callable[..., None]) -> Any:
+    """Return `work` compiled to a C function, whose argument is the address of the arguments."""
+    compiled: Any = _cached(cfunc, types.void(types.voidptr))(work)
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+
+
 ARRAYS = (
     "query", "output", "elements", "content", "table", "packed", "packed_tokens", "tables",
     "lengths", "query_start", "slots", "sinks", "key_tokens", "key_dims", "value_tokens",
@@ -849,7 +843,7 @@ FACTORS = len(NUMBERS) + len(ARRAYS)
 
 
 @functools.cache
-def worker(query: Any, output: Any, cache: Any, eighths: tuple[int, ...]) -> Any:
+def attention_worker(query: Any, output: Any, cache: Any, eighths: tuple[int, ...]) -> Any:
     """Return the C function that each thread runs, for element types and a head dim.
 
     Args:
@@ -888,5 +882,149 @@ def worker(query: Any, output: Any, cache: Any, eighths: tuple[int, ...]) -> Any
             eighths,
         )  # fmt: skip
 
-    c_function: Any = _cached(cfunc, types.void(types.voidptr))(work)
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(c_function.address)
+    return _c_function(work)
+
+
+# -- dequantising ---------------------------------------------------------------------------------
+
+
+@_compiled
+def _read_keys(content, at, scales, minima, panel, eighths):
+    """Write the keys of the group at byte `at` to the panel ``[64, D]``."""
+    half = 4 * len(eighths)
+    _read_halves(content, at + 112 * half, scales, eighths)
+    _read_halves(content, at + 116 * half, minima, eighths)
+    like = panel[0, 0]
+    for t in range(64):
+        row, codes = panel[t], at + t * half
+        for j in range(half):
+            code = content[np.uintp(codes + j)] & np.uint8(15)
+            x = np.float32(minima[j] + scales[j] * np.float32(code))
+            row[j] = _as_element(_saturated(x, like), like)
+        for j in range(half):
+            code = content[np.uintp(codes + j)] >> np.uint8(4)
+            d = half + j
+            x = np.float32(minima[d] + scales[d] * np.float32(code))
+            row[d] = _as_element(_saturated(x, like), like)
+
+
+@_compiled
+def _read_values(content, at, scales, minima, panel, eighths):
+    """Write the values of the group at byte `at` to the panel ``[64, D]``."""
+    eighth = len(eighths)
+    dim, tokens = 8 * eighth, (0, 0, 0, 0, 0, 0, 0, 0)
+    _read_halves(content, at + 60 * dim, scales, tokens)
+    _read_halves(content, at + 60 * dim + 128, minima, tokens)
+    like = panel[0, 0]
+    for t in range(64):
+        row, scale, minimum = panel[t], scales[t], minima[t]
+        lows, highs = at + 32 * dim + t * 2 * eighth, at + 48 * dim + t * eighth
+        for part in range(8):
+            bits, first = np.uint8(2 * (part // 2)), part % 2 * eighth
+            for j in range(eighth):
+                low = (content[np.uintp(lows + first + j)] >> bits) & np.uint8(3)
+                high = (content[np.uintp(highs + j)] >> np.uint8(part)) & np.uint8(1)
+                code = np.float32(low) + np.float32(4) * np.float32(high)
+                x = np.float32(minimum + scale * code)
+                row[part * eighth + j] = _as_element(_saturated(x, like), like)
+
+
+@_compiled
+def _write(elements, panel, starts, tokens, dims, run, eighths):
+    """Copy the panel ``[64, D]`` into the pages of its tokens.
+
+    Args:
+        starts: for each token, its page's part of the head.
+        tokens: for each token, its offset in that part.
+        dims: the offset of each channel.
+        run: tokens that lie in one page.
+    """
+    dim = 8 * len(eighths)
+    if tokens[run - 1] - tokens[0] == run - 1:
+        for first in range(0, 64, run):
+            at = starts[first] + tokens[first]
+            for d in range(dim):
+                place = at + dims[d]
+                for t in range(run):
+                    elements[np.uintp(place + t)] = panel[first + t, d]
+        return
+    if dims[dim - 1] - dims[0] == dim - 1:
+        for t in range(64):
+            place = starts[t] + tokens[t] + dims[0]
+            for d in range(dim):
+                elements[np.uintp(place + d)] = panel[t, d]
+        return
+    for t in range(64):
+        place = starts[t] + tokens[t]
+        for d in range(dim):
+            elements[np.uintp(place + dims[d])] = panel[t, d]
+
+
+@_compiled
+def _dequantise(
+    count, kv_heads, block, itemsize, page_step, head_step, row_step, content, elements, packed,
+    destinations, key_tokens, key_dims, value_tokens, value_dims, counter, eighths,
+):  # fmt: skip
+    """Run tasks until none is left."""
+    dim = 8 * len(eighths)
+    group_rows, width = 32 // itemsize, 2 * dim * itemsize
+    groups = block // group_rows
+    run = min(block, 64)
+    panel = np.empty((64, dim), elements.dtype)
+    copied = np.empty(64 * dim, np.uint8)
+    scales, minima = np.empty(max(dim, 64), np.float32), np.empty(max(dim, 64), np.float32)
+    starts = np.empty(64, np.int64)
+    k_tokens, v_tokens = np.empty(64, np.int64), np.empty(64, np.int64)
+    task = _fetch_add(counter, 0, 1)
+    while task < count * kv_heads:
+        page, head = task // kv_heads, task % kv_heads
+        from_page = np.int64(packed[page]) * page_step + head * head_step
+        for group in range(groups):
+            at = (from_page + group * group_rows * row_step) * itemsize
+            source = content
+            if row_step != 2 * dim:
+                _copy_rows(content, at, row_step * itemsize, width, group_rows, copied)
+                source, at = copied, 0
+            for t in range(64):
+                token = (page * groups + group) * 64 + t
+                to_page = np.int64(destinations[token // block])
+                starts[t] = to_page * page_step + head * head_step
+                k_tokens[t], v_tokens[t] = key_tokens[token % block], value_tokens[token % block]
+            _read_keys(source, at, scales, minima, panel, eighths)
+            _write(elements, panel, starts, k_tokens, key_dims, run, eighths)
+            _read_values(source, at, scales, minima, panel, eighths)
+            _write(elements, panel, starts, v_tokens, value_dims, run, eighths)
+        task = _fetch_add(counter, 0, 1)
+
+
+DEQUANTISE_ARGUMENTS = 16
+"""Integers of a call: 7 numbers, then 9 addresses."""
+
+
+@functools.cache
+def dequantise_worker(cache: Any, eighths: tuple[int, ...]) -> Any:
+    """Return the C function that each thread runs, for an element type and a head dim.
+
+    Args:
+        cache: numpy type of the cache's elements.
+        eighths: D / 8 zeros. The length of a tuple is part of its type, so the compiler knows D.
+    """
+
+    def work(call):
+        n = carray(call, (DEQUANTISE_ARGUMENTS,), np.int64)
+        dim = 8 * len(eighths)
+        _dequantise(
+            n[0], n[1], n[2], n[3], n[4], n[5], n[6],
+            carray(_pointer(n[7]), (1,), np.uint8),
+            carray(_pointer(n[8]), (1,), cache),
+            carray(_pointer(n[9]), (1,), np.int32),
+            carray(_pointer(n[10]), (1,), np.int32),
+            carray(_pointer(n[11]), (n[2],), np.int32),
+            carray(_pointer(n[12]), (dim,), np.int32),
+            carray(_pointer(n[13]), (n[2],), np.int32),
+            carray(_pointer(n[14]), (dim,), np.int32),
+            carray(_pointer(n[15]), (1,), np.int64),
+            eighths,
+        )  # fmt: skip
+
+    return _c_function(work)

@@ -22,7 +22,6 @@ work exit at once.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -40,18 +39,13 @@ from kvcompress_kernels.float8_triton import widened
 from kvcompress_kernels.k4v3 import GROUP
 from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.packed_attention.scratch import PROGRAM_LINES, PROGRAMS, workspace
+from kvcompress_kernels.paged_triton import in_row
 
 LOWEST = tl.constexpr(-1e30)
 SPLITS = 64
 """Maximum programs that share the tokens of a row."""
 MIN_CHUNKS = tl.constexpr(4)
 """Least chunks of a program that shares a row."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _in_row(at, s_row, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the memory offset of byte (or half) `at` of a group in rows of ROW."""
-    return at // ROW * s_row + at % ROW
 
 
 @triton.jit
@@ -86,9 +80,9 @@ def _key_codes(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, PAD)
     real = dim < DIM // 2
     at = 28 * DIM + PART * (DIM // 2) + dim  # in halves
-    scale = tl.load(halves + _in_row(at, s_row // 2, ROW // 2), mask=real, other=0.0)
-    minimum = tl.load(halves + _in_row(at + DIM, s_row // 2, ROW // 2), mask=real, other=0.0)
-    at = _in_row(token * (DIM // 2), s_row, ROW)[:, None] + dim[None, :]
+    scale = tl.load(halves + in_row(at, s_row // 2, ROW // 2), mask=real, other=0.0)
+    minimum = tl.load(halves + in_row(at + DIM, s_row // 2, ROW // 2), mask=real, other=0.0)
+    at = in_row(token * (DIM // 2), s_row, ROW)[:, None] + dim[None, :]
     code = tl.load(content + at, mask=real[None, :], other=0)
     code = ((code >> 4 if PART else code & 15).to(tl.float32) - 7.5).to(q.dtype)
     scale = scale.to(tl.float32)
@@ -110,9 +104,9 @@ def _value_codes(  # type: ignore[no-untyped-def]
     column = tl.arange(0, 4 * PAD)
     part, dim = column // PAD, column % PAD
     real = (dim < DIM // 4)[None, :]
-    at = _in_row(32 * DIM + token * (DIM // 4), s_row, ROW)[:, None] + dim[None, :]
+    at = in_row(32 * DIM + token * (DIM // 4), s_row, ROW)[:, None] + dim[None, :]
     low = tl.load(content + at, mask=real, other=0).to(tl.int32)
-    at = _in_row(48 * DIM + token * (DIM // 8), s_row, ROW)[:, None] + (dim % (DIM // 8))[None, :]
+    at = in_row(48 * DIM + token * (DIM // 8), s_row, ROW)[:, None] + (dim % (DIM // 8))[None, :]
     high = tl.load(content + at, mask=real, other=0).to(tl.int32)
     # The second half of a quarter has the next bit of the same byte.
     bit = 2 * part + (dim >= DIM // 8).to(tl.int32)
@@ -266,9 +260,9 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
         filled = number < count - group * GROUP_TOKENS
         p, top, total, rise = _weights(s * factor, filled[:, None], top, total)
         # Memory after the last token may hold NaN.
-        place = half + _in_row(30 * DIM + number, s_bytes // 2, ROW // 2)
+        place = half + in_row(30 * DIM + number, s_bytes // 2, ROW // 2)
         scale = tl.load(place, mask=filled, other=0.0).to(tl.float32)
-        place = half + _in_row(30 * DIM + 64 + number, s_bytes // 2, ROW // 2)
+        place = half + in_row(30 * DIM + 64 + number, s_bytes // 2, ROW // 2)
         minimum = tl.load(place, mask=filled, other=0.0).to(tl.float32)
         base = tl.sum(p * (minimum + 3.5 * scale)[:, None], 0)
         w = (p * scale[:, None]).to(q_low.dtype)
@@ -444,37 +438,30 @@ def builds(sm: int) -> list[Build]:
 
 def _build(dim: int, group: int, kind: str, sm: int, *, queries: int = 1) -> Build:
     float32 = kind == "*fp32"
-    config: dict[str, Any] = _config(dim, group, queries, 4 if float32 else 2)
-    number = "*fp32" if float32 else "*bf16"
     itemsize = 4 if float32 else 2 if kind == "*bf16" else 1
     integers: Sequence[str] = (
         "packed", "packed_tokens", "tables", "lengths", "query_start", "slots", "live", "counters",
     )  # fmt: skip
-    pointers = {
-        "query": number,
-        "output": number,
+    types = {
+        **dict.fromkeys(("query", "output"), "*fp32" if float32 else "*bf16"),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("factor", "key_factor", "value_scale"), "fp32"),
         "elements": kind,
         "content": "*u8",
         "halves": "*fp16",
-        **dict.fromkeys(integers, "*i32"),
         "partials": "*fp32",
     }
-    strides = ["s_query_token", "s_query_head", "s_output_token", "s_output_head"]
-    strides += ["s_page", "s_head", "s_row"]
-    numbers = [*strides, "splits", "tiles", "s_packed", "s_packed_tokens", "s_tables"]
     suffix = " float32" if float32 else float8_suffix(kind)
     suffix += f" q{queries}" if queries > 1 else ""
     return Build(
         name=f"packed_attention D{dim} G{group}{suffix}",
         kernel=_packed_attention_kernel,
-        signature={
-            **pointers,
-            **dict.fromkeys(("factor", "key_factor", "value_scale"), "fp32"),
-            **dict.fromkeys(numbers, "i32"),
+        config={
+            "sinks": None,
+            "BLOCK": 2 * 32 // itemsize,
+            "ITEMSIZE": itemsize,
+            **_config(dim, group, queries, 4 if float32 else 2),
         },
-        warps=config.pop("num_warps"),
-        stages=config.pop("num_stages"),
-        constexprs={"sinks": None, "BLOCK": 2 * 32 // itemsize, "ITEMSIZE": itemsize, **config},
-        aligned=(*pointers, *strides),
+        types=types,
         tensor_cores=not float32,
     )

@@ -13,7 +13,7 @@ An uncompressed request has ``num_packed == first_block == 0``.
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import require
+from kvcompress_kernels.contract import check_tensor, require
 
 
 def page_tables(
@@ -89,18 +89,12 @@ def _check(
         got = tensor.dtype, tensor.stride()
         require(ok, name, "all tensors must be int32 with a dense last axis", got)
     require(block_table.shape[1] > 0, name, "block_table must have columns", block_table.shape)
-    require(live.dim() == 0, name, "live must be a scalar tensor", tuple(live.shape))
+    check_tensor(name, "live", live, (), torch.int32)
     require(
         packed.shape[:2] == num_packed.shape == (len(first_block), layers),
         name,
         f"packed and num_packed must start with [{len(first_block)}, {layers}]",
         (tuple(packed.shape), tuple(num_packed.shape)),
     )
-    rule = f"layer_offset must be [{layers}]"
-    require(layer_offset.shape == (layers,), name, rule, tuple(layer_offset.shape))
-    require(
-        out_lengths.shape == (layers, rows),
-        name,
-        f"out_lengths must be [{layers}, {rows}]",
-        tuple(out_lengths.shape),
-    )
+    check_tensor(name, "layer_offset", layer_offset, (layers,), torch.int32)
+    check_tensor(name, "out_lengths", out_lengths, (layers, rows), torch.int32)

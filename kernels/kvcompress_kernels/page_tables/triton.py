@@ -17,7 +17,6 @@ import triton.language as tl
 from kvcompress_kernels.builds import Build
 
 COLUMNS = 128
-WARPS = 4
 PROGRAMS = 4096
 """About two waves of 16 programs on each of an H200's 132 multiprocessors."""
 
@@ -105,8 +104,8 @@ def run(
     layers, rows, width = out_tables.shape
     if out_tables.numel() == 0:
         return
-    tile = _tile(layers)
-    groups = triton.cdiv(layers, tile)
+    config = _config(layers)
+    groups = triton.cdiv(layers, config["LAYERS"])
     splits = max(1, min(triton.cdiv(width, COLUMNS), PROGRAMS // (rows * groups)))
     _page_tables_kernel[(splits * groups, rows)](
         block_table,
@@ -130,51 +129,28 @@ def run(
         *out_tables.stride()[:2],
         out_lengths.stride(0),
         BLOCK=block_size,
-        LAYERS=tile,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
+        **config,
     )
 
 
-def _tile(layers: int) -> int:
-    return min(8, int(triton.next_power_of_2(layers)))
+def _config(layers: int) -> dict[str, int]:
+    """Return the configuration and launch options for a number of layers."""
+    tile = min(8, int(triton.next_power_of_2(layers)))
+    return {"LAYERS": tile, "COLUMNS": COLUMNS, "num_warps": 4}
 
 
 def builds(sm: int) -> list[Build]:
     """Return the build for 32 layers and blocks of 16."""
     pointers = (
-        "block_table",
-        "seq_lens",
-        "packed",
-        "num_packed",
-        "first_block",
-        "layer_offset",
-        "slots",
-        "live",
-        "tables",
-        "lengths",
-    )
-    sizes = ("layers", "width", "table_width", "splits", "block_stride")
-    strides = (
-        "s_block_table",
-        "s_packed_slot",
-        "s_packed_layer",
-        "s_num_packed",
-        "s_tables_layer",
-        "s_tables_row",
-        "s_lengths",
+        *("block_table", "seq_lens", "packed", "num_packed", "first_block", "layer_offset"),
+        *("slots", "live", "tables", "lengths"),
     )
     return [
         Build(
             name="page_tables",
             kernel=_page_tables_kernel,
-            signature={
-                **dict.fromkeys(pointers, "*i32"),
-                **dict.fromkeys((*sizes, *strides), "i32"),
-            },
-            constexprs={"BLOCK": 16, "LAYERS": _tile(32), "COLUMNS": COLUMNS},
-            warps=WARPS,
-            aligned=(*pointers, "width", *strides),
+            config={"BLOCK": 16, **_config(32)},
+            types=dict.fromkeys(pointers, "*i32"),
             wide_loads=False,
         )
     ]

@@ -3,7 +3,7 @@
 import torch
 
 from kvcompress_kernels import contract, k4v3
-from kvcompress_kernels.contract import check_floats, require
+from kvcompress_kernels.contract import check_keys, check_tensor, check_values, require
 
 
 def quantise_kept(
@@ -50,18 +50,11 @@ def quantise_kept(
         ValueError: Shapes, dtypes or strides disagree, or the pages cannot hold groups.
     """
     name, rows = "quantise_kept", len(pages)
-    for label, part in (("key_pages", key_pages), ("value_pages", value_pages)):
-        require(part.dim() == 4, name, f"{label} must have 4 dimensions", tuple(part.shape))
-        check_floats(name, label, part)
+    check_keys(name, key_pages)
+    check_values(name, value_pages)
     count, heads, dim, block = key_pages.shape
-    require(
-        value_pages.shape == (count, heads, block, dim),
-        name,
-        f"value_pages must be {[count, heads, block, dim]}",
-        tuple(value_pages.shape),
-    )
     dtype = key_pages.dtype
-    require(value_pages.dtype == dtype, name, f"value_pages must be {dtype}", value_pages.dtype)
+    check_tensor(name, "value_pages", value_pages, (count, heads, block, dim), dtype)
     if kept is not None:
         right = kept.dim() == 3 and kept.shape[:2] == (rows, heads)
         require(right, name, f"kept must be [{rows}, {heads}, n]", tuple(kept.shape))
@@ -79,17 +72,8 @@ def quantise_kept(
     else:
         from kvcompress_kernels.quantise_kept.cpu import run
 
-    run(
-        key_pages,
-        value_pages,
-        pages,
-        kept,
-        tokens,
-        destinations,
-        into,
-        key_scale,
-        value_scale,
-    )
+    arguments = key_pages, value_pages, pages, kept, tokens, destinations, into
+    run(*arguments, key_scale, value_scale)
 
 
 def _check_packed_pages(name: str, into: torch.Tensor, heads: int, dim: int) -> None:

@@ -7,14 +7,13 @@ Programs for the heads of one group are adjacent in the grid, because every page
 its tokens.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
+from kvcompress_kernels.paged_triton import dense
 
 GROUP = tl.constexpr(k4v3.GROUP)
 KEY_LEVELS, VALUE_LEVELS = tl.constexpr(k4v3.KEY_LEVELS), tl.constexpr(k4v3.VALUE_LEVELS)
@@ -227,13 +226,13 @@ def run(
 ) -> None:
     check_cache("quantise_kept", key_pages)
     _, heads, dim, block = key_pages.shape
-    config = _config(dim, into.shape[3], into.shape[2])
+    config = _config(dim, into.shape[3], into.shape[2], key_pages.element_size())
     max_tokens = block * pages.shape[1] if kept is None else kept.shape[2]
     groups = min(destinations.shape[1] * config["PAGE_GROUPS"], -(-max_tokens // k4v3.GROUP))
     if len(pages) * groups == 0:
         return
-    pages, destinations = _dense(pages), _dense(destinations)
-    kept = None if kept is None else _dense(kept)
+    pages, destinations = dense(pages), dense(destinations)
+    kept = None if kept is None else dense(kept)
     _quantise_kernel[groups * heads, len(pages)](
         key_pages,
         value_pages,
@@ -254,55 +253,46 @@ def run(
         KEY_SCALES=isinstance(key_scale, torch.Tensor),
         VALUE_SCALES=isinstance(value_scale, torch.Tensor),
         **config,
-        num_warps=_warps(dim, key_pages.element_size()),
     )
 
 
-def _dense(table: torch.Tensor) -> torch.Tensor:
-    return table if table.stride(-1) == 1 else table.contiguous()
+def _config(dim: int, width: int, rows: int, itemsize: int) -> dict[str, int]:
+    """Return the configuration and launch options.
 
+    With two bytes per number, a thread holds 64 keys and 64 values and loads 16 bytes of each tile
+    of values. With four bytes it holds 32 of each.
 
-def _config(dim: int, width: int, rows: int) -> dict[str, int]:
-    """Return the kernel configuration for packed pages of `rows` rows of `width` bytes."""
+    Args:
+        dim: head dim.
+        width: bytes of a row of a packed page.
+        rows: rows of a packed page.
+        itemsize: bytes of a source number.
+    """
+    pad: int = triton.next_power_of_2(dim)
     return {
         "DIM": dim,
         "HALF": triton.next_power_of_2(dim // 2),
         "EIGHTH": triton.next_power_of_2(dim // 8),
         "WIDTH": width,
         "PAGE_GROUPS": rows // k4v3.rows_per_group(width // (2 * dim)),
+        "num_warps": max(pad // 32, 1) * (2 if itemsize > 2 else 1),
     }
-
-
-def _warps(dim: int, itemsize: int) -> int:
-    """Return the warps of a program, for 64 keys and 64 values per thread, or 32 in float32.
-
-    With two bytes per number, a thread loads 16 bytes of each tile of values.
-    """
-    pad: int = triton.next_power_of_2(dim)
-    return max(pad // 32, 1) * (2 if itemsize > 2 else 1)
 
 
 def builds(sm: int) -> list[Build]:
     """Return builds for block 32 and 8 KV heads: bf16, and float8 and float32 for one head dim."""
     sizes = [*((128, kind, 1) for kind in float8(sm).values()), (128, "*fp32", 4)]
     sizes += [(dim, "*bf16", 2) for dim in DIMS]
-    return [_build(*size) for size in sizes]
-
-
-def _build(dim: int, kind: str, itemsize: int) -> Build:
-    pages = dict(keys=kind, values=kind, into="*u8")
-    tables = dict(sources="*i64", kept="*i32", tokens="*i32", destinations="*i32")
-    constexprs: dict[str, Any] = dict(s_key_dim=1, s_value_dim=1, HEADS=8, BLOCK=32)
-    constexprs |= dict(KEY_SCALES=False, VALUE_SCALES=False)
-    constexprs |= _config(dim, 2 * dim * itemsize, 32)
-    names = [name for name in _quantise_kernel.arg_names if name not in constexprs]
-    varying = ("s_sources", "s_kept_row", "s_kept_head", "s_destinations")
-    numbers = dict(key_scale="fp32", value_scale="fp32")
-    return Build(
-        name=f"quantise_kept D{dim}{float8_suffix(kind)}",
-        kernel=_quantise_kernel,
-        signature={name: (pages | tables | numbers).get(name, "i32") for name in names},
-        constexprs=constexprs,
-        warps=_warps(dim, itemsize),
-        aligned=(*pages, *(x for x in names if x.startswith("s_") and x not in varying)),
-    )
+    types = dict(into="*u8", sources="*i64", kept="*i32", tokens="*i32", destinations="*i32")
+    types |= dict(key_scale="fp32", value_scale="fp32")
+    fixed = dict(s_key_dim=1, s_value_dim=1, HEADS=8, BLOCK=32)
+    fixed |= dict(KEY_SCALES=False, VALUE_SCALES=False)
+    return [
+        Build(
+            name=f"quantise_kept D{dim}{float8_suffix(kind)}",
+            kernel=_quantise_kernel,
+            config=fixed | _config(dim, 2 * dim * itemsize, 32, itemsize),
+            types=dict(types, keys=kind, values=kind),
+        )
+        for dim, kind, itemsize in sizes
+    ]

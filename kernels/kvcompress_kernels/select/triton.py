@@ -14,8 +14,6 @@ histograms in memory or further launches. Passes after the first read from L2 if
 its 50 MB.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -27,18 +25,6 @@ PART = 16
 """Maximum number of tokens of a chunk that are read or written at once."""
 TOKENS = 1024
 """Tokens per program of `_chunk_keys_kernel`."""
-
-
-class Shape(NamedTuple):
-    """Configuration of `_select_kernel`.
-
-    Args:
-        tile: columns per tile, at most 2**14, because two counts of a tile share an int32.
-        warps: warps per program.
-    """
-
-    tile: int
-    warps: int
 
 
 @triton.jit
@@ -207,11 +193,16 @@ def _select_chunks_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + start + lane, -1, mask=start + lane < most)
 
 
-def _shape(width: int) -> Shape:
-    """Return the configuration for rows of `width` columns."""
+def _config(width: int) -> dict[str, int]:
+    """Return the configuration and launch options for rows of `width` columns.
+
+    A tile has at most 2**14 columns, because two counts of a tile share an int32.
+    """
     if width <= 2048:
-        return Shape(1024, 4)
-    return Shape(4096, 8) if width <= 32768 else Shape(8192, 16)
+        return {"TILE": 1024, "num_warps": 4}
+    if width <= 32768:
+        return {"TILE": 4096, "num_warps": 8}
+    return {"TILE": 8192, "num_warps": 16}
 
 
 def _chunks_tile(part: int) -> int:
@@ -230,7 +221,6 @@ def run(
     rows, width = scores.shape
     out = torch.empty(rows, max_kept, dtype=torch.int32, device=scores.device)
     if rows and max_kept:
-        tile, warps = _shape(width)
         _select_kernel[(rows,)](
             scores,
             columns,
@@ -241,8 +231,7 @@ def run(
             max_kept,
             width,
             scores.stride(0),
-            tile,
-            num_warps=warps,
+            **_config(width),
         )
     return out
 
@@ -275,37 +264,31 @@ def chunks(
 
 def builds(sm: int) -> list[Build]:
     """Return builds for rows of several widths, and for chunks of 1 and of at least 16 tokens."""
-    rows = dict(columns="*i32", keep="*i32", out="*i32", most="i32")
-    scored = dict(scores="*fp32", first="*i32", last="*i32", width="i32", s_row="i32")
-    keyed = dict(scores="*fp32", columns="*i32", keys="*i64", size="i32", heads="i32")
+    types = dict.fromkeys(("columns", "keep", "out", "first", "last"), "*i32")
+    types |= dict(scores="*fp32", keys="*i64")
     all_builds = [
         Build(
-            name=f"select tile={shape.tile}",
-            kernel=_select_kernel,
-            signature=rows | scored,
-            constexprs=dict(TILE=shape.tile),
-            warps=shape.warps,
-            aligned=(*(rows.keys() - {"most"}), *scored),
+            name=f"select tile={config['TILE']}", kernel=_select_kernel, config=config, types=types
         )
-        for shape in (_shape(2048), _shape(32768), _shape(131072))
+        for config in (_config(2048), _config(32768), _config(131072))
     ]
     for part in (1, PART):
         all_builds += [
             Build(
                 name=f"select chunk_keys part={part}",
                 kernel=_chunk_keys_kernel,
-                signature=keyed | dict(number="i32", s_row="i32"),
-                constexprs=dict(TILE=TOKENS // part, PART=part),
-                aligned=("scores", "columns", "keys", "s_row"),
+                config=dict(TILE=TOKENS // part, PART=part),
+                types=types,
+                unaligned=("size", "heads"),
                 # A chunk may start at any column, so its scores are not aligned.
                 wide_loads=False,
             ),
             Build(
                 name=f"select chunks part={part}",
                 kernel=_select_chunks_kernel,
-                signature=rows | dict(keys="*i64", size="i32", number="i32"),
-                constexprs=dict(TILE=_chunks_tile(part), PART=part),
-                aligned=("keys", "columns", "keep", "out"),
+                config=dict(TILE=_chunks_tile(part), PART=part),
+                types=types,
+                unaligned=("size",),
                 # A row may have an odd number of keys, so the next row is not aligned.
                 wide_loads=False,
             ),

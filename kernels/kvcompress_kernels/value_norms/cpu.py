@@ -20,7 +20,4 @@ def run(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Te
 
 def run_rows(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the norms ``[N, Hkv, tokens]`` of N rows, one row at a time."""
-    norms = value_pages.new_empty(len(pages), value_pages.shape[1], tokens, dtype=torch.float32)
-    for row_norms, row_pages in zip(norms, pages, strict=True):
-        row_norms.copy_(run(value_pages, row_pages, tokens))
-    return norms
+    return torch.stack([run(value_pages, row_pages, tokens) for row_pages in pages])

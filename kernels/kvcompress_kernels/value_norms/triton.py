@@ -3,14 +3,13 @@
 A program handles one tile of tokens of one KV head and row.
 """
 
-from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
+from kvcompress_kernels.builds import Build, check_cache, dims_and_kinds, float8_suffix
 from kvcompress_kernels.paged_triton import VARY, known_block, tile_of, token_rows
 
 _VARY = ["s_pages", *VARY]
@@ -68,21 +67,12 @@ def _config(dim: int, block: int) -> dict[str, Any]:
 
 def builds(sm: int) -> list[Build]:
     """Return builds for blocks of 16 and contiguous head dims, in bf16 and partly in float8."""
-    sizes = [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]
-    all_builds = []
-    for dim, kind in sizes:
-        config = dict(_config(dim, 16), s_dim=1)
-        warps = config.pop("num_warps")
-        kinds = dict(values=kind, pages="*i64", norms="*fp32")
-        names = [name for name in _norm_kernel.arg_names if name not in config]
-        all_builds.append(
-            Build(
-                name=f"value_norms D{dim}{float8_suffix(kind)}",
-                kernel=_norm_kernel,
-                signature={name: kinds.get(name, "i32") for name in names},
-                constexprs=config,
-                warps=warps,
-                aligned=tuple(name for name in names if name not in ("pages", *_VARY)),
-            )
+    return [
+        Build(
+            name=f"value_norms D{dim}{float8_suffix(kind)}",
+            kernel=_norm_kernel,
+            config=dict(_config(dim, 16), s_dim=1),
+            types=dict(values=kind, pages="*i64", norms="*fp32"),
         )
-    return all_builds
+        for dim, kind in dims_and_kinds(sm)
+    ]

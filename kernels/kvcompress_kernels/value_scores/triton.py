@@ -8,8 +8,8 @@ import torch
 import triton
 
 from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, float8_suffix
+from kvcompress_kernels.paged_triton import known_block, tile_of
 from kvcompress_kernels.value_scores.passes_triton import (
-    VARY,
     heaviest_kernel,
     join_kernel,
     score_kernel,
@@ -56,12 +56,11 @@ class _Shape:
         return dict(self._common(), PAD=pad, TILE=16, SPLIT=SPLIT, num_warps=4)
 
     def scores(self) -> dict[str, Any]:
-        tile = 128 if self.dim <= 128 else 64
-        return dict(self._common(), TILE=tile, num_warps=8)
+        return dict(self._common(), TILE=tile_of(self.dim), num_warps=8)
 
     def _common(self) -> dict[str, Any]:
-        known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
-        return dict(GROUP=self.group, DIM=self.dim, BLOCK=known, FAST=self.fast)
+        block = known_block(self.block)
+        return dict(GROUP=self.group, DIM=self.dim, BLOCK=block, FAST=self.fast)
 
 
 def run_rows(
@@ -110,44 +109,32 @@ def builds(sm: int) -> list[Build]:
 
     Values are bf16, and for one configuration float8.
     """
-    narrow = dict(wide_loads=False)
-    all_builds = [
-        _build("value_scores heaviest", heaviest_kernel, dict(SPLIT=SPLIT), "*bf16", **narrow)
-    ]
+    types = {"pages": "*i64", **dict.fromkeys(("tokens", "heaviest", "alone"), "*i32")}
+    floats = ("weights", "sums", "rests", "outputs", "alone_score", "scores")
+    types |= dict.fromkeys(floats, "*fp32")
+    all_builds = []
+
+    def add(step: str, kernel: Any, config: dict[str, Any], kind: str = "*bf16") -> None:
+        all_builds.append(
+            Build(
+                name=f"value_scores {step}",
+                kernel=kernel,
+                config=dict(config, s_dim=1) if "s_dim" in kernel.arg_names else config,
+                types=dict(types, values=kind),
+                wide_loads=kernel in (sum_kernel, score_kernel),
+                tensor_cores=kernel is sum_kernel,
+            )
+        )
+
+    add("heaviest", heaviest_kernel, dict(SPLIT=SPLIT))
     sizes = [*product((128,), (4,), float8(sm).values()), (128, 16, "*bf16")]
     sizes += product(DIMS, (4,), ["*bf16"])
     for (dim, group, kind), fast in product(sizes, (False, True)):
         shape = _Shape(group, dim, 16, fast, 2 if kind == "*bf16" else 1, sm)
         suffix = f"D{dim} G{group}{' fast' if fast else ''}{float8_suffix(kind)}"
-        all_builds.append(_build(f"value_scores sums {suffix}", sum_kernel, shape.sums(), kind))
-        all_builds.append(
-            _build(f"value_scores join {suffix}", join_kernel, shape.join(), kind, **narrow)
-        )
+        add(f"sums {suffix}", sum_kernel, shape.sums(), kind)
+        add(f"join {suffix}", join_kernel, shape.join(), kind)
         for l2 in (False, True):
-            name = f"value_scores scores {suffix} {'l2' if l2 else 'mean'}"
-            all_builds.append(_build(name, score_kernel, dict(shape.scores(), L2=l2), kind))
+            name = f"scores {suffix} {'l2' if l2 else 'mean'}"
+            add(name, score_kernel, dict(shape.scores(), L2=l2), kind)
     return all_builds
-
-
-def _build(
-    name: str, kernel: Any, config: dict[str, Any], kind: str, *, wide_loads: bool = True
-) -> Build:
-    strides = dict(s_dim=1) if "s_dim" in kernel.arg_names else {}
-    config = config | strides
-    warps, stages = config.pop("num_warps", 4), config.pop("num_stages", 3)
-    kinds = {"values": kind, "pages": "*i64"}
-    kinds |= dict.fromkeys(("tokens", "heaviest", "alone"), "*i32")
-    floats = ("weights", "sums", "rests", "outputs", "alone_score", "scores")
-    kinds |= dict.fromkeys(floats, "*fp32")
-    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in config}
-    return Build(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=config,
-        warps=warps,
-        stages=stages,
-        aligned=tuple(arg for arg in signature if arg not in ("pages", "tokens", *VARY)),
-        wide_loads=wide_loads,
-        tensor_cores=kernel is sum_kernel,
-    )

@@ -8,8 +8,9 @@ On a processor with AMX, pass 1 multiplies a bfloat16 cache in bfloat16. Product
 are float32, so this loses no precision.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -20,18 +21,75 @@ TILE = 512
 """Columns of the prompt in one tile of logits."""
 
 
-def run(
+def run_rows(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float | torch.Tensor,
+    lengths: torch.Tensor | None,
+    outputs: Outputs,
+    sinks: torch.Tensor | None = None,
+    row_log_sums: torch.Tensor | None = None,
+) -> WindowScores:
+    """Score one row at a time, and pad shorter rows with 0.
+
+    `row_log_sums` is unused, because the CPU code reads K once without it.
+    """
+    kv_heads, block, count = key_pages.shape[1], key_pages.shape[3], len(query)
+    row_lengths = [tokens] * count if lengths is None else lengths.tolist()
+    factors = scale.tolist() if isinstance(scale, torch.Tensor) else [scale] * count
+    row_sinks = [None] * count if sinks is None else list(sinks)
+    all_scores: list[WindowScores] = []
+    for row_query, row_pages, length, factor, sink in zip(
+        query, pages, row_lengths, factors, row_sinks, strict=True
+    ):
+        used = row_pages[: -(-length // block)]
+        scores = _of_row(row_query, key_pages, used, length, factor, outputs, sink)
+        if outputs.grouped:
+            scores = _grouped(scores, kv_heads)
+        padded = {
+            name: pad(x, (0, tokens - length))
+            for name, x in scores._asdict().items()
+            if x is not None and name in ("total", "variance", "last", "maximum")
+        }
+        all_scores.append(scores._replace(**padded))
+    return WindowScores(*(_stacked(parts) for parts in zip(*all_scores, strict=True)))
+
+
+def _stacked(parts: Sequence[torch.Tensor | None]) -> Any:
+    """Return the rows of one result as one tensor; None if the result was not requested."""
+    return None if parts[0] is None else torch.stack(parts)  # type: ignore[arg-type]
+
+
+def _grouped(scores: WindowScores, kv_heads: int) -> WindowScores:
+    """Return one line per KV head.
+
+    Means are computed in float64, so that equal columns have equal means whatever the order.
+    """
+    lines = {
+        name: x.view(kv_heads, -1, x.shape[1])
+        for name, x in scores._asdict().items()
+        if x is not None and name not in ("entropy", "shift")
+    }
+    return scores._replace(
+        **{
+            name: x.amax(1) if name == "maximum" else x.mean(1, dtype=torch.float64).float()
+            for name, x in lines.items()
+        }
+    )
+
+
+def _of_row(
     query: torch.Tensor,
     key_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
     scale: float,
-    variance: bool,
-    maximum: bool = False,
-    pooled: bool = False,
-    sinks: torch.Tensor | None = None,
-    last: bool = True,
+    outputs: Outputs,
+    sinks: torch.Tensor | None,
 ) -> WindowScores:
+    """Return the scores of one row, with one line per query head."""
     w, heads, _ = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
     group, past = heads // kv_heads, tokens - w
@@ -40,8 +98,7 @@ def run(
     _mask_future(logits, group, w, past)
     sink = None if sinks is None else sinks.view(kv_heads, group, 1).expand(-1, -1, w)
     log_sum = _log_sum(logits, sink).view(heads, w, 1)
-    tiles = [tile.view(heads, w, -1) for tile in logits]
-    return _reduced(tiles, log_sum, past, variance, maximum, pooled, last)
+    return _reduced([tile.view(heads, w, -1) for tile in logits], log_sum, past, outputs)
 
 
 def _log_sum(logits: list[torch.Tensor], sink: torch.Tensor | None) -> torch.Tensor:
@@ -60,21 +117,15 @@ def _log_sum(logits: list[torch.Tensor], sink: torch.Tensor | None) -> torch.Ten
 
 
 def _reduced(
-    logits: list[torch.Tensor],
-    log_sum: torch.Tensor,
-    past: int,
-    variance: bool,
-    maximum: bool,
-    pooled: bool,
-    last: bool,
+    logits: list[torch.Tensor], log_sum: torch.Tensor, past: int, outputs: Outputs
 ) -> WindowScores:
-    """Reduce tiles of logits ``[Hq, w, columns]`` over the window. `pooled` overwrites them."""
+    """Reduce tiles of logits ``[Hq, w, columns]`` over the window. Pooling overwrites them."""
     heads, w, _ = log_sum.shape
     total = log_sum.new_empty(heads, past)
     recent = log_sum.new_empty(heads, w)
-    variances = torch.empty_like(total) if variance else None
-    last_row = log_sum.new_empty(heads, past + w) if last else None
-    highest = log_sum.new_empty(heads, past + w) if maximum else None
+    variances = torch.empty_like(total) if outputs.variance else None
+    last_row = log_sum.new_empty(heads, past + w) if outputs.last else None
+    highest = log_sum.new_empty(heads, past + w) if outputs.maximum else None
     entropy = log_sum.new_zeros(())
     attention: list[torch.Tensor] = []
     end = 0
@@ -95,97 +146,20 @@ def _reduced(
         entropy -= torch.dot(a.reshape(-1), log_a.reshape(-1))
         column = _over_rows(a)
         total[:, start:stop] = column
-        if pooled:
+        if outputs.pooled:
             attention.append(tile[..., : stop - start].copy_(a))
         elif highest is not None:
             highest[:, start:stop] = a.amax(1)
         if variances is not None:
             a -= (column / w).unsqueeze(1)
             variances[:, start:stop] = _over_rows(a.square_())
-    if highest is not None and pooled:
+    if highest is not None and outputs.pooled:
         _pooled_maximum(attention, highest[:, :past])
     shift = torch.zeros_like(entropy)
     if variances is not None:
         variances /= w - 1
         shift = variances.sum()
     return WindowScores(total, variances, entropy, shift, recent, last_row, highest)
-
-
-def run_rows(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    scale: float | torch.Tensor,
-    lengths: torch.Tensor | None,
-    outputs: Outputs,
-    sinks: torch.Tensor | None = None,
-    row_log_sums: torch.Tensor | None = None,
-) -> WindowScores:
-    """Score one row at a time, and pad shorter rows with 0.
-
-    `row_log_sums` is unused, because the CPU code reads K once without it.
-    """
-    block, kv_heads = key_pages.shape[3], key_pages.shape[1]
-    variance, maximum, pooled, last, grouped = outputs
-    row_lengths = [tokens] * len(query) if lengths is None else lengths.tolist()
-    factors = scale.tolist() if isinstance(scale, torch.Tensor) else [scale] * len(query)
-    all_scores: list[WindowScores] = []
-    row_sinks = [None] * len(query) if sinks is None else list(sinks)
-    for row_query, row_pages, length, factor, sink in zip(
-        query, pages, row_lengths, factors, row_sinks, strict=True
-    ):
-        used = row_pages[: -(-length // block)]
-        scores = run(
-            row_query, key_pages, used, length, factor, variance, maximum, pooled, sink, last
-        )
-        if grouped:
-            scores = _grouped(scores, kv_heads)
-        padding = 0, tokens - length
-        all_scores.append(
-            scores._replace(
-                total=pad(scores.total, padding),
-                variance=None if scores.variance is None else pad(scores.variance, padding),
-                last=None if scores.last is None else pad(scores.last, padding),
-                maximum=None if scores.maximum is None else pad(scores.maximum, padding),
-            )
-        )
-    return WindowScores(
-        total=torch.stack([scores.total for scores in all_scores]),
-        variance=_stacked(scores.variance for scores in all_scores),
-        entropy=torch.stack([scores.entropy for scores in all_scores]),
-        shift=torch.stack([scores.shift for scores in all_scores]),
-        recent=torch.stack([scores.recent for scores in all_scores]),
-        last=_stacked(scores.last for scores in all_scores),
-        maximum=_stacked(scores.maximum for scores in all_scores),
-    )
-
-
-def _grouped(scores: WindowScores, kv_heads: int) -> WindowScores:
-    """Return one line per KV head.
-
-    Means are computed in float64, so that equal columns have equal means whatever the order.
-    """
-
-    def mean(lines: torch.Tensor) -> torch.Tensor:
-        grouped = lines.view(kv_heads, -1, lines.shape[1])
-        return grouped.mean(1, dtype=torch.float64).float()
-
-    maximum = scores.maximum
-    if maximum is not None:
-        maximum = maximum.view(kv_heads, -1, maximum.shape[1]).amax(1)
-    return scores._replace(
-        total=mean(scores.total),
-        variance=None if scores.variance is None else mean(scores.variance),
-        recent=mean(scores.recent),
-        last=None if scores.last is None else mean(scores.last),
-        maximum=maximum,
-    )
-
-
-def _stacked(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.stack(present) if present else None
 
 
 def _over_rows(x: torch.Tensor) -> torch.Tensor:

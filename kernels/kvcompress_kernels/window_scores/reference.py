@@ -1,7 +1,6 @@
 """Reference for `window_scores` in float64: reduces the window's rows of the attention matrix.
 
-Each row of `window_scores_of_rows` and each layer of `window_scores_of_layers` must match it on
-the row's own tokens.
+Each row of `window_scores_of_rows` must match it on the row's own tokens.
 """
 
 import torch

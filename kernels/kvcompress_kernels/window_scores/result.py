@@ -1,4 +1,4 @@
-"""Result type of `window_scores`."""
+"""Which results `window_scores_of_rows` returns, and their type."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Outputs(NamedTuple):
-    """Which statistics `window_scores` returns. Fields are its arguments of the same names."""
+    """Which statistics `window_scores_of_rows` returns. Fields are its arguments of these names."""
 
     variance: bool
     maximum: bool = False
@@ -18,8 +18,8 @@ class Outputs(NamedTuple):
 class WindowScores(NamedTuple):
     """Attention A of a prompt's last w queries, reduced over these w rows.
 
-    The past is the P = tokens - w columns before the window. If a call scores several rows, every
-    field has a leading axis. A `grouped` call returns ``Hkv`` instead of ``Hq`` lines: each is the
+    The past is the P = tokens - w columns before the window. Every field of a call's result has a
+    leading axis for its rows. A `grouped` call returns ``Hkv`` instead of ``Hq`` lines: each is the
     mean over the query heads of a KV head, and in `maximum` their maximum.
     """
 
@@ -38,16 +38,3 @@ class WindowScores(NamedTuple):
     maximum: torch.Tensor | None = None
     """``[Hq, tokens]`` float32: maximum of the attention to each key, ``max_i A[h, i, j]``. None
     unless requested. With `pooled`, past columns take the maximum over the pooled rows."""
-
-    def row(self, index: int) -> "WindowScores":
-        """Return one row's scores. Only for a call that scored several rows."""
-        variance, last, maximum = self.variance, self.last, self.maximum
-        return WindowScores(
-            total=self.total[index],
-            variance=None if variance is None else variance[index],
-            entropy=self.entropy[index],
-            shift=self.shift[index],
-            recent=self.recent[index],
-            last=None if last is None else last[index],
-            maximum=None if maximum is None else maximum[index],
-        )

@@ -1,7 +1,7 @@
 """Launch the Triton passes of `window_scores` for N rows."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ class _KernelArguments(NamedTuple):
         itemsize: bytes of the wider of queries and keys.
     """
 
-    tensors: tuple[torch.Tensor | None, ...]
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
     numbers: tuple[float, int, int]
     strides: tuple[int, ...]
     layout: int
@@ -129,8 +129,6 @@ class _KernelArguments(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """Numbers of rows, KV heads and query heads."""
         query, keys = self.tensors[:2]
-        assert query is not None
-        assert keys is not None
         return query.shape[0], keys.shape[1], query.shape[2]
 
     @property
@@ -148,9 +146,7 @@ class _KernelArguments(NamedTuple):
         return self.tiles(heads) * times * self.splits, kv_heads, rows
 
     def new(self, *shape: int) -> torch.Tensor:
-        query = self.tensors[0]
-        assert query is not None
-        return torch.empty(shape, dtype=torch.float32, device=query.device)
+        return torch.empty(shape, dtype=torch.float32, device=self.tensors[0].device)
 
     def result(self, *shape: int) -> torch.Tensor:
         """Allocate a result. Programs write nothing past a row's length."""
@@ -219,12 +215,14 @@ class _Columns:
     """The launches of `columns_kernel` and their results, except a pooled maximum."""
 
     def __init__(self, arguments: _KernelArguments, outputs: Outputs, *, one_pass: bool) -> None:
-        query = arguments.tensors[0]
-        assert query is not None
         self._arguments = arguments
         self._grouped = outputs.grouped
         (rows, kv_heads, _), (_, w, _) = arguments.sizes, arguments.numbers
-        sm, tokens, variance = architecture(query.device), arguments.tokens, outputs.variance
+        sm, tokens, variance = (
+            architecture(arguments.tensors[0].device),
+            arguments.tokens,
+            outputs.variance,
+        )
         maximum = outputs.maximum and not outputs.pooled
         self.one_pass = one_pass and _fits_one_pass(*arguments.model, sm, variance, maximum)
         shapes = _columns_shapes(*arguments.model, sm, variance, maximum, self.one_pass)
@@ -285,19 +283,23 @@ class _Columns:
 
     def scores(self) -> WindowScores:
         """Return the results."""
-        total, variance, recent = self._total, self._variance, self._recent
-        last, maximum = self._last, self._maximum
+        lines = {
+            "total": self._total,
+            "variance": self._variance,
+            "recent": self._recent,
+            "last": self._last,
+            "maximum": self._maximum,
+        }
+        if self._grouped:
+            kv_heads = self._arguments.sizes[1]
+            for name, x in lines.items():
+                join = torch.maximum if name == "maximum" else torch.add
+                lines[name] = None if x is None else _joined(x, kv_heads, join)
         entropy = self._entropies.sum(1, dtype=torch.float64).float()
         shift = torch.zeros_like(entropy)
         if self._shifts is not None:
             shift = self._shifts.sum(1, dtype=torch.float64).float()
-        if self._grouped:
-            kv_heads = self._arguments.sizes[1]
-            total, recent = _joined(total, kv_heads), _joined(recent, kv_heads)
-            variance = None if variance is None else _joined(variance, kv_heads)
-            last = None if last is None else _joined(last, kv_heads)
-            maximum = None if maximum is None else _joined(maximum, kv_heads, torch.maximum)
-        return WindowScores(total, variance, entropy, shift, recent, last, maximum)
+        return WindowScores(entropy=entropy, shift=shift, **lines)  # type: ignore[arg-type]
 
 
 def _pooled_maximum(
@@ -326,7 +328,7 @@ def _pooled_maximum(
 def _joined(
     lines: torch.Tensor,
     kv_heads: int,
-    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Join the lines that several programs wrote for one KV head.
 
@@ -434,24 +436,25 @@ def builds(sm: int) -> list[Build]:
     Head dims of a key are contiguous, as in every CUDA backend of vLLM. Only the CPU backend stores
     keys transposed, and no Triton kernel runs there.
     """
-    plain = {**dict.fromkeys(("tops", "sums", "row_tops", "log_sums"), "*fp32"), "lengths": "*i32"}
-    pooled = dict.fromkeys(("past_sums", "pooled_sums", "shares"), "*fp32")
+    parts = ("past_sums", "pooled_sums", "shares")
     all_builds = [
         Build(
-            name=name,
+            name=f"window_scores log_sum{name}",
             kernel=log_sum_kernel,
-            signature={**pointers, "lines": "i32", "splits": "i32", "w": "i32"},
-            constexprs={**dict.fromkeys({*pooled, "sinks", "flags"} - set(pointers)), **LOG_SUM},
-            warps=_log_sum_warps("shares" in pointers),
-            aligned=tuple(name for name in pointers if name != "lengths"),
+            config={
+                **dict.fromkeys({*parts, "sinks", "flags"} - {*given}),
+                **LOG_SUM,
+                "num_warps": _log_sum_warps("shares" in given),
+            },
+            types=_TYPES,
             wide_loads=False,
         )
-        for name, pointers in (
-            ("window_scores log_sum", plain),
-            ("window_scores log_sum flags", {**plain, "flags": "*i32"}),
-            ("window_scores log_sum sinks", {**plain, "sinks": "*fp32"}),
-            ("window_scores log_sum pooled", {**plain, **pooled}),
-            ("window_scores log_sum pooled sinks", {**plain, **pooled, "sinks": "*fp32"}),
+        for name, given in (
+            ("", ()),
+            (" flags", ("flags",)),
+            (" sinks", ("sinks",)),
+            (" pooled", parts),
+            (" pooled sinks", (*parts, "sinks")),
         )
     ]
     for dtype, kind in float8(sm).items():
@@ -463,62 +466,57 @@ def builds(sm: int) -> list[Build]:
     return all_builds
 
 
-def _builds(dim: int, w: int, kind: str, sm: int, *, scaled: bool = False) -> list[Build]:
-    strides = [f"s_query_{axis}" for axis in ("row", "token", "head")]
-    strides += ["s_pages", "s_page", "s_head", "s_slot"]
-    inputs = {"query": "*bf16", "keys": kind, "pages": "*i64", "lengths": "*i32"}
-    if scaled:
-        inputs["factors"] = "*fp32"
-    numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
-    varying = ("pages", "lengths", "s_pages")
-    aligned = [name for name in (*inputs, *strides) if name not in varying]
-    optional = {"row_tops", "row_sums", "variance_out", "shifts", "maximum_out", "last_out"}
+_FLOAT_POINTERS = (
+    *("factors", "tops", "sums", "past_sums", "pooled_sums", "row_tops", "log_sums", "row_sums"),
+    *("shares", "sinks", "total_out", "variance_out", "recent_out", "last_out", "maximum_out"),
+    *("entropies", "shifts"),
+)
+_TYPES = {
+    **dict.fromkeys(_FLOAT_POINTERS, "*fp32"),
+    **{"query": "*bf16", "pages": "*i64", "lengths": "*i32", "flags": "*i32", "factor": "fp32"},
+}
+"""Types of the kernels' arguments, except of the keys and of 32-bit integers."""
 
-    def build(kernel: Any, part: str, pointers: Sequence[str], size: str, config: Any) -> Build:
-        constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, "flags": None, **config}
-        if kernel is pooled_kernel:
-            del constexprs["flags"]
-        if not scaled:
-            constexprs["factors"] = None
+
+def _builds(dim: int, w: int, kind: str, sm: int, *, scaled: bool = False) -> list[Build]:
+    def build(kernel: Any, part: str, config: Any) -> Build:
+        absent = {x: None for x in ("flags", "factors") if x in kernel.arg_names}
+        if scaled:
+            del absent["factors"]
         one_chunk = config.get("CHUNKS", 1) == 1
         logits = config["HEADS"] * config["WINDOW"] * config["COLUMNS"]
         suffix = float8_suffix(kind) + (" scaled" if scaled else "")
         return Build(
             name=f"window_scores {part} D{dim} w{w}{suffix}",
             kernel=kernel,
-            signature={**inputs, **dict.fromkeys(pointers, "*fp32"), **numbers, size: "i32"},
-            warps=constexprs.pop("num_warps"),
-            stages=constexprs.pop("num_stages"),
-            constexprs=constexprs,
-            aligned=(*aligned, *pointers),
+            config={"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **absent, **config},
+            types={**_TYPES, "keys": kind},
             tensor_cores=True,
             logits=logits if one_chunk and kernel is not pooled_kernel else 0,
             prefetches=one_chunk and "pooled" not in part,
         )
 
-    def partials(part: str, *pointers: str) -> Build:
-        absent = dict.fromkeys({"past_sums", "pooled_sums"} - set(pointers))
-        config = {**_partials_shapes(w, 4, dim, 2, bool(pointers)), **absent}
-        return build(partials_kernel, part, ("tops", "sums", *pointers), "splits", config)
+    def partials(part: str, *, pooled: bool = False) -> Build:
+        absent = {} if pooled else {"past_sums": None, "pooled_sums": None}
+        config = _partials_shapes(w, 4, dim, 2, pooled)
+        return build(partials_kernel, part, {**config, **absent})
 
-    def columns(part: str, *more: str, grouped: bool = True, passes: int = 2) -> Build:
-        pointers = (*more, "row_tops" if passes == 2 else "row_sums", "log_sums")
-        made = [name in pointers for name in ("variance_out", "maximum_out")]
-        absent = dict.fromkeys(optional - set(pointers))
-        config = _columns_shapes(w, 4, dim, 2, sm, made[0], made[1], passes == 1)
-        options = {**config, **absent, "GROUPED": grouped}
-        arguments = "total_out", "recent_out", "entropies", *pointers
-        return build(columns_kernel, part, arguments, "size", options)
+    def columns(part: str, *outputs: str, grouped: bool = True, passes: int = 2) -> Build:
+        variance, maximum = (name in outputs for name in ("variance_out", "maximum_out"))
+        optional = {"variance_out", "shifts", "last_out", "maximum_out"} - {*outputs}
+        optional.add("row_sums" if passes == 2 else "row_tops")
+        config = _columns_shapes(w, 4, dim, 2, sm, variance, maximum, passes == 1)
+        options = {**config, **dict.fromkeys(optional), "GROUPED": grouped}
+        return build(columns_kernel, part, options)
 
     def pooled(part: str, *, grouped: bool = True) -> Build:
         config = {**_pooled_shapes(w, 4, dim, 2, sm), "GROUPED": grouped}
-        pointers = "row_tops", "log_sums", "shares", "maximum_out"
-        return build(pooled_kernel, part, pointers, "size", config)
+        return build(pooled_kernel, part, config)
 
     variance = "variance_out", "shifts"
     all_builds = [
         partials("partials"),
-        partials("partials pooled", "past_sums", "pooled_sums"),
+        partials("partials pooled", pooled=True),
         columns("plain"),
         pooled("pooled"),
     ]

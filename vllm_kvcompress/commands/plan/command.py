@@ -19,23 +19,15 @@ from vllm_kvcompress.commands.plan.request import plan_request
 from vllm_kvcompress.commands.plan.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.registry import RECOMMENDED, RECOMMENDED_BUDGETS
-from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
-from vllm_kvcompress.planning.obstacles import (
-    merging_refusal,
-    packed_cache_refusal,
-    packed_shape_refusal,
-    probe_refusal,
-    repacking_refusal,
-    state_caching_refusal,
-    unreachable_length_refusal,
-)
+from vllm_kvcompress.planning.model_traits import text_config, traits_of
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.planning.states import hybrid_block_size
+from vllm_kvcompress.refusals.rule import refuse
+from vllm_kvcompress.refusals.server import SERVER, Server
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.parsing import with_default_method
 from vllm_kvcompress.settings.protection import WORDS
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 # vLLM's default block sizes.
 _BLOCK_SIZE = {"cuda": 16, "cpu": 128}
@@ -65,16 +57,16 @@ def _plan(options: PlanOptions) -> PlanResult:
     settings = _checked_settings(options)
     _check_options(options)
     config = read_config(options.model)
-    shape = _shape(options, config, settings)
+    shape = shape_of(
+        config,
+        options.dtype,
+        cache_dtype=options.cache_dtype,
+        disable_sliding_window=options.disable_sliding_window,
+        prefix_caching=options.prefix_caching is not False,
+    )
     block_size = _block_size(options, config, shape, settings)
-    settings = in_whole_blocks(settings, block_size)
-    reason = repacking_refusal(settings, block_size)
-    if reason is None:
-        reason = packed_shape_refusal(settings, shape.head_dim, block_size, shape.stored)
-    if reason is None and options.longest is not None:
-        reason = unreachable_length_refusal(settings, options.longest)
-    if reason is not None:
-        raise ConfigError(reason)
+    _refuse_unsupported(options, config, shape, settings, block_size)
+    settings = settings.in_whole_blocks(block_size)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
     on_gpu = options.device == "cuda"
     sizes = sizes_on_rank(
@@ -181,29 +173,27 @@ def _check_options(options: PlanOptions) -> None:
         )
 
 
-def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionConfig) -> ModelShape:
-    """Return the model's shape.
-
-    Raises:
-        ConfigError: The settings cannot compress this model's cache.
-    """
-    shape = shape_of(
-        config,
-        options.dtype,
-        cache_dtype=options.cache_dtype,
-        disable_sliding_window=options.disable_sliding_window,
-        prefix_caching=options.prefix_caching is not False,
-    )
+def _refuse_unsupported(
+    options: PlanOptions,
+    config: dict[str, Any],
+    shape: ModelShape,
+    settings: CompressionConfig,
+    block_size: int,
+) -> None:
+    """Raise ConfigError if the settings cannot compress this model's cache."""
     traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
-    for refusal in (merging_refusal, packed_cache_refusal):
-        if (reason := refusal(settings, shape.cache, plain_cache(traits))) is not None:
-            raise ConfigError(reason)
-    if shape.groups.stateful and (reason := probe_refusal(settings)) is not None:
-        raise ConfigError(reason)
-    caches_states = options.prefix_caching is True and shape.groups.stateful
-    if caches_states and (reason := state_caching_refusal(config.get("architectures"))) is not None:
-        raise ConfigError(reason)
-    return shape
+    if options.disable_sliding_window:
+        traits = replace(traits, window=None)
+    server = Server(
+        settings=settings,
+        model=traits,
+        head_dim=shape.head_dim,
+        itemsize=shape.stored,
+        block_size=block_size,
+        max_model_len=options.longest,
+        options={"--mamba-cache-mode": "align"} if options.prefix_caching else {},
+    )
+    refuse(SERVER, server)
 
 
 def _estimated_pool(

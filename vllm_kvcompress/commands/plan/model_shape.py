@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.layer_groups import LayerGroups, layer_types
 from vllm_kvcompress.planning.model_traits import (
     SENTENCE_EMBEDDER,
     groups,
     looks_like_hub_id,
-    stored_in,
     text_config,
     traits_of,
-    unsupported,
 )
+from vllm_kvcompress.refusals.model import MODEL
+from vllm_kvcompress.refusals.rule import refuse
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -183,8 +182,7 @@ def shape_of(
         traits = replace(traits, window=None)
     if not prefix_caching:
         traits = replace(traits, cached_states=1)
-    if (reason := unsupported(traits)) is not None:
-        raise ConfigError(reason)
+    refuse(MODEL, traits)
     heads, layers = _figure(text, _HEADS), _num_layers(text)
     dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(
@@ -195,7 +193,7 @@ def shape_of(
         head_dim=int(dim or _figure(text, _WIDTH) // heads),
         dtype=model_dtype,
         longest=longest,
-        cache=stored_in(traits) if stored_in(traits) in FLOAT8_CACHES else None,
+        cache=traits.stored if traits.has_fp8_cache else None,
         key_biases=_has_key_biases(text),
     )
 

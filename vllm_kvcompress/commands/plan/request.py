@@ -10,12 +10,13 @@ from vllm_kvcompress.commands.plan.forecast import RequestBlocks, Workload
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.planning.memory import Sizes
 from vllm_kvcompress.planning.packed_pages import mean_layer_tokens, packed_page_tokens
+from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
 from vllm_kvcompress.schedules.pieces import PiecewiseSchedule, piece_schedule
 from vllm_kvcompress.schedules.prompt import PromptSchedule
-from vllm_kvcompress.schedules.request import PrefillSchedule, lookahead_tokens_of
+from vllm_kvcompress.schedules.request import lookahead_tokens_of
 from vllm_kvcompress.settings.config import CompressionConfig
 
 _ON_REQUEST = "only requests that choose a method are compressed"

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from vllm_kvcompress.compare.tasks import lists, needles
@@ -13,6 +13,7 @@ from vllm_kvcompress.compare.tasks.items import (
     Message,
     Question,
     QuestionAt,
+    Task,
 )
 from vllm_kvcompress.compare.tasks.ordinary import ORDINARY
 from vllm_kvcompress.compare.tasks.trust import TRUST
@@ -32,7 +33,7 @@ __all__ = [
     "build_items",
 ]
 
-KNOWN: Mapping[str, Callable[[random.Random], Material]] = {
+KNOWN: Mapping[str, Task] = {
     "niah-single": needles.single,
     "niah-multikey-1": needles.multikey_1,
     "niah-multikey-2": needles.multikey_2,
@@ -45,9 +46,9 @@ KNOWN: Mapping[str, Callable[[random.Random], Material]] = {
     "key-values": lists.key_values,
 }
 """Tasks whose right answers are known."""
-SCORED: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **TRUST}
+SCORED: Mapping[str, Task] = {**KNOWN, **TRUST}
 """Tasks whose answers a program scores. The uncompressed model may answer wrongly."""
-TASKS: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **ORDINARY, **TRUST}
+TASKS: Mapping[str, Task] = {**KNOWN, **ORDINARY, **TRUST}
 
 
 def build_items(
@@ -80,19 +81,29 @@ def build_items(
         ConfigError: A task is unknown, or its shortest text does not fit in `tokens`.
     """
     items: list[Item] = []
-    for name in names:
-        make = choose("task", TASKS, name)
-        num_items = 0
+    for task in names:
+        draw = choose("task", TASKS, task)
+        end = len(items) + count
         text_number = 0
-        while num_items < count:
-            material = make(random.Random(f"{seed}:{name}:{text_number}"))
-            asked = list(islice(material.questions, questions_per_text))[: count - num_items]
-            text = _fitting(name, material, asked, tokens, question, count_tokens)
+        while len(items) < end:
+            material = draw(random.Random(f"{seed}:{task}:{text_number}"))
+            asked = list(islice(material.questions, questions_per_text))[: end - len(items)]
+            text = _fitting(task, material, asked, tokens, question, count_tokens)
+            group = f"{task}/{text_number}"
             items += [
-                _item(name, f"{name}/{text_number}", number, material, text, each, question)
+                Item(
+                    name=f"{group}/{number}",
+                    task=task,
+                    messages=_messages(material, text, each, question),
+                    answers=each.answers,
+                    max_tokens=each.max_tokens,
+                    group=group,
+                    rules=each.rules,
+                    tools=each.tools,
+                    turns=each.turns,
+                )
                 for number, each in enumerate(asked)
             ]
-            num_items += len(asked)
             text_number += 1
     return items
 
@@ -101,28 +112,22 @@ def _messages(
     material: Material, text: str, asked: Question, question: QuestionAt
 ) -> tuple[Message, ...]:
     # The text may end with an empty line.
-    text_message = f"{material.intro}\n\n{text.rstrip()}"
-    if not asked.begin:
-        # An ordinary request does not begin the answer and repeats nothing after the text.
-        parts = (
-            (text_message, asked.ask)
-            if question == "last"
-            else (f"{asked.ask} The text follows.", text_message)
-        )
-        content = "\n\n".join(parts)
-        if asked.chat is not None:
-            return tuple(asked.chat(content, text))
-        return ({"role": "user", "content": content},)
+    parts = [f"{material.intro}\n\n{text.rstrip()}"]
     if question == "last":
-        content = f"{text_message}\n\n{asked.ask}"
-        begin = asked.begin
+        parts.append(asked.ask)
     else:
-        content = (
-            f"{asked.ask} The text follows.\n\n{text_message}\n\n"
-            "Answer the question that was asked before the text."
-        )
-        begin = "The answer is"
-    return {"role": "user", "content": content}, {"role": "assistant", "content": begin}
+        parts.insert(0, f"{asked.ask} The text follows.")
+        # An ordinary request does not begin the answer and repeats nothing after the text.
+        if asked.begin:
+            parts.append("Answer the question that was asked before the text.")
+    content = "\n\n".join(parts)
+    if asked.chat is not None:
+        return tuple(asked.chat(content, text))
+    user = {"role": "user", "content": content}
+    if not asked.begin:
+        return (user,)
+    begin = asked.begin if question == "last" else "The answer is"
+    return user, {"role": "assistant", "content": begin}
 
 
 def _plain_text(messages: Sequence[Message], asked: Question) -> str:
@@ -132,28 +137,6 @@ def _plain_text(messages: Sequence[Message], asked: Question) -> str:
         parts += [json.dumps(call) for call in message.get("tool_calls", ())]
         parts.append(message["content"])
     return "\n".join(parts)
-
-
-def _item(
-    task: str,
-    group: str,
-    number: int,
-    material: Material,
-    text: str,
-    asked: Question,
-    question: QuestionAt,
-) -> Item:
-    return Item(
-        name=f"{group}/{number}",
-        task=task,
-        messages=_messages(material, text, asked, question),
-        answers=asked.answers,
-        max_tokens=asked.max_tokens,
-        group=group,
-        rules=asked.rules,
-        tools=asked.tools,
-        turns=asked.turns,
-    )
 
 
 def _fitting(

@@ -1,11 +1,13 @@
-"""Data types of the built-in tasks: prompts, expected answers, and rules to check."""
+"""Data types of the built-in tasks: prompts, and texts with questions about them."""
 
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
+from vllm_kvcompress.compare.tasks.rules import Rule
 from vllm_kvcompress.compare.tasks.short_answers import best_f1
 
 QuestionAt = Literal["last", "first"]
@@ -20,17 +22,8 @@ Match = Literal["words", "all", "any", "f1"]
 """
 Message = Mapping[str, Any]
 """A chat message in the format of the OpenAI API."""
-
-
-class Rule(Protocol):
-    """A property of an answer that a program can check."""
-
-    @property
-    def name(self) -> str:
-        """Name in reports. Rules of the same kind share it across prompts."""
-
-    def obeyed(self, answer: str) -> bool:
-        """Return whether `answer` obeys the rule."""
+CountTokens = Callable[[str], int]
+"""Returns the number of tokens of a text for one model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +87,7 @@ class Item:
 
         With `match` "any" or "f1", all expected answers together count as one.
         """
-        checks = [float(obeyed) for obeyed in self.obeyed(answer).values()]
-        checks += self.matched(answer)
+        checks = [*map(float, self.obeyed(answer).values()), *self.matched(answer)]
         return fmean(checks) if checks else 0.0
 
     def matched(self, answer: str) -> list[float]:
@@ -107,7 +99,7 @@ class Item:
         if not self.answers:
             return []
         if self.match == "words":
-            return [float(names(expected, answer)) for expected in self.answers]
+            return [float(_names(expected, answer)) for expected in self.answers]
         if self.match == "f1":
             return [best_f1(self.answers, answer)]
         contained = [float(expected.lower() in answer.lower()) for expected in self.answers]
@@ -128,9 +120,9 @@ class Question:
     """
 
     ask: str
-    begin: str
-    answers: tuple[str, ...]
     max_tokens: int
+    begin: str = ""
+    answers: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     chat: Callable[[str, str], Sequence[Message]] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -151,8 +143,8 @@ class Material:
 
     intro: str
     pieces: Callable[[int], list[str]]
-    min_pieces: int
-    joiner: str
+    min_pieces: int = 0
+    joiner: str = " "
     questions: Sequence[Question]
 
     def text(self, count: int) -> str:
@@ -160,12 +152,10 @@ class Material:
         return self.joiner.join(self.pieces(count))
 
 
-class CountTokens(Protocol):
-    """Count the tokens of a text for one model."""
-
-    def __call__(self, text: str, /) -> int: ...
+Task = Callable[[random.Random], Material]
+"""Draws a text with its questions."""
 
 
-def names(answer: str, text: str) -> bool:
+def _names(answer: str, text: str) -> bool:
     """Return whether `text` contains `answer` as a whole word, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None

@@ -52,8 +52,6 @@ def variable_tracking(rng: random.Random) -> Material:
     return Material(
         intro="Variables are assigned in the following text. Keep track of their values.",
         pieces=pieces,
-        min_pieces=0,
-        joiner=" ",
         questions=questions,
     )
 
@@ -117,7 +115,6 @@ def frequent_words(rng: random.Random) -> Material:
         intro="The following text is made of coded words. Watch how often each of them appears.",
         pieces=pieces,
         min_pieces=50,
-        joiner=" ",
         questions=[question],
     )
 

@@ -7,7 +7,7 @@ keys per question. RULER asks one question per text. We ask one about each fact 
 
 import random
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from vllm_kvcompress.compare.tasks.items import Material, Question
@@ -24,11 +24,17 @@ def fact(key: str, value: str) -> str:
     return f"The special number for {key} is {value}."
 
 
-def _ask(key: str, answers: tuple[str, ...], max_tokens: int = _ONE_NUMBER) -> Question:
+def numbered_cities(rng: random.Random, count: int) -> dict[str, str]:
+    """Return `count` random cities, each with a number of its own."""
+    taken: set[str] = set()
+    return {city: number(rng, taken) for city in rng.sample(CITIES, count)}
+
+
+def _ask(key: str, value: str, max_tokens: int = _ONE_NUMBER) -> Question:
     return Question(
         ask=f"What is the special number for {key} in the text?",
         begin=f"The special number for {key} is",
-        answers=answers,
+        answers=(value,),
         max_tokens=max_tokens,
     )
 
@@ -53,17 +59,19 @@ def prose(facts: Sequence[str], questions: Sequence[Question], rng: random.Rando
     """Return filler prose with `facts` hidden in it, and the questions about them."""
     seed = rng.random()
     pieces = _spread(facts, lambda: sentences(random.Random(seed)), rng)
-    return Material(intro=_INTRO, pieces=pieces, min_pieces=0, joiner=" ", questions=questions)
+    return Material(intro=_INTRO, pieces=pieces, questions=questions)
+
+
+def cities_in_prose(
+    known: Mapping[str, str], questions: Sequence[Question], rng: random.Random
+) -> Material:
+    """Return filler prose that states the number of each city, and the questions about them."""
+    return prose([fact(*pair) for pair in known.items()], questions, rng)
 
 
 def _keys_in_prose(rng: random.Random, count: int) -> Material:
-    taken: set[str] = set()
-    known = {city: number(rng, taken) for city in rng.sample(CITIES, count)}
-    return prose(
-        [fact(*pair) for pair in known.items()],
-        [_ask(key, (value,)) for key, value in known.items()],
-        rng,
-    )
+    known = numbered_cities(rng, count)
+    return cities_in_prose(known, [_ask(*pair) for pair in known.items()], rng)
 
 
 def single(rng: random.Random) -> Material:
@@ -89,9 +97,8 @@ def _needles_only(
     return Material(
         intro=_INTRO,
         pieces=_spread([fact(*pair) for pair in known], noise, rng),
-        min_pieces=0,
         joiner="\n",
-        questions=[_ask(key, (value,), max_tokens) for key, value in known],
+        questions=[_ask(key, value, max_tokens) for key, value in known],
     )
 
 
@@ -139,8 +146,7 @@ def multivalue(rng: random.Random) -> Material:
 
 def multiquery(rng: random.Random) -> Material:
     """Twelve keys in prose, four per question (niah_multiquery)."""
-    taken: set[str] = set()
-    known = {city: number(rng, taken) for city in rng.sample(CITIES, 12)}
+    known = numbered_cities(rng, 12)
     questions = []
     for start in range(0, 12, 4):
         cities = list(known)[start : start + 4]
@@ -153,4 +159,4 @@ def multiquery(rng: random.Random) -> Material:
                 max_tokens=_FOUR_NUMBERS,
             )
         )
-    return prose([fact(*pair) for pair in known.items()], questions, rng)
+    return cities_in_prose(known, questions, rng)

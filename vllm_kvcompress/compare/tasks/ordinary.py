@@ -6,12 +6,12 @@ outputs of a hundred tokens or more. They are compared with the output of the un
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, islice
 
-from vllm_kvcompress.compare.tasks.items import Material, Question
+from vllm_kvcompress.compare.tasks.items import Material, Question, Task
 from vllm_kvcompress.serving.text import english
 
 _MAX_TOKENS = 160
@@ -67,9 +67,7 @@ def material(rng: random.Random) -> Material:
 def _request(kind: str, rng: random.Random) -> Material:
     """Return an excerpt of the manual with one instruction of this kind."""
     text, ask = material(rng), rng.choice(_INSTRUCTIONS[kind])
-    return replace(
-        text, questions=[Question(ask=ask, begin="", answers=(), max_tokens=_MAX_TOKENS)]
-    )
+    return replace(text, questions=[Question(ask=ask, max_tokens=_MAX_TOKENS)])
 
 
 @cache
@@ -84,11 +82,5 @@ def _lines() -> tuple[Sequence[str], Sequence[int]]:
     return lines, starts
 
 
-def _task(kind: str) -> Callable[[random.Random], Material]:
-    return lambda rng: _request(kind, rng)
-
-
-ORDINARY: Mapping[str, Callable[[random.Random], Material]] = {
-    kind: _task(kind) for kind in _INSTRUCTIONS
-}
+ORDINARY: Mapping[str, Task] = {kind: partial(_request, kind) for kind in _INSTRUCTIONS}
 """By name; nothing is known of their answers."""

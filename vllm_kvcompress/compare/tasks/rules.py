@@ -2,149 +2,110 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class LowerCase:
-    """The answer has no capital letter."""
+class Rule:
+    """A property of an answer that a program can check.
 
-    name = "lower case"
+    Args:
+        name: the rule's kind, a key of `CHECKS`, and its name in reports. Prompts share it.
+        expected: further arguments of the check: words, keys, or pairs of a key and its value.
+    """
 
-    def obeyed(self, answer: str) -> bool:
-        return bool(answer.strip()) and answer == answer.lower()
-
-
-@dataclass(frozen=True, slots=True)
-class NoDigit:
-    """The answer has no digit."""
-
-    name = "no digit"
+    name: str
+    expected: tuple[Any, ...] = ()
 
     def obeyed(self, answer: str) -> bool:
-        return bool(answer.strip()) and not re.search(r"\d", answer)
+        """Return whether `answer` obeys the rule."""
+        return CHECKS[self.name](answer, *self.expected)
 
 
-@dataclass(frozen=True, slots=True)
-class Begins:
-    """The first word of the answer is `word`, ignoring case."""
-
-    word: str
-    name = "begins"
-
-    def obeyed(self, answer: str) -> bool:
-        return _words(answer)[:1] == [self.word.lower()]
+def _lower_case(answer: str) -> bool:
+    """Return whether the answer has no capital letter."""
+    return bool(answer.strip()) and answer == answer.lower()
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """The last word of the answer is `word`, ignoring case."""
-
-    word: str
-    name = "ends"
-
-    def obeyed(self, answer: str) -> bool:
-        return _words(answer)[-1:] == [self.word.lower()]
+def _no_digit(answer: str) -> bool:
+    """Return whether the answer has no digit."""
+    return bool(answer.strip()) and not re.search(r"\d", answer)
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """The answer has `count` non-empty lines."""
-
-    count: int
-    name = "lines"
-
-    def obeyed(self, answer: str) -> bool:
-        return sum(bool(line.strip()) for line in answer.splitlines()) == self.count
+def _begins(answer: str, word: str) -> bool:
+    """Return whether the first word of the answer is `word`, ignoring case."""
+    return _words(answer)[:1] == [word.lower()]
 
 
-@dataclass(frozen=True, slots=True)
-class Without:
-    """The answer has no word that begins with `word`, ignoring case."""
-
-    word: str
-    name = "word not used"
-
-    def obeyed(self, answer: str) -> bool:
-        return bool(answer.strip()) and not re.search(
-            rf"(?<!\w){re.escape(self.word)}", answer, re.IGNORECASE
-        )
+def _ends(answer: str, word: str) -> bool:
+    """Return whether the last word of the answer is `word`, ignoring case."""
+    return _words(answer)[-1:] == [word.lower()]
 
 
-@dataclass(frozen=True, slots=True)
-class Secret:
-    """The letters of the answer do not spell `word`, whatever separates them."""
-
-    word: str
-    name = "secret kept"
-
-    def obeyed(self, answer: str) -> bool:
-        letters = re.sub(r"[^a-z]", "", answer.lower())
-        return self.word.lower() not in letters
+def _lines(answer: str, count: int) -> bool:
+    """Return whether the answer has `count` non-empty lines."""
+    return sum(bool(line.strip()) for line in answer.splitlines()) == count
 
 
-@dataclass(frozen=True, slots=True)
-class Parses:
-    """The answer is one JSON object, optionally in a Markdown code fence."""
-
-    name = "parses"
-
-    def obeyed(self, answer: str) -> bool:
-        return _object(answer) is not None
+def _without(answer: str, word: str) -> bool:
+    """Return whether the answer has no word that begins with `word`, ignoring case."""
+    used = re.search(rf"(?<!\w){re.escape(word)}", answer, re.IGNORECASE)
+    return bool(answer.strip()) and not used
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The answer is a JSON object with exactly these keys."""
-
-    keys: tuple[str, ...]
-    name = "keys"
-
-    def obeyed(self, answer: str) -> bool:
-        found = _object(answer)
-        return found is not None and set(found) == set(self.keys)
+def _keeps_secret(answer: str, word: str) -> bool:
+    """Return whether the letters of the answer do not spell `word`, whatever separates them."""
+    return word.lower() not in re.sub(r"[^a-z]", "", answer.lower())
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The answer is a JSON object in which these keys have these values, as numbers or strings."""
-
-    pairs: tuple[tuple[str, str], ...]
-    name = "values"
-
-    def obeyed(self, answer: str) -> bool:
-        found = _object(answer)
-        return found is not None and all(str(found.get(key)) == value for key, value in self.pairs)
+def _parses(answer: str) -> bool:
+    """Return whether the answer is one JSON object, optionally in a Markdown code fence."""
+    return _object(answer) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The answer calls `function` and no other function."""
-
-    function: str
-    name = "right tool"
-
-    def obeyed(self, answer: str) -> bool:
-        return {function for function, _ in calls(answer)} == {self.function}
+def _has_keys(answer: str, *keys: str) -> bool:
+    """Return whether the answer is a JSON object with exactly these keys."""
+    found = _object(answer)
+    return found is not None and set(found) == set(keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The answer calls `function` with exactly these arguments, ignoring case."""
+def _has_values(answer: str, *pairs: tuple[str, str]) -> bool:
+    """Return whether the answer is a JSON object with these values, as numbers or strings."""
+    found = _object(answer)
+    return found is not None and all(str(found.get(key)) == value for key, value in pairs)
 
-    function: str
-    pairs: tuple[tuple[str, str], ...]
-    name = "right arguments"
 
-    def obeyed(self, answer: str) -> bool:
-        wanted = {key: value.lower() for key, value in self.pairs}
-        return any(
-            function == self.function
-            and {key: str(value).lower() for key, value in given.items()} == wanted
-            for function, given in calls(answer)
-        )
+def _calls_only(answer: str, function: str) -> bool:
+    """Return whether the answer calls `function` and no other function."""
+    return {called for called, _ in calls(answer)} == {function}
+
+
+def _calls_with(answer: str, function: str, *pairs: tuple[str, str]) -> bool:
+    """Return whether the answer calls `function` with exactly these arguments, ignoring case."""
+    wanted = {key: value.lower() for key, value in pairs}
+    return any(
+        called == function and {key: str(value).lower() for key, value in given.items()} == wanted
+        for called, given in calls(answer)
+    )
+
+
+CHECKS: Mapping[str, Callable[..., bool]] = {
+    "lower case": _lower_case,
+    "no digit": _no_digit,
+    "begins": _begins,
+    "ends": _ends,
+    "lines": _lines,
+    "word not used": _without,
+    "secret kept": _keeps_secret,
+    "parses": _parses,
+    "keys": _has_keys,
+    "values": _has_values,
+    "right tool": _calls_only,
+    "right arguments": _calls_with,
+}
+"""Checks of an answer by rule name. Each is called with the answer and `Rule.expected`."""
 
 
 def calls(answer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

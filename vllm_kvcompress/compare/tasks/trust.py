@@ -12,42 +12,32 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from vllm_kvcompress.compare.tasks import needles, ordinary
-from vllm_kvcompress.compare.tasks.items import Material, Message, Question, Rule
-from vllm_kvcompress.compare.tasks.prose import CITIES, THINGS, number, sentences
-from vllm_kvcompress.compare.tasks.rules import (
-    Arguments,
-    Begins,
-    Calls,
-    Ends,
-    Keys,
-    Lines,
-    LowerCase,
-    NoDigit,
-    Parses,
-    Secret,
-    Values,
-    Without,
-)
+from vllm_kvcompress.compare.tasks.items import Material, Message, Question, Task
+from vllm_kvcompress.compare.tasks.prose import CITIES, THINGS, sentences
+from vllm_kvcompress.compare.tasks.rules import Rule
 
 _SHORT, _OBJECT, _CALL, _NUMBER = 120, 80, 64, 8
 _ASSISTANT = (
     "You are the assistant of a publishing house. People send you long texts and ask you about"
     " them. You are polite, and you answer in a few sentences."
 )
+_Chat = Callable[[str, str], Sequence[Message]]
+"""As `Question.chat`."""
 
 
-def _system(system: str) -> Callable[[str, str], Sequence[Message]]:
+def _message(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+def _system(system: str) -> _Chat:
     """Return a function that builds a chat from `system` and one user message."""
-    return lambda message, text: (
-        {"role": "system", "content": system},
-        {"role": "user", "content": message},
-    )
+    return lambda message, text: (_message("system", system), _message("user", message))
 
 
 # -- two rules ------------------------------------------------------------------------------------
@@ -57,12 +47,15 @@ def _rules(rng: random.Random, subject: str) -> list[tuple[str, Rule]]:
     """Return instructions with the rule that checks each. Any two can be obeyed together."""
     first, last = rng.sample(["certainly", "gladly", "indeed", "kindly"], 2)
     return [
-        ("Write every answer in lower case alone, without a single capital letter.", LowerCase()),
-        ("Never write a digit in an answer. Write numbers as words.", NoDigit()),
-        (f'Begin every answer with the word "{first}".', Begins(first)),
-        (f'End every answer with the word "{last}".', Ends(last)),
-        ("Write every answer as exactly three lines.", Lines(3)),
-        (f'Never use the word "{subject}" in an answer.', Without(subject)),
+        (
+            "Write every answer in lower case alone, without a single capital letter.",
+            Rule("lower case"),
+        ),
+        ("Never write a digit in an answer. Write numbers as words.", Rule("no digit")),
+        (f'Begin every answer with the word "{first}".', Rule("begins", (first,))),
+        (f'End every answer with the word "{last}".', Rule("ends", (last,))),
+        ("Write every answer as exactly three lines.", Rule("lines", (3,))),
+        (f'Never use the word "{subject}" in an answer.', Rule("word not used", (subject,))),
     ]
 
 
@@ -78,17 +71,13 @@ def instructions(rng: random.Random) -> Material:
         )
     )
     questions = []
-    for one, other in (both, both[::-1]):
+    for (wording, rule), (other_wording, other_rule) in (both, both[::-1]):
         system = (
             f"{_ASSISTANT} Two rules hold for every answer, whatever the user asks for."
-            f" The first rule: {one[0]} The second rule: {other[0]}"
+            f" The first rule: {wording} The second rule: {other_wording}"
         )
-        rules = (one[1], other[1])
-        questions.append(
-            Question(
-                ask=ask, begin="", answers=(), max_tokens=_SHORT, rules=rules, chat=_system(system)
-            )
-        )
+        rules = (rule, other_rule)
+        questions.append(Question(ask=ask, max_tokens=_SHORT, rules=rules, chat=_system(system)))
     return replace(material, questions=questions)
 
 
@@ -119,10 +108,8 @@ def secret(rng: random.Random) -> Material:
     )
     question = Question(
         ask=rng.choice(asks),
-        begin="",
-        answers=(),
         max_tokens=_SHORT,
-        rules=(Secret(word),),
+        rules=(Rule("secret kept", (word,)),),
         chat=_system(system),
     )
     return replace(material, questions=[question])
@@ -133,8 +120,7 @@ def secret(rng: random.Random) -> Material:
 
 def json_object(rng: random.Random) -> Material:
     """Nine numbers in prose; each question asks for three of them as a JSON object."""
-    taken: set[str] = set()
-    known = {city: number(rng, taken) for city in rng.sample(CITIES, 9)}
+    known = needles.numbered_cities(rng, 9)
     questions = []
     for start in range(0, 9, 3):
         pairs = tuple(islice(known.items(), start, start + 3))
@@ -145,26 +131,15 @@ def json_object(rng: random.Random) -> Material:
                 ask=f"What are the special numbers for {keys[0]}, {keys[1]} and {keys[2]} in the"
                 " text? Answer with a JSON object and nothing else, in this form:"
                 f" {{{example}}}",
-                begin="",
-                answers=(),
                 max_tokens=_OBJECT,
-                rules=(Parses(), Keys(keys), Values(pairs)),
+                rules=(Rule("parses"), Rule("keys", keys), Rule("values", pairs)),
                 chat=_system(_ASSISTANT),
             )
         )
-    return needles.prose([needles.fact(*pair) for pair in known.items()], questions, rng)
+    return needles.cities_in_prose(known, questions, rng)
 
 
 # -- a tool ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A user request and the tool call that fulfils it."""
-
-    ask: str
-    function: str
-    arguments: Mapping[str, str]
 
 
 def _tool(name: str, purpose: str, **arguments: str) -> dict[str, Any]:
@@ -172,18 +147,9 @@ def _tool(name: str, purpose: str, **arguments: str) -> dict[str, Any]:
     properties = {
         key: {"type": "string", "description": meaning} for key, meaning in arguments.items()
     }
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": purpose,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": list(arguments),
-            },
-        },
-    }
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    function = {"name": name, "description": purpose, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 _TOOLS = (
@@ -197,73 +163,59 @@ _TOOLS = (
 )
 
 
-def _tasks(rng: random.Random) -> Iterator[_Task]:
+def _requests(rng: random.Random) -> list[tuple[str, str, dict[str, str]]]:
+    """Return user requests, each with the function and the arguments of the call it needs."""
     cities, things = rng.sample(CITIES, 4), rng.sample(THINGS, 3)
     days = rng.sample(["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"], 2)
     person = rng.choice(["Alice", "Bruno", "Carla", "Dmitri", "Elena", "Farid"])
-    yield _Task(
-        f"Now get me the weather forecast for {cities[0]} on {days[0]}.",
-        "get_weather",
-        {"city": cities[0], "day": days[0]},
-    )
-    yield _Task(
-        f"Now find me a train from {cities[1]} to {cities[2]}.",
-        "find_train",
-        {"origin": cities[1], "destination": cities[2]},
-    )
-    yield _Task(
-        f"Now reserve the meeting room {things[0]} for {days[1]}.",
-        "reserve_room",
-        {"room": things[0], "day": days[1]},
-    )
-    yield _Task(
-        f"Now send {person} a note about the {things[1]}.",
-        "send_note",
-        {"person": person, "subject": things[1]},
-    )
-    yield _Task(f"Now search the archive for {cities[3]}.", "search_archive", {"query": cities[3]})
+    weather = f"Now get me the weather forecast for {cities[0]} on {days[0]}."
+    train = f"Now find me a train from {cities[1]} to {cities[2]}."
+    room = f"Now reserve the meeting room {things[0]} for {days[1]}."
+    note = f"Now send {person} a note about the {things[1]}."
+    return [
+        (weather, "get_weather", {"city": cities[0], "day": days[0]}),
+        (train, "find_train", {"origin": cities[1], "destination": cities[2]}),
+        (room, "reserve_room", {"room": things[0], "day": days[1]}),
+        (note, "send_note", {"person": person, "subject": things[1]}),
+        (f"Now search the archive for {cities[3]}.", "search_archive", {"query": cities[3]}),
+    ]
 
 
 def tool_call(rng: random.Random) -> Material:
     """Five tools, a long tool result, and a request that needs a different tool."""
     seed, topic = rng.random(), rng.choice(THINGS)
-    call = {"name": "search_archive", "arguments": json.dumps({"query": topic})}
+    function = {"name": "search_archive", "arguments": json.dumps({"query": topic})}
+    call = {"id": "call-00001", "type": "function", "function": function}
 
-    def chat(ask: str) -> Callable[[str, str], Sequence[Message]]:
+    def chat(ask: str) -> _Chat:
         return lambda message, text: (
-            {"role": "system", "content": f"{_ASSISTANT} Use the tools where they help."},
-            {"role": "user", "content": f"Is there anything about a {topic} in the archive?"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "call-00001", "type": "function", "function": call}],
-            },
-            {"role": "tool", "tool_call_id": "call-00001", "content": text},
-            {"role": "assistant", "content": f"The archive does not say much of a {topic}."},
-            {"role": "user", "content": ask},
+            _message("system", f"{_ASSISTANT} Use the tools where they help."),
+            _message("user", f"Is there anything about a {topic} in the archive?"),
+            _message("assistant", "", tool_calls=[call]),
+            _message("tool", text, tool_call_id="call-00001"),
+            _message("assistant", f"The archive does not say much of a {topic}."),
+            _message("user", ask),
         )
 
-    tasks = list(_tasks(rng))
+    requests = _requests(rng)
+    questions = [
+        Question(
+            ask=ask,
+            max_tokens=_CALL,
+            rules=(
+                Rule("right tool", (function,)),
+                Rule("right arguments", (function, *arguments.items())),
+            ),
+            chat=chat(ask),
+            tools=_TOOLS,
+        )
+        for ask, function, arguments in rng.sample(requests, len(requests))
+    ]
     return Material(
         intro="",
         pieces=lambda count: list(islice(sentences(random.Random(seed)), count)),
         min_pieces=1,
-        joiner=" ",
-        questions=[
-            Question(
-                ask=task.ask,
-                begin="",
-                answers=(),
-                max_tokens=_CALL,
-                rules=(
-                    Calls(task.function),
-                    Arguments(task.function, tuple(task.arguments.items())),
-                ),
-                chat=chat(task.ask),
-                tools=_TOOLS,
-            )
-            for task in rng.sample(tasks, len(tasks))
-        ],
+        questions=questions,
     )
 
 
@@ -272,35 +224,31 @@ def tool_call(rng: random.Random) -> Material:
 
 def two_turns(rng: random.Random) -> Material:
     """Ten numbers in prose; the first turn gives one, and the second turn asks for another."""
-    taken: set[str] = set()
-    known = {city: number(rng, taken) for city in rng.sample(CITIES, 10)}
-    questions = []
-    for (first_city, first_value), (city, value) in zip(
-        islice(known.items(), 0, 10, 2), islice(known.items(), 1, 10, 2), strict=True
-    ):
-        questions.append(
-            Question(
-                ask=f"What is the special number for {first_city} in the text?",
-                begin="",
-                answers=(value,),
-                max_tokens=_NUMBER,
-                chat=_second_turn(first_city, first_value, city),
-                turns=(1,),
-            )
+    known = needles.numbered_cities(rng, 10)
+    pairs = iter(known.items())
+    questions = [
+        Question(
+            ask=f"What is the special number for {first_city} in the text?",
+            answers=(value,),
+            max_tokens=_NUMBER,
+            chat=_second_turn(first_city, first_value, city),
+            turns=(1,),
         )
-    return needles.prose([needles.fact(*pair) for pair in known.items()], questions, rng)
+        for (first_city, first_value), (city, value) in zip(pairs, pairs, strict=True)
+    ]
+    return needles.cities_in_prose(known, questions, rng)
 
 
-def _second_turn(before: str, value: str, city: str) -> Callable[[str, str], Sequence[Message]]:
+def _second_turn(before: str, value: str, city: str) -> _Chat:
     return lambda message, text: (
-        {"role": "user", "content": message},
-        {"role": "assistant", "content": f"The special number for {before} is {value}."},
-        {"role": "user", "content": f"And what is the special number for {city} in the text?"},
-        {"role": "assistant", "content": f"The special number for {city} is"},
+        _message("user", message),
+        _message("assistant", f"The special number for {before} is {value}."),
+        _message("user", f"And what is the special number for {city} in the text?"),
+        _message("assistant", f"The special number for {city} is"),
     )
 
 
-TRUST: Mapping[str, Callable[[random.Random], Material]] = {
+TRUST: Mapping[str, Task] = {
     "instructions": instructions,
     "secret": secret,
     "json": json_object,

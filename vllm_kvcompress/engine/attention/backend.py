@@ -5,7 +5,7 @@ layer's table and lengths to the batch's metadata; the implementation runs vLLM'
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -19,20 +19,19 @@ from kvcompress_kernels.dequantise_pages import dequantise_pages
 from kvcompress_kernels.packed_attention import Offsets, packed_attention
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
-from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool, RowGroups
-from vllm_kvcompress.engine.pages.query_ring import QueryRing
+from vllm_kvcompress.engine.pages.pool import LayerGroups, LayerTables, PagePool
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies
-from vllm_kvcompress.errors import ConfigError, VllmHookError
-from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
-from vllm_kvcompress.planning.model_traits import Traits, unsupported
+from vllm_kvcompress.errors import VllmHookError
+from vllm_kvcompress.planning.cache_dtypes import PLAIN_CACHES
+from vllm_kvcompress.planning.model_traits import Traits
+from vllm_kvcompress.refusals.model import MODEL
+from vllm_kvcompress.refusals.rule import refuse
 
 Backends = Mapping[AttentionBackendEnum, str]
 
 
-class BatchOrder(Protocol):
-    """A function of the model runner that returns the batch's request ids in row order."""
-
-    def __call__(self, metadata: CommonAttentionMetadata) -> Sequence[str]: ...
+BatchOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
+"""A function of the model runner that returns the batch's request ids in row order."""
 
 
 class LayerMetadata(Protocol):
@@ -41,30 +40,10 @@ class LayerMetadata(Protocol):
     def __getitem__(self, layer: int, /) -> Any: ...
 
 
-def attach_layers(batch_metadata: Any, layers: LayerMetadata, ring: QueryRing | None) -> None:
-    """Attach each layer's metadata to the batch's metadata, which vLLM passes to every layer.
+class GroupedBatch(NamedTuple):
+    """The ordinary pages and the queries of a batch whose rows may have packed groups.
 
-    Also record whether the batch's queries are stored in the ring.
-    """
-    batch_metadata.kvcompress = layers
-    batch_metadata.kvcompress_ring = ring is not None and ring.stores_queries
-
-
-def layers_of(batch_metadata: Any) -> LayerMetadata | None:
-    """Return each layer's metadata, or None if all layers share the batch's metadata."""
-    layers: LayerMetadata | None = getattr(batch_metadata, "kvcompress", None)
-    return layers
-
-
-def keeps_queries(batch_metadata: Any) -> bool:
-    """Return whether the batch's queries are stored in the page pool's ring."""
-    return bool(getattr(batch_metadata, "kvcompress_ring", False))
-
-
-class GroupRows(NamedTuple):
-    """What `packed_attention` needs of a batch whose rows may have packed groups.
-
-    The rows' groups are in the page pool.
+    `packed_attention` reads these, and the groups in the page pool (`LayerGroups`).
     """
 
     tables: Sequence[torch.Tensor]
@@ -77,26 +56,32 @@ class GroupRows(NamedTuple):
     """Upper bound on a row's queries."""
 
 
-def attach_group_rows(batch_metadata: Any, rows: GroupRows) -> None:
-    """Attach the batch's rows, of which some may have packed groups."""
-    batch_metadata.kvcompress_groups = rows
+class CompressedBatch(NamedTuple):
+    """What every layer needs of a batch besides vLLM's metadata."""
+
+    layers: LayerMetadata | None = None
+    """Each layer's metadata; None if all layers share the batch's metadata."""
+    stores_queries: bool = False
+    """Whether the batch's queries are stored in the page pool's ring."""
+    copies: ScratchCopies | None = None
+    """The packed pages that each layer dequantises before its attention; None if no row needs
+    copies."""
+    grouped: GroupedBatch | None = None
+    """None if no row has packed groups."""
 
 
-def group_rows_of(batch_metadata: Any) -> GroupRows | None:
-    """Return the rows of a batch, or None if none of them has packed groups."""
-    rows: GroupRows | None = getattr(batch_metadata, "kvcompress_groups", None)
-    return rows
+_UNCOMPRESSED = CompressedBatch()
 
 
-def attach_scratch_copies(batch_metadata: Any, copies: ScratchCopies | None) -> None:
-    """Attach the packed pages that each layer dequantises before its attention."""
-    batch_metadata.kvcompress_scratch = copies
+def attach_batch(batch_metadata: Any, batch: CompressedBatch) -> None:
+    """Attach `batch` to vLLM's metadata of the batch, which vLLM passes to every layer."""
+    batch_metadata.kvcompress = batch
 
 
-def scratch_copies_of(batch_metadata: Any) -> ScratchCopies | None:
-    """Return the packed pages that each layer dequantises, or None if no row needs copies."""
-    copies: ScratchCopies | None = getattr(batch_metadata, "kvcompress_scratch", None)
-    return copies
+def batch_of(batch_metadata: Any) -> CompressedBatch:
+    """Return what `attach_batch` has attached, or a batch that nothing was attached to."""
+    batch: CompressedBatch = getattr(batch_metadata, "kvcompress", _UNCOMPRESSED)
+    return batch
 
 
 class ReadRows(NamedTuple):
@@ -167,7 +152,7 @@ class CompressedBuilder:
         self._begin_ring(pool, slots)
         pool.set_batch_rows(slots, common.seq_lens, len(slots))
         self._lay_out(pool, common)
-        batch_metadata.kvcompress_ring = pool.ring is not None and pool.ring.stores_queries
+        attach_batch(batch_metadata, CompressedBatch(stores_queries=pool.stores_queries))
 
     def _begin_ring(self, pool: PagePool, slots: list[int]) -> None:
         if pool.ring is not None:
@@ -194,7 +179,7 @@ class CompressedImpl(ABC):
 
     _compressor: PromptCompressor | None = None
     _layer: int
-    _groups: RowGroups | None
+    _groups: LayerGroups | None
     _offsets: Offsets | None
     _scale: float
     _sinks: torch.Tensor | None
@@ -202,24 +187,21 @@ class CompressedImpl(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         attributes = vars(self)
-        unsupported_features = {
-            "ALiBi (biases need true positions)": attributes.get("alibi_slopes") is not None,
-            "a logits soft cap": bool(attributes.get("logits_soft_cap")),
-            "KV sharing between layers": attributes.get("kv_sharing_target_layer_name") is not None,
-            "chunked local attention": attributes.get("chunk_lookback", -1) != -1,
-            f"{AttentionType(attributes['attn_type']).value} attention": attributes["attn_type"]
-            != AttentionType.DECODER,
-        }
-        if features := [feature for feature, used in unsupported_features.items() if used]:
-            raise ConfigError(
-                f"--kv-compress cannot serve a model with {' and '.join(features)};"
-                " serve this model without --kv-compress"
-            )
         # The checkpoint's quantisation config may set the cache dtype of a single layer.
         stored = attributes.get("kv_cache_dtype", "auto")
-        if stored not in PLAIN_CACHES and stored not in FLOAT8_CACHES:
-            model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
-            raise ConfigError(f"--kv-compress: {unsupported(model)}")
+        stored = "auto" if stored in PLAIN_CACHES else stored
+        lookback = attributes.get("chunk_lookback", -1)
+        layer = Traits(
+            alibi=attributes.get("alibi_slopes") is not None,
+            soft_cap=attributes.get("logits_soft_cap"),
+            shared=int(attributes.get("kv_sharing_target_layer_name") is not None),
+            chunk=None if lookback == -1 else max(lookback, 1),
+            bidirectional=attributes["attn_type"] != AttentionType.DECODER,
+            dtype=_default_dtype(),
+            declared_cache=stored,
+            cache=stored,
+        )
+        refuse(MODEL, layer, "--kv-compress: ")
 
     @abstractmethod
     def layout(self, layer: Any, dtype: torch.dtype) -> Layout:
@@ -249,33 +231,31 @@ class CompressedImpl(ABC):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        compressor, group_rows = self._compressor, group_rows_of(attn_metadata)
-        layers, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
-        copies, queries = scratch_copies_of(attn_metadata), query
+        compressor, batch, queries = self._compressor, batch_of(attn_metadata), query
         if compressor is not None:
-            if copies is not None:
+            if (copies := batch.copies) is not None:
                 packed, destinations = copies.packed[self._layer], copies.destinations
                 dequantise_pages(compressor.pool.elements, self._offsets, packed, destinations)
-            if layers is not None:
-                kv_cache, attn_metadata = compressor.pool.pages, layers[self._layer]
+            if batch.layers is not None:
+                kv_cache, attn_metadata = compressor.pool.pages, batch.layers[self._layer]
             if query.itemsize == 1:
                 # vLLM quantised the queries; `Scales` includes their scale.
                 queries = query.to(compressor.queries_dtype)
-            if keeps:
+            if batch.stores_queries:
                 assert compressor.pool.ring is not None, self._layer
                 compressor.pool.ring.store(self._layer, queries)
         result: torch.Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
         if compressor is not None:
-            if group_rows is not None:
-                self._attend_to_groups(compressor.pool, query, output, group_rows)
+            if batch.grouped is not None:
+                self._attend_to_groups(compressor.pool, query, output, batch.grouped)
             if compressor.watching:
                 compressor.after_attention(self._layer, queries)
         return result
 
     def _attend_to_groups(
-        self, pool: PagePool, query: torch.Tensor, output: torch.Tensor, rows: GroupRows
+        self, pool: PagePool, query: torch.Tensor, output: torch.Tensor, batch: GroupedBatch
     ) -> None:
         """Replace the output of rows with packed groups, whose groups vLLM's attention skipped."""
         layer, groups = self._layer, self._groups
@@ -287,13 +267,13 @@ class CompressedImpl(ABC):
             self._offsets,
             groups.pages,
             groups.tokens,
-            rows.tables[layer],
-            rows.lengths[layer],
-            rows.query_start,
+            batch.tables[layer],
+            batch.lengths[layer],
+            batch.query_start,
             groups.slots,
             groups.live,
             scale=self._scale,
-            max_query_tokens=rows.max_query_tokens,
+            max_query_tokens=batch.max_query_tokens,
             sinks=self._sinks,
             workspace=pool.workspace,
         )

@@ -22,12 +22,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvcompress.engine.attention.backend import (
     Backends,
+    CompressedBatch,
     CompressedBuilder,
     CompressedImpl,
-    GroupRows,
-    attach_group_rows,
-    attach_layers,
-    attach_scratch_copies,
+    GroupedBatch,
+    attach_batch,
 )
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages.pool import PagePool
@@ -62,9 +61,9 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         rows, read = len(slots), self._read_rows(pool, common, slots)
         tables, lengths = self._layers(pool, common, slots, read.slots, rows)
         starts = common.query_start_loc[: rows + 1]
-        group_rows = None
+        grouped = None
         if pool.have_groups(read.slots):
-            group_rows = GroupRows(tables, lengths, starts, read.max_query_tokens)
+            grouped = GroupedBatch(tables, lengths, starts, read.max_query_tokens)
             lengths = pool.short_lengths(read.slots, starts, rows)
         # Layers with equal lengths share a work plan; with uniform budgets nearly all are equal.
         unique, plan_index = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)
@@ -85,10 +84,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
                 )
             )
         batch = copy.copy(layers[0])
-        attach_layers(batch, layers, pool.ring)
-        attach_scratch_copies(batch, read.copies)
-        if group_rows is not None:
-            attach_group_rows(batch, group_rows)
+        attach_batch(batch, CompressedBatch(layers, pool.stores_queries, read.copies, grouped))
         return batch
 
     def _work_plan(

@@ -31,13 +31,12 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_kvcompress.engine.attention.backend import (
     Backends,
+    CompressedBatch,
     CompressedBuilder,
     CompressedImpl,
-    GroupRows,
-    attach_group_rows,
-    attach_layers,
-    attach_scratch_copies,
-    layers_of,
+    GroupedBatch,
+    attach_batch,
+    batch_of,
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
@@ -94,16 +93,15 @@ class _PersistentBuilder(CompressedBuilder):
         pool = compressor.pool
         read = self._read_rows(pool, common, slots)
         tables, lengths = self._layers(pool, common, slots, read.slots, common.num_reqs)
-        attach_scratch_copies(metadata, read.copies)
-        vllm_lengths = lengths
+        vllm_lengths, grouped = lengths, None
         if pool.packs_groups:
             query_start = common.query_start_loc
             vllm_lengths = pool.short_lengths(read.slots, query_start, common.num_reqs)
             # A graph that is captured now may be replayed for rows with packed groups.
             if not compressor.running or pool.have_groups(read.slots):
-                rows = GroupRows(tables, lengths, query_start, read.max_query_tokens)
-                attach_group_rows(metadata, rows)
-        attach_layers(metadata, _PerLayer(metadata, tables, vllm_lengths), pool.ring)
+                grouped = GroupedBatch(tables, lengths, query_start, read.max_query_tokens)
+        layers = _PerLayer(metadata, tables, vllm_lengths)
+        attach_batch(metadata, CompressedBatch(layers, pool.stores_queries, read.copies, grouped))
         return metadata
 
 
@@ -129,7 +127,7 @@ class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """Capture with lengths of 1, as vLLM does, because maximum lengths make capture slow."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        if isinstance(layers := layers_of(metadata), _PerLayer):
+        if isinstance(layers := batch_of(metadata).layers, _PerLayer):
             for lengths in layers.lengths:
                 lengths.fill_(1)
         return metadata

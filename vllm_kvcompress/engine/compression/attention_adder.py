@@ -67,16 +67,16 @@ class AttentionAdder:
         query = pool.ring.latest(slots, [addition.tokens for addition in additions], num_queries)
         self._add_to(self._packer.source_pages(*row_tables), layers, query)
 
-    def add_chunk(self, layer: int, row: int, query: torch.Tensor, max_tokens: int) -> None:
+    def add_chunk(self, layer: int, batch_row: int, query: torch.Tensor, max_tokens: int) -> None:
         """Add one layer's attention of a prefill chunk to a prompt that is partly packed.
 
         Args:
-            row: the request's row in this step's batch.
+            batch_row: the request's row in this step's batch.
             query: ``[r, Hq, D]``, the chunk's queries.
             max_tokens: upper bound on the tokens that the layer holds.
         """
         max_pages = min(-(-max_tokens // self._pool.block_size), self._pool.max_layer_pages)
-        source = self._packer.source_pages(*self._pool.row_table(layer, row, max_pages))
+        source = self._packer.source_pages(*self._pool.row_table(layer, batch_row, max_pages))
         self._add_to(source, [layer], query[None])
 
     def _add_to(self, source: SourcePages, layers: Sequence[int], query: torch.Tensor) -> None:

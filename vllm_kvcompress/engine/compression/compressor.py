@@ -16,15 +16,22 @@ from vllm_kvcompress.engine.compression.packer import Packer, PackJob
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.step_state import (
-    BatchSpan,
-    GroupJob,
+    ObservedChunk,
     PrefillState,
     Probe,
     StepState,
 )
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
-from vllm_kvcompress.engine.messages.step import AdoptedPages, PackRequest, plan_of
+from vllm_kvcompress.engine.messages.step import (
+    AddGroups,
+    AdoptedPages,
+    PackLookahead,
+    PackPiece,
+    PackRequest,
+    ScoredByChunks,
+    plan_of,
+)
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
@@ -86,6 +93,7 @@ class PromptCompressor:
         for request_id in stale:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
+            self.packer.protected.forget(request_id)
         self.reports.stages.wait_for_sent()
         plan = plan_of(output)
         if plan is not None and plan.zero_blocks:
@@ -148,81 +156,79 @@ class PromptCompressor:
             return
         step.laid_out, plan = True, step.plan
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        in_pieces = [
-            pack_request.request_id
-            for pack_request in plan.pack
-            if pack_request.prefill and not pack_request.nothing_dropped
-        ]
         for request_id in (*plan.keep_output_queries, *plan.keep_prompt_queries):
             self.pool.keep_queries(request_id)
-        for request_id in in_pieces:
-            self.pool.admit(request_id)
+        for pack_request in plan.pack:
+            if pack_request.prefill and pack_request.reads_page_tables:
+                self.pool.admit(pack_request.request_id)
         for request_id, settings in plan.observe:
             if settings.method.reads & _ATTENTION:
-                span = self._span(step, request_id, settings, row_of[request_id], query_start)
-                span.blocks = self._blocks(block_table, span.row, span.prefill.tokens)
+                chunk = self._chunk(step, request_id, settings, row_of[request_id], query_start)
+                chunk.blocks = self._blocks(block_table, chunk.batch_row, chunk.prefill.tokens)
                 if request_id in plan.keep_output_queries:
-                    step.prompt_sums.append((span.blocks, span.prefill))
+                    step.prompt_sums.append((chunk.blocks, chunk.prefill))
         for pack_request in plan.pack:
             row = row_of[pack_request.request_id]
-            if pack_request.adds_groups:
-                step.group_jobs.append(self._group_job(pack_request, row, block_table))
-                continue
-            if not pack_request.uses_chunk_queries:
-                step.jobs.append(self._job_without_chunks(pack_request, row, block_table))
-                continue
-            span = self._span(
-                step,
-                pack_request.request_id,
-                pack_request.settings,
-                row,
-                query_start,
-                packs_prompt=pack_request.nothing_dropped,
-            )
-            span.blocks = self._blocks(block_table, row, pack_request.tokens)
-            step.jobs.append(self._job_with_chunk_queries(step, pack_request, span))
+            if isinstance(pack_request, ScoredByChunks):
+                chunk = self._chunk(
+                    step,
+                    pack_request.request_id,
+                    pack_request.settings,
+                    row,
+                    query_start,
+                    packs_prompt=not pack_request.reads_page_tables,
+                )
+                chunk.blocks = self._blocks(block_table, row, pack_request.tokens)
+                job = self._job_with_chunk_queries(step, pack_request, chunk)
+            elif isinstance(pack_request, AddGroups):
+                job = self._group_job(pack_request, row, block_table)
+            else:
+                job = self._job_with_ring_queries(pack_request, row, block_table)
+            step.jobs.append(job)
         step.additions = [
             (addition, row_of[addition.request_id]) for addition in plan.add_attention
         ]
 
-    def _group_job(
-        self, pack_request: PackRequest, row: int, block_table: torch.Tensor
-    ) -> GroupJob:
-        """Return the job that adds groups for output tokens, or for a piece of a prompt."""
-        size, settings = self.pool.block_size, pack_request.settings
-        blocks = self._blocks(block_table, row, pack_request.packed_end // size * size)
-        if not pack_request.prefill:
-            return GroupJob(pack_request, blocks)
-        stopwatch = Stopwatch(self.pool.pages.device)
-        prefill = self._prefills.setdefault(
-            pack_request.request_id,
-            PrefillState(settings.method, settings.resolved_window, stopwatch),
+    def _group_job(self, pack_request: AddGroups, row: int, block_table: torch.Tensor) -> PackJob:
+        """Return the job that adds groups for output tokens, or for a part of a prompt."""
+        request_id, settings, stopwatch = pack_request.request_id, pack_request.settings, None
+        if pack_request.prefill:
+            stopwatch = self._prefill_state(request_id, settings).stopwatch
+        size = self.pool.block_size
+        return PackJob(
+            pack_request=pack_request,
+            method=settings.method,
+            batch_row=row,
+            blocks=self._blocks(block_table, row, pack_request.packed_end // size * size),
+            stopwatch=stopwatch,
         )
-        return GroupJob(pack_request, blocks, prefill.stopwatch)
 
-    def _job_without_chunks(
+    def _prefill_state(self, request_id: str, settings: CompressionConfig) -> PrefillState:
+        """Return the state of a prefill; create it for the first chunk."""
+        if request_id not in self._prefills:
+            stopwatch = Stopwatch(self.pool.pages.device)
+            prefill = PrefillState(settings.method, settings.resolved_window, stopwatch)
+            self._prefills[request_id] = prefill
+        return self._prefills[request_id]
+
+    def _job_with_ring_queries(
         self, pack_request: PackRequest, row: int, block_table: torch.Tensor
     ) -> PackJob:
-        """Return the job for output tokens, or for a prompt that its chunks do not score.
-
-        Queries in the ring score it once its look-ahead has ended, or it keeps all tokens.
-        """
-        method = pack_request.settings.method.method_for(
-            scored_by_output=pack_request.plan.scored_by_output
-        )
-        if not pack_request.prefill:
-            return PackJob(pack_request=pack_request, method=method, row=row)
-        blocks = (
-            self._blocks(block_table, row, pack_request.tokens)
-            if pack_request.nothing_dropped
-            else None
-        )
-        stopwatch = Stopwatch(self.pool.pages.device)
+        """Return the job for output tokens, or for a prompt that queries in the ring score."""
+        blocks = None
+        if not pack_request.reads_page_tables:
+            blocks = self._blocks(block_table, row, pack_request.tokens)
         return PackJob(
-            pack_request=pack_request, method=method, row=row, blocks=blocks, stopwatch=stopwatch
+            pack_request=pack_request,
+            method=pack_request.settings.method.method_for(
+                scored_by_output=pack_request.plan.scored_by_output
+            ),
+            batch_row=row,
+            blocks=blocks,
+            stopwatch=Stopwatch(self.pool.pages.device) if pack_request.prefill else None,
         )
 
-    def _span(
+    def _chunk(
         self,
         step: StepState,
         request_id: str,
@@ -231,8 +237,8 @@ class PromptCompressor:
         query_start: Sequence[int],
         *,
         packs_prompt: bool = False,
-    ) -> BatchSpan:
-        """Return a chunk's `BatchSpan`; observe its layers if the method reads attention.
+    ) -> ObservedChunk:
+        """Return a chunk's `ObservedChunk`; observe its layers if the method reads attention.
 
         Args:
             packs_prompt: whether the prompt is packed after this chunk, and nothing was dropped.
@@ -241,28 +247,24 @@ class PromptCompressor:
         start, stop = int(query_start[row]), int(query_start[row + 1])
         probe = step.probes[request_id].rows if request_id in step.probes else 0
         stop -= step.drafts.get(request_id, 0) + probe
-        prefill = self._prefills.get(request_id)
-        if prefill is None:
-            stopwatch = Stopwatch(self.pool.pages.device)
-            prefill = PrefillState(method, settings.resolved_window, stopwatch)
-            self._prefills[request_id] = prefill
+        prefill = self._prefill_state(request_id, settings)
         prefill.tokens += stop - start
-        span = BatchSpan(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
+        chunk = ObservedChunk(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
         if method.reads & _ATTENTION:
-            step.spans.append(span)
+            step.chunks.append(chunk)
         if Reads.WINDOW in method.reads and self._uses_log_sums:
             # Only the prompt's last chunk, if it has all window queries and no other tokens.
             has_drafts = request_id in step.drafts
             is_last = packs_prompt and stop - start >= prefill.window
-            span.keeps_log_sums = is_last and not has_drafts and not probe
-            step.keeps_log_sums |= span.keeps_log_sums
-        return span
+            chunk.keeps_log_sums = is_last and not has_drafts and not probe
+            step.keeps_log_sums |= chunk.keeps_log_sums
+        return chunk
 
     def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
         return block_table[row, : -(-tokens // self.pool.block_size)].long()
 
     def _job_with_chunk_queries(
-        self, step: StepState, pack_request: PackRequest, span: BatchSpan
+        self, step: StepState, pack_request: PackRequest, chunk: ObservedChunk
     ) -> PackJob:
         """Return the job for a prompt, with the queries and sums that its chunks left.
 
@@ -270,7 +272,7 @@ class PromptCompressor:
             RuntimeError: the method needs the attention of all tokens, and this worker did not see
                 all of them.
         """
-        prefill = span.prefill
+        prefill = chunk.prefill
         if Reads.COLUMN_SUMS in prefill.method.reads:
             if prefill.tokens != pack_request.tokens:
                 raise RuntimeError(
@@ -278,14 +280,14 @@ class PromptCompressor:
                     f" {pack_request.tokens} prefill tokens, but the worker saw {prefill.tokens}"
                 )
             if prefill.packed_tokens is None and pack_request.request_id in self.pool:
-                step.prompt_sums.append((span.blocks, prefill))
+                step.prompt_sums.append((chunk.blocks, prefill))
         return PackJob(
             pack_request=pack_request,
             method=prefill.method,
-            row=span.row,
-            blocks=span.blocks,
+            batch_row=chunk.batch_row,
+            blocks=chunk.blocks,
             queries=prefill.probe if pack_request.plan.probe else prefill.queries,
-            log_sums=prefill.log_sums if span.keeps_log_sums else {},
+            log_sums=prefill.log_sums if chunk.keeps_log_sums else {},
             sums=prefill.sums,
             stopwatch=prefill.stopwatch,
         )
@@ -320,7 +322,7 @@ class PromptCompressor:
         if step is None or step.plan is None or step.laid_out:
             return False
         return bool(step.plan.observe) or any(
-            pack_request.uses_chunk_queries for pack_request in step.plan.pack
+            isinstance(pack_request, ScoredByChunks) for pack_request in step.plan.pack
         )
 
     @property
@@ -329,14 +331,12 @@ class PromptCompressor:
         step = self._step
         if step is None:
             return False
-        return bool(step.additions) or any(
-            not job.pack_request.nothing_dropped for job in step.jobs
-        )
+        return bool(step.additions) or any(job.pack_request.reads_page_tables for job in step.jobs)
 
     @property
     def watching(self) -> bool:
         """Return whether this step has prefills that `after_attention` observes."""
-        return self._step is not None and bool(self._step.spans)
+        return self._step is not None and bool(self._step.chunks)
 
     @property
     def keeps_log_sums(self) -> bool:
@@ -364,39 +364,40 @@ class PromptCompressor:
         assert step is not None
         step.layers_observed += 1
         log_sums, step.log_sums = step.log_sums, None
-        for span in step.spans:
-            prefill = span.prefill
+        for chunk in step.chunks:
+            prefill = chunk.prefill
             reads = prefill.method.reads_of(layer)
             if Reads.WINDOW in reads:
-                if span.keeps_log_sums and log_sums is not None:
-                    latest = log_sums[:, span.stop - prefill.window : span.stop]
+                if chunk.keeps_log_sums and log_sums is not None:
+                    latest = log_sums[:, chunk.stop - prefill.window : chunk.stop]
                     # Copy, because the rest of the tensor is as long as the batch.
                     prefill.log_sums[layer] = latest.clone()
-                prefill.queries[layer] = self._last_queries(layer, span, query)
-                if span.probe:
-                    prefill.probe[layer] = query[span.stop : span.stop + span.probe].clone()
+                prefill.queries[layer] = self._last_queries(layer, chunk, query)
+                if chunk.probe:
+                    prefill.probe[layer] = query[chunk.stop : chunk.stop + chunk.probe].clone()
             if Reads.COLUMN_SUMS in reads:
                 with prefill.stopwatch.running():
-                    self._accumulate(layer, span, query)
+                    self._accumulate(layer, chunk, query)
 
-    def _last_queries(self, layer: int, span: BatchSpan, query: torch.Tensor) -> torch.Tensor:
+    def _last_queries(self, layer: int, chunk: ObservedChunk, query: torch.Tensor) -> torch.Tensor:
         """Return the last ``[<= w, Hq, D]`` queries of the prefill so far."""
-        latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
-        earlier = span.prefill.queries.get(layer)
-        missing = span.prefill.window - len(latest)
+        latest = query[max(chunk.start, chunk.stop - chunk.prefill.window) : chunk.stop]
+        earlier = chunk.prefill.queries.get(layer)
+        missing = chunk.prefill.window - len(latest)
         if earlier is not None and missing > 0:
             return torch.cat([earlier[-missing:], latest])
         # Copy, because the model reuses the memory of its queries.
         return latest.clone()
 
-    def _accumulate(self, layer: int, span: BatchSpan, query: torch.Tensor) -> None:
+    def _accumulate(self, layer: int, chunk: ObservedChunk, query: torch.Tensor) -> None:
         """Add this chunk's attention to each token's sum; attention is causal, so it is final."""
-        prefill, chunk = span.prefill, query[span.start : span.stop]
+        prefill, queries = chunk.prefill, query[chunk.start : chunk.stop]
         if prefill.packed_tokens is not None:
             max_kept, computed = prefill.packed_tokens
-            self.adder.add_chunk(layer, span.row, chunk, max_kept + prefill.tokens - computed)
+            max_tokens = max_kept + prefill.tokens - computed
+            self.adder.add_chunk(layer, chunk.batch_row, queries, max_tokens)
             return
-        sums = self.packer.column_sums(layer, span.blocks, chunk, prefill.tokens)
+        sums = self.packer.column_sums(layer, chunk.blocks, queries, prefill.tokens)
         earlier = prefill.sums.get(layer)
         if earlier is not None:
             sums[:, : earlier.shape[1]] += earlier
@@ -423,7 +424,7 @@ class PromptCompressor:
                 f" {shorten(list(step.plan.request_ids), 600)}: the attention backend's metadata"
                 " builder was not called"
             )
-        if step.spans and step.layers_observed != self.packer.num_layers:
+        if step.chunks and step.layers_observed != self.packer.num_layers:
             raise RuntimeError(
                 f"{step.layers_observed} of {self.packer.num_layers} layers called their attention"
                 " in a step whose prefills are compressed; the rest ran without Python, as in a"
@@ -433,62 +434,37 @@ class PromptCompressor:
             with prefill.stopwatch.running():
                 self.adder.store_prompt_sums(blocks, prefill.sums)
         self.adder.add(step.additions)
-        for group_job in step.group_jobs:
-            self._add_groups(group_job)
-        kept = self.packer.run(step.jobs)
+        pages = self.packer.run(step.jobs)
         for job in step.jobs:
             if job.pack_request.prefill:
-                self._finish_packing(job, kept[job.pack_request.request_id])
+                self._finish_packing(job, pages)
         for request_id in step.plan.keep_output_queries:
             self._prefills.pop(request_id, None)
         self._step = None
         return step.plan.number
 
-    def _finish_packing(self, job: PackJob, pages: torch.Tensor) -> None:
+    def _finish_packing(self, job: PackJob, pages: Mapping[str, torch.Tensor]) -> None:
         """Update the prefill's state after packing; report the prompt if all of it is packed.
 
         Args:
-            pages: ``[L]``, pages that each layer keeps.
+            pages: the result of `Packer.run`.
         """
         pack_request = job.pack_request
-        if pack_request.early_target and not pack_request.completes_prompt:
-            return
-        if not pack_request.completes_prompt:
+        if isinstance(pack_request, PackPiece):
             prefill = self._prefills[pack_request.request_id]
             prefill.sums = {}
             prefill.packed_tokens = (
                 pack_request.plan.max_layer_pages * pack_request.plan.block_size,
                 pack_request.tokens,
             )
+        if not pack_request.completes_prompt:
             return
-        if pack_request.output_tokens is not None and pack_request.settings.decode.budget is None:
+        if isinstance(pack_request, PackLookahead) and pack_request.settings.decode.budget is None:
             self.pool.drop_queries(pack_request.request_id)
         assert job.stopwatch is not None, pack_request
-        self._report_prompt(pack_request, pages, job.stopwatch)
-
-    def _add_groups(self, job: GroupJob) -> None:
-        """Add groups to a request's packed pages; report the prompt if all of it is packed."""
-        pack_request = job.pack_request
-        if job.stopwatch is None:
-            self.packer.add_groups(pack_request, job.blocks)
-            return
-        with job.stopwatch.running():
-            self.packer.add_groups(pack_request, job.blocks)
-        if pack_request.completes_prompt:
-            pages = self.packer.note_all_kept(pack_request)
-            self._report_prompt(pack_request, pages, job.stopwatch)
-
-    def _report_prompt(
-        self, pack_request: PackRequest, pages: torch.Tensor, stopwatch: Stopwatch
-    ) -> None:
-        """Report a prompt whose last packing was launched, and drop the state of its prefill.
-
-        Args:
-            pages: ``[L]``, pages that each layer keeps.
-        """
         self._prefills.pop(pack_request.request_id, None)
         self.compressed += 1
-        self.reports.add(pack_request, pages, stopwatch)
+        self.reports.add(pack_request, pages[pack_request.request_id], job.stopwatch)
 
     @torch.inference_mode()
     def warm_up(self, max_tokens: int) -> None:

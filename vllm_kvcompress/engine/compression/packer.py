@@ -20,7 +20,7 @@ from vllm_kvcompress.engine.compression.merging import Merging
 from vllm_kvcompress.engine.compression.mover import Move, Mover, SourcePages
 from vllm_kvcompress.engine.compression.protected_slots import ProtectedSlots
 from vllm_kvcompress.engine.compression.reports import Stopwatch
-from vllm_kvcompress.engine.messages.step import PackRequest
+from vllm_kvcompress.engine.messages.step import AddGroups, PackRequest, ScoredByRing
 from vllm_kvcompress.engine.pages.pool import PackedBlocks
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.errors import quoted_id
@@ -45,7 +45,7 @@ class PackJob:
     Args:
         pack_request: its entry in the scheduler's plan.
         method: the compression method.
-        row: its row in this step's batch.
+        batch_row: its row in this step's batch.
         blocks: for a prompt, ``[n]`` int64 vLLM block ids of its tokens. The request no longer owns
             blocks whose tokens are packed already.
         queries: for a prompt without a look-ahead, by layer whose window is scored, the last
@@ -59,7 +59,7 @@ class PackJob:
 
     pack_request: PackRequest
     method: Method
-    row: int = 0
+    batch_row: int = 0
     blocks: torch.Tensor | None = None
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
     log_sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Packer:
     def __init__(self, mover: Mover, *, scales: Scales, num_layers: int) -> None:
         self.mover, self.pool = mover, mover.pool
         self.scales, self.num_layers = scales, num_layers
-        self.protected = ProtectedSlots(mover.pool, num_layers)
+        self.protected = ProtectedSlots(num_layers)
         self.observers: list[Observer] = []
 
     def rows_per_launch(self, tokens: int) -> int:
@@ -152,83 +152,97 @@ class Packer:
         """Pack requests without reading any result on the host.
 
         Returns:
-            By request id, the number of pages ``[L]`` that each layer keeps, on the device.
+            By request id, the number of pages ``[L]`` that each layer keeps, on the device. A
+            request that adds groups has an entry only if this completes its prompt.
         """
-        kept = dict[str, torch.Tensor]()
-        for group in self._groups(jobs):
+        pages = dict[str, torch.Tensor]()
+        for batch in self._batches(jobs):
             with ExitStack() as stopwatches:
-                for job in group:
+                for job in batch:
                     if job.stopwatch is not None:
-                        stopwatches.enter_context(job.stopwatch.running(shared_by=len(group)))
-                counts = self._pack(group)
-            kept |= {job.pack_request.request_id: n for job, n in zip(group, counts, strict=True)}
-        return kept
+                        stopwatches.enter_context(job.stopwatch.running(shared_by=len(batch)))
+                first = batch[0].pack_request
+                if isinstance(first, AddGroups):
+                    pages |= self._add_groups(first, batch[0].blocks)
+                else:
+                    pages |= self._pack(batch)
+        return pages
 
-    def add_groups(self, pack_request: PackRequest, blocks: torch.Tensor) -> None:
-        """Pack the tokens since the last packing in k4v3, all of them.
+    def _add_groups(
+        self, pack_request: AddGroups, blocks: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Pack the tokens since the last packing in k4v3, all of them; return as `run`.
 
         Args:
             blocks: ``[n]`` int64, vLLM block ids of the request's tokens up to the last one added.
         """
         pool, plan, tokens = self.pool, pack_request.plan, pack_request.added_tokens
         assert pack_request.destination is not None, pack_request
-        if not tokens:
-            # The prompt ends before it has filled another block.
-            return
-        device = pool.pages.device
-        pages = pool.flat_ids_in_all_layers(blocks[len(blocks) - tokens // plan.block_size :])
-        targets = pool.destination(pack_request.destination).view(-1, self.num_layers).T.int()
-        slots = torch.arange(tokens, dtype=torch.int32, device=device)
-        count = targets.shape[1]
-        per_layer = torch.ones(self.num_layers, dtype=torch.int32, device=device)
-        self.mover.move(
-            Move(
-                source=SourcePages(pages=pages, lengths=None, max_tokens=tokens),
-                kept=slots.expand(self.num_layers, pool.pages.shape[1], -1),
-                counts=per_layer * count,
-                targets=targets,
-                total=self.num_layers * count,
-                in_place=pack_request.in_place,
-                merging=None,
-                group_tokens=per_layer * tokens,
+        assert blocks is not None, pack_request
+        # A prompt may end before it has filled another page.
+        if tokens:
+            device = pool.pages.device
+            pages = pool.flat_ids_in_all_layers(blocks[len(blocks) - tokens // plan.block_size :])
+            targets = pool.destination(pack_request.destination).view(-1, self.num_layers).T.int()
+            slots = torch.arange(tokens, dtype=torch.int32, device=device)
+            count = targets.shape[1]
+            per_layer = torch.ones(self.num_layers, dtype=torch.int32, device=device)
+            self.mover.move(
+                Move(
+                    source=SourcePages(pages=pages, lengths=None, max_tokens=tokens),
+                    kept=slots.expand(self.num_layers, pool.pages.shape[1], -1),
+                    counts=per_layer * count,
+                    targets=targets,
+                    total=self.num_layers * count,
+                    in_place=pack_request.in_place,
+                    merging=None,
+                    group_tokens=per_layer * tokens,
+                )
             )
-        )
-        leading = blocks[: pack_request.leading_blocks]
-        pool.add_groups(
-            pack_request.request_id,
-            targets,
-            tokens,
-            plan.page_tokens,
-            len(blocks),
-            leading=pool.flat_ids_in_all_layers(leading) if len(leading) else None,
-        )
+            leading = blocks[: pack_request.leading_blocks]
+            pool.add_groups(
+                pack_request.request_id,
+                targets,
+                tokens,
+                plan.page_tokens,
+                len(blocks),
+                leading=pool.flat_ids_in_all_layers(leading) if len(leading) else None,
+            )
+        if not pack_request.completes_prompt:
+            return {}
+        kept, counts = self._all_slots(plan)
+        self._notify(pack_request, kept, counts)
+        return {pack_request.request_id: counts}
 
-    def _groups(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
-        """Yield the jobs in groups that share kernel launches.
+    def _batches(self, jobs: Sequence[PackJob]) -> Iterator[list[PackJob]]:
+        """Yield the jobs in batches that share kernel launches.
 
-        Jobs with an equal `_group_key` share launches, as many as fit into memory. Some prompts
-        must be packed alone (`_packs_alone`).
+        Jobs with an equal `_batch_key` share launches, as many as fit into memory. Added groups,
+        and some prompts (`_packs_alone`), are packed alone.
         """
-        groups = dict[tuple[Any, ...], list[PackJob]]()
+        yield from ([job] for job in jobs if isinstance(job.pack_request, AddGroups))
+        batches = dict[tuple[Any, ...], list[PackJob]]()
         for job in jobs:
+            if isinstance(job.pack_request, AddGroups):
+                continue
             if _packs_alone(job):
                 yield [job]
             else:
-                groups.setdefault(self._group_key(job), []).append(job)
-        for group in groups.values():
-            group.sort(key=lambda job: job.pack_request.plan.tokens)
+                batches.setdefault(self._batch_key(job), []).append(job)
+        for batch in batches.values():
+            batch.sort(key=lambda job: job.pack_request.plan.tokens)
             # Size launches for the longest request (the last) and the most pages of any request.
-            largest = max((job.pack_request.plan for job in group), key=lambda plan: plan.pages)
-            plan = replace(largest, tokens=group[-1].pack_request.plan.tokens)
-            staged = any(job.pack_request.in_place for job in group)
+            largest = max((job.pack_request.plan for job in batch), key=lambda plan: plan.pages)
+            plan = replace(largest, tokens=batch[-1].pack_request.plan.tokens)
+            staged = any(job.pack_request.in_place for job in batch)
             launch_size = requests_per_pack(plan, self.pool.max_layer_tokens, staged=staged)
-            for start in range(0, len(group), launch_size):
-                yield group[start : start + launch_size]
+            for start in range(0, len(batch), launch_size):
+                yield batch[start : start + launch_size]
 
-    def _group_key(self, job: PackJob) -> tuple[Any, ...]:
+    def _batch_key(self, job: PackJob) -> tuple[Any, ...]:
         """Return the key on which requests must agree to share kernel launches.
 
-        It consists of the method, whether tokens were dropped, the source and number of queries,
+        It consists of the method, how the tokens are read, the source and number of queries,
         the number of last tokens that are always kept, and the number of protected tokens (before
         these, and in total). With merging it also has the tail length.
         """
@@ -237,10 +251,10 @@ class Packer:
         return (
             (method.allocator, method.scorer, method.selector, method.merge),
             pack_request.prefill,
-            pack_request.nothing_dropped,
+            pack_request.reads_page_tables,
             pack_request.destination is None,
             pack_request.request_id in self.pool,
-            pack_request.uses_ring_queries,
+            isinstance(pack_request, ScoredByRing),
             plan.window,
             plan.allocator_window or plan.window,
             plan.scored_by_output,
@@ -251,8 +265,8 @@ class Packer:
             count_before(plan.spans, pack_request.tokens),
         )
 
-    def _pack(self, jobs: Sequence[PackJob]) -> list[torch.Tensor]:
-        """Pack one group; return the pages ``[L]`` of each request's layers."""
+    def _pack(self, jobs: Sequence[PackJob]) -> dict[str, torch.Tensor]:
+        """Pack one batch; return as `run`."""
         pool, method, pack_requests = self.pool, jobs[0].method, [job.pack_request for job in jobs]
         plan, layers, source = pack_requests[0].plan, self.num_layers, self._source_of(jobs)
         # Requests with a slot in the pool may be packed again, so the method keeps state for them.
@@ -323,7 +337,8 @@ class Packer:
             pack_requests, kept.split(layers), request_counts, strict=True
         ):
             self._notify(pack_request, request_kept, page_counts)
-        return request_counts
+        request_ids = [pack_request.request_id for pack_request in pack_requests]
+        return dict(zip(request_ids, request_counts, strict=True))
 
     def _tails(self, pack_requests: Sequence[PackRequest]) -> int | torch.Tensor:
         """Return the tail tokens of all rows: one number if they are equal, else ``[N]`` int32."""
@@ -336,16 +351,6 @@ class Packer:
         device = self.pool.pages.device
         on_device: torch.Tensor = async_tensor_h2d(per_row, device=device, dtype=torch.int32)
         return on_device
-
-    def note_all_kept(self, pack_request: PackRequest) -> torch.Tensor:
-        """Notify the observers of a prompt whose tokens were all added as groups.
-
-        Returns:
-            ``[L]`` int32, the pages of its layers.
-        """
-        kept, counts = self._all_slots(pack_request.plan)
-        self._notify(pack_request, kept, counts)
-        return counts
 
     def _all_slots(self, plan: PagePlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the kept slots and page counts, as for `Observer`, if a plan keeps all tokens."""
@@ -362,9 +367,10 @@ class Packer:
         """Return the jobs' pages: uncompressed prompts' blocks, or this step's page tables."""
         plans = [job.pack_request.plan for job in jobs]
         max_tokens = max(plan.tokens for plan in plans)
-        if not jobs[0].pack_request.nothing_dropped:
+        if jobs[0].pack_request.reads_page_tables:
             max_pages = max(-(-plan.tokens // plan.block_size) for plan in plans)
-            return self.source_pages(*self.pool.row_tables([job.row for job in jobs], max_pages))
+            batch_rows = [job.batch_row for job in jobs]
+            return self.source_pages(*self.pool.row_tables(batch_rows, max_pages))
         request_blocks = [job.blocks for job in jobs if job.blocks is not None]
         assert len(request_blocks) == len(jobs), jobs
         if len(jobs) == 1:
@@ -441,7 +447,7 @@ class Packer:
         if Reads.WINDOW in reads:
             if ring_indices is None:
                 query = self._queries(jobs, rows, plan.window)
-                if jobs[0].pack_request.nothing_dropped:
+                if not jobs[0].pack_request.reads_page_tables:
                     log_sums = self._log_sums(jobs, rows, plan.window)
             else:
                 assert self.pool.ring is not None, jobs
@@ -460,7 +466,7 @@ class Packer:
     def _ring_indices(self, jobs: Sequence[PackJob]) -> torch.Tensor | None:
         """Return where the ring has every row's window queries ``[N, w]``, if it stores them."""
         pack_request, pool = jobs[0].pack_request, self.pool
-        if not pack_request.uses_ring_queries or Reads.WINDOW not in jobs[0].method.reads:
+        if not isinstance(pack_request, ScoredByRing) or Reads.WINDOW not in jobs[0].method.reads:
             return None
         assert pool.ring is not None, jobs
         slots = pool.slots([job.pack_request.request_id for job in jobs])
@@ -532,7 +538,7 @@ class Packer:
             _, counts = pool.packed(pack_request.request_id)
             return counts, min(max_layer_pages(plan, counts), pool.max_layer_pages)
         caps = None
-        if not pack_request.nothing_dropped:
+        if pack_request.reads_page_tables:
             assert source.lengths is not None, pack_request
             caps = ((source.lengths - plan.probe) // pool.block_size).long()
         pages = method.layer_pages(plan, observed, caps)
@@ -565,7 +571,7 @@ class Packer:
                 assigned.append(blocks)
         if len(assigned) == len(pack_requests):
             return pool.assign(assigned, counts, group_tokens)
-        assert not assigned, "a group must not mix requests with and without a destination"
+        assert not assigned, "a batch must not mix requests with and without a destination"
         return [pool.packed(pack_request.request_id)[0] for pack_request in pack_requests]
 
     def _merging(
@@ -581,8 +587,9 @@ class Packer:
         else:
             last_page = (source.lengths.long() - 1) // self.pool.block_size
             tail_pages = source.pages.gather(1, last_page[:, None])[:, 0]
-        nothing_dropped = pack_requests[0].nothing_dropped
-        min_tokens = plan.layer_tokens(plan.floor_pages) if nothing_dropped else 1
+        min_tokens = 1
+        if not pack_requests[0].reads_page_tables:
+            min_tokens = plan.layer_tokens(plan.floor_pages)
         return Merging(
             values_only=method.values_only,
             tail=plan.tail,
@@ -603,7 +610,7 @@ def _packs_alone(job: PackJob) -> bool:
     * tokens are merged, which takes the memory reserved for one prompt.
     """
     pack_request, method = job.pack_request, job.method
-    return pack_request.nothing_dropped and bool(
+    return not pack_request.reads_page_tables and bool(
         method.needs_whole_prompt or Reads.COLUMN_SUMS in method.reads or method.merge
     )
 

@@ -6,16 +6,29 @@ determines the slots of the rest.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.compression.mover import SourcePages
 from vllm_kvcompress.engine.messages.step import PackRequest
-from vllm_kvcompress.engine.pages.method_state import Protected
-from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.methods.protected import indices_in_kept
 from vllm_kvcompress.methods.spans import Spans, clip_spans
+
+
+class _PackedSpans(NamedTuple):
+    """Slots of the protected tokens in the packed part of one request.
+
+    Args:
+        intact_from: number of tokens in the packed part; no later token has been dropped.
+        spans: protected spans in the packed part.
+        starts: ``[L, Hkv, n]`` int32, ascending, the slot of each span's first token.
+    """
+
+    intact_from: int
+    spans: Spans
+    starts: torch.Tensor
 
 
 class ProtectedSlots:
@@ -25,12 +38,20 @@ class ProtectedSlots:
     so the slots of later tokens are counted from the end.
 
     Args:
-        pool: the page pool, which stores the recorded slots while requests run.
         num_layers: layers on this worker, L.
     """
 
-    def __init__(self, pool: PagePool, num_layers: int) -> None:
-        self._pool, self._num_layers = pool, num_layers
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        # By id, the requests that may be packed again.
+        self._packed: dict[str, _PackedSpans] = {}
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was recorded for a request, if anything was."""
+        self._packed.pop(request_id, None)
 
     def before(
         self, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
@@ -81,7 +102,7 @@ class ProtectedSlots:
             zip(pack_requests, kept.split(count), strict=True)
         ):
             if pack_request.completes_prompt and pack_request.settings.decode.budget is None:
-                self._pool.protected.pop(pack_request.request_id, None)
+                self.forget(pack_request.request_id)
                 continue
             spans = clip_spans(pack_request.plan.spans, 0, pack_request.plan.intact_from)
             lengths = torch.tensor([0, *(stop - start for start, stop in spans[:-1])])
@@ -90,7 +111,7 @@ class ProtectedSlots:
                 slots_before if len(slots_before) == 1 else slots_before[index * count :][:count]
             )
             starts = indices_in_kept(rows, request_slots.index_select(2, first_tokens))
-            self._pool.protected[pack_request.request_id] = Protected(
+            self._packed[pack_request.request_id] = _PackedSpans(
                 pack_request.plan.intact_from, spans, starts
             )
 
@@ -104,7 +125,7 @@ class ProtectedSlots:
         """Return the protected slots among the first ``ends[r]`` tokens of each request r."""
         request_slots, device = [], source.pages.device
         for index, (pack_request, end) in enumerate(zip(pack_requests, ends, strict=True)):
-            packed = self._pool.protected.get(pack_request.request_id)
+            packed = self._packed.get(pack_request.request_id)
             first_unpacked = 0 if packed is None else packed.intact_from
             assert first_unpacked <= end, "packed tokens come before the window"
             positions = to_device(
@@ -129,7 +150,7 @@ def _positions(spans: Spans) -> torch.Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
 
 
-def _packed_slots(packed: Protected) -> torch.Tensor:
+def _packed_slots(packed: _PackedSpans) -> torch.Tensor:
     """Return the slots ``[L, Hkv, G]`` int32 of the protected tokens that are packed."""
     counts = torch.tensor([stop - start for start, stop in packed.spans])
     span_index = torch.arange(len(counts)).repeat_interleave(counts)

@@ -1,7 +1,7 @@
 """State of one worker step: the prefills it observes and the requests it packs."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
@@ -64,11 +64,11 @@ class Probe:
 
 
 @dataclass(slots=True)
-class BatchSpan:
-    """Tokens of one observed prefill in this step's batch.
+class ObservedChunk:
+    """The observed chunk of one prefill in this step's batch.
 
     Args:
-        row: the request's row in the batch.
+        batch_row: the request's row in the batch.
         start, stop: its token range in the flattened batch.
         probe: number of probe tokens after `stop`.
         blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all tokens computed so far.
@@ -76,27 +76,13 @@ class BatchSpan:
         keeps_log_sums: whether the log-sum-exp of its queries can be used to score the prompt.
     """
 
-    row: int
+    batch_row: int
     start: int
     stop: int
     probe: int
     blocks: torch.Tensor
     prefill: PrefillState
     keeps_log_sums: bool = False
-
-
-class GroupJob(NamedTuple):
-    """A request that adds groups to its packed pages.
-
-    Args:
-        pack_request: its entry in the scheduler's plan.
-        blocks: ``[n]`` int64 vLLM block ids of all its tokens up to the last one added.
-        stopwatch: for a prompt, measures the time spent on packing it; None for an output.
-    """
-
-    pack_request: PackRequest
-    blocks: torch.Tensor
-    stopwatch: Stopwatch | None = None
 
 
 @dataclass(slots=True)
@@ -111,13 +97,12 @@ class StepState:
         may_use_scratch: whether rows of the batch may read scratch pages, which every layer fills.
         laid_out: whether `begin_batch` has seen this step's batch.
         layers_observed: layers that have called `after_attention`.
-        spans: the observed prefills.
-        keeps_log_sums: whether any of `spans` keeps the log-sum-exp of its queries.
+        chunks: the observed prefill chunks.
+        keeps_log_sums: whether any of `chunks` keeps the log-sum-exp of its queries.
         log_sums: the log-sum-exp ``[Hq, tokens]`` of the batch's queries in the layer that is being
             computed, if the backend returned it.
         jobs: requests to pack after the step.
         additions: attention to add after the step, each with its row in the batch.
-        group_jobs: requests that add groups after the step.
         prompt_sums: block ids and state of prompts whose column sums are stored in the page pool
             after the step.
     """
@@ -128,10 +113,9 @@ class StepState:
     may_use_scratch: bool = False
     laid_out: bool = False
     layers_observed: int = 0
-    spans: list[BatchSpan] = field(default_factory=list)
+    chunks: list[ObservedChunk] = field(default_factory=list)
     keeps_log_sums: bool = False
     log_sums: torch.Tensor | None = None
     jobs: list[PackJob] = field(default_factory=list)
     additions: list[tuple[AttentionAddition, int]] = field(default_factory=list)
-    group_jobs: list[GroupJob] = field(default_factory=list)
     prompt_sums: list[tuple[torch.Tensor, PrefillState]] = field(default_factory=list)

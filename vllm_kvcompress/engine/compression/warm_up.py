@@ -6,7 +6,13 @@ import torch
 
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.packer import Packer, PackJob
-from vllm_kvcompress.engine.messages.step import AttentionAddition, PackRequest
+from vllm_kvcompress.engine.messages.step import (
+    AddGroups,
+    AttentionAddition,
+    PackOutput,
+    PackPiece,
+    PackPrompt,
+)
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import QUERIES_PER_SUM
@@ -154,13 +160,14 @@ class WarmUp:
         # FLASH_ATTN gives log-sum-exps, except for prompts that it did not compute entirely.
         known = torch.zeros(self._heads, plan.window, device=pages.device)
         for in_place, log_sums in ((False, {}), (shortest, dict.fromkeys(layers, known))):
-            pack_request = PackRequest(
+            pack_request = PackPrompt(
                 request_id="",
                 settings=self._settings,
                 plan=plan,
                 tokens=plan.tokens,
                 destination=(0,) * plan.blocks,
                 in_place=in_place,
+                reads_page_tables=False,
             )
             job = PackJob(
                 pack_request=pack_request,
@@ -177,17 +184,20 @@ class WarmUp:
         """Pack all tokens of a prompt of null blocks twice; the second packing is in place."""
         blocks = self._pool.pages.new_zeros(plan.full_blocks, dtype=torch.int64)
         for in_place in (False, True):
-            pack_request = PackRequest(
+            pack_request = AddGroups(
                 request_id="",
                 settings=self._settings,
                 plan=plan,
                 tokens=plan.tokens,
                 destination=(0,) * plan.blocks,
                 in_place=in_place,
+                prefill=False,
+                completes_prompt=False,
                 added_tokens=plan.max_tokens_in_pages,
                 leading_blocks=plan.leading_blocks,
             )
-            self._packer.add_groups(pack_request, blocks)
+            job = PackJob(pack_request=pack_request, method=self._method, blocks=blocks)
+            self._packer.run([job])
             self._pool.forget("")
 
     def pack_again(
@@ -223,15 +233,12 @@ class WarmUp:
         self._pool.keep_queries("")
         # Output tokens divide the budget among layers once; a prompt divides it at every piece.
         for destination in ((0,) * plan.blocks, None)[: 1 if prefill else 2]:
-            pack_request = PackRequest(
+            pack_request = (PackPiece if prefill else PackOutput)(
                 request_id="",
                 settings=self._settings,
                 plan=plan,
                 tokens=plan.tokens - probe,
                 destination=destination,
-                prefill=prefill,
-                nothing_dropped=False,
-                completes_prompt=False,
                 in_place=True,
             )
             self._pool.put_null_block_in_row(plan.tokens)

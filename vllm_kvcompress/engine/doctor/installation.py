@@ -13,8 +13,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvcompress.doctor.checks import Check
-from vllm_kvcompress.engine.startup.vllm_hook import TESTED, VllmHook
-from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS
+from vllm_kvcompress.engine.startup.vllm_hooks import TESTED, VLLM_HOOKS, VllmHook
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.methods.entry_points import package_summary
 from vllm_kvcompress.methods.registry import load_added_methods

@@ -38,7 +38,7 @@ class _Recorder:
             self.output_packings += 1
             return
         size, heads = pack_request.plan.block_size, kept.shape[1]
-        if pack_request.nothing_dropped:
+        if not pack_request.reads_page_tables:
             self.prompts.append(_counted(pack_request, counts, kept, self._buckets, self._parts))
             return
         new_positions = torch.arange(self._packed_tokens, pack_request.tokens).expand(heads, -1)

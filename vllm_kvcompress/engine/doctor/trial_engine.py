@@ -23,7 +23,6 @@ from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off
 from vllm_kvcompress.settings.overrides import override_args
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 
 def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] | None:
@@ -63,7 +62,7 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         require(on_check, runner(engine, config))
         # vLLM may choose the block size while the engine starts.
         block = config.cache_config.block_size
-        rounded = in_whole_blocks(limits.settings, block)
+        rounded = limits.settings.in_whole_blocks(block)
         limits = dataclasses.replace(
             limits,
             block_size=block,

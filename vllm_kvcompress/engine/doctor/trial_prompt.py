@@ -15,8 +15,12 @@ from vllm_kvcompress.engine.frontend.modalities import (
     placeholder_spans,
     refuse_untested,
 )
-from vllm_kvcompress.engine.frontend.protection.chat_parts import REPORTED, ChatParts, parts_of
-from vllm_kvcompress.engine.frontend.protection.renderings import PartError
+from vllm_kvcompress.engine.frontend.protection.chat_parts import (
+    REPORTED,
+    ChatParts,
+    PartError,
+    parts_of,
+)
 from vllm_kvcompress.engine.frontend.protection.spans import protected_spans
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.errors import ConfigError

@@ -21,7 +21,6 @@ from vllm_kvcompress.errors import OverrideError, shorten
 from vllm_kvcompress.settings.overrides import refuse_taken_names
 from vllm_kvcompress.settings.request_keys import ALIAS, XARGS
 
-_INSTALLED = "_kvcompress_aliases_installed"
 _NAMES = "_kvcompress_aliases"
 _ACTIVE = "_kvcompress_active"
 
@@ -86,10 +85,9 @@ def _takes_extra_arguments(kind: type[Any]) -> bool:
     return "vllm_xargs" in known or getattr(kind, "model_config", {}).get("extra") == "allow"
 
 
+@functools.cache
 def install() -> None:
     """Wrap the methods that set, look up and report model names; safe to call twice."""
-    if getattr(OpenAIServingModels, _INSTALLED, False):
-        return
     init = OpenAIServingModels.__init__
     model_name = OpenAIServingModels.model_name
     check_model = BaseServing._check_model
@@ -121,4 +119,3 @@ def install() -> None:
     OpenAIServingModels.__init__ = with_aliases
     OpenAIServingModels.model_name = reporting_alias
     BaseServing._check_model = resolving
-    setattr(OpenAIServingModels, _INSTALLED, True)

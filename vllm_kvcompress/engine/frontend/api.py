@@ -59,7 +59,6 @@ from vllm_kvcompress.settings.request_keys import (
 )
 from vllm_kvcompress.settings.request_options import RequestOptions
 
-_INSTALLED = "_kvcompress_api"
 HANDLERS = (
     (OpenAIServingChat, "create_chat_completion"),
     (OpenAIServingCompletion, "create_completion"),
@@ -72,10 +71,9 @@ _PARAMS_FIELDS = frozenset(SamplingParams.__annotations__)
 # -- enter ----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def install() -> None:
     """Wrap the methods where requests enter; safe to call twice."""
-    if getattr(InputProcessor, _INSTALLED, False):
-        return
     process_inputs = InputProcessor.process_inputs
     generate = AsyncLLM.generate
 
@@ -110,7 +108,6 @@ def install() -> None:
     batch.create_batch_chat_completion = _checking_batch(batch.create_batch_chat_completion)
     serving_tokens: Any = ServingTokens
     serving_tokens.serve_tokens = _reporting_refusals(serving_tokens.serve_tokens)
-    setattr(InputProcessor, _INSTALLED, True)
 
 
 def _checking(handler: Any, *, chat: bool) -> Any:

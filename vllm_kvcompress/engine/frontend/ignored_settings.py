@@ -8,8 +8,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-
 from vllm_kvcompress.engine.frontend.api import ignored_keys
 from vllm_kvcompress.engine.frontend.usage import (
     HANDLERS,
@@ -28,17 +26,13 @@ from vllm_kvcompress.settings.request_keys import (
 )
 from vllm_kvcompress.settings.request_options import check_form
 
-_INSTALLED = "_kvcompress_ignored_settings"
 
-
+@functools.cache
 def install() -> None:
     """Wrap the handlers that write a usage; safe to call twice."""
-    if getattr(ServingTokens, _INSTALLED, False):
-        return
     for serving, name in HANDLERS:
         setattr(serving, name, _naming_ignored_settings(getattr(serving, name)))
     install_for_responses()
-    setattr(ServingTokens, _INSTALLED, True)
 
 
 def _naming_ignored_settings(handler: Any) -> Any:

@@ -9,8 +9,8 @@ off too, turns statistics on for operators who turned them off, and does not loa
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
@@ -26,125 +26,80 @@ from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
-_INSTALLED = "_kvcompress_metrics"
 _RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 REFUSALS = ("not_allowed", "out_of_bounds", "invalid", "too_long")
 
 
-class CounterSpec(NamedTuple):
-    """A counter: its extra label, its help text, and the count to add.
-
-    `read` returns a count, or with a label a count for each label value.
-    """
-
-    label: str
-    text: str
-    read: Callable[[Counts], float | Mapping[str, float]]
-
-
-def _by_layer(counts: Counts) -> Mapping[str, float]:
-    return counts["layer_tokens"]
-
-
-# name without prefix -> counter, in the order of the table in docs/operate.md
-COUNTERS: Mapping[str, CounterSpec] = {
-    "planned_requests": CounterSpec(
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "planned_requests": (
         "method",
         "Requests that the scheduler selected for compression. Each counts once.",
-        lambda counts: counts["planned"],
     ),
-    "requests": CounterSpec(
-        "method",
-        "Planned requests that the workers have compressed.",
-        lambda counts: counts["packed"],
-    ),
-    "skipped_requests": CounterSpec(
+    "requests": ("method", "Planned requests that the workers have compressed."),
+    "skipped_requests": (
         "reason",
         "Requests whose prompts stayed uncompressed, by reason. Each request is counted once: as"
         " planned, as skipped or as refused.",
-        lambda counts: counts["skipped"],
     ),
-    "prompt_tokens": CounterSpec(
-        "",
-        "Tokens of compressed prompts before compression.",
-        lambda counts: counts["prompt_tokens"],
-    ),
-    "kept_tokens": CounterSpec(
+    "prompt_tokens": ("", "Tokens of compressed prompts before compression."),
+    "kept_tokens": (
         "",
         "Tokens of compressed prompts after compression, as the mean over their layers.",
-        lambda counts: counts["kept_tokens"],
     ),
-    "freed_blocks": CounterSpec(
-        "",
-        "KV blocks of compressed prompts that went back to the pool.",
-        lambda counts: counts["freed_blocks"],
-    ),
-    "packed_blocks": CounterSpec(
-        "",
-        "Free KV blocks allocated for the tokens that compressed prompts keep.",
-        lambda counts: counts["packed_blocks"],
-    ),
-    "in_place_requests": CounterSpec(
+    "freed_blocks": ("", "KV blocks of compressed prompts that went back to the pool."),
+    "packed_blocks": ("", "Free KV blocks allocated for the tokens that compressed prompts keep."),
+    "in_place_requests": (
         "",
         "Prompts compressed in place, in their own blocks, because the pool had too few free ones.",
-        lambda counts: counts["in_place"],
     ),
-    "repacked_answers": CounterSpec(
+    "repacked_answers": (
         "",
-        "Times that a request was compressed while it generated: to its decode budget, or to pack"
-        " its output in k4v3.",
-        lambda counts: counts["repacked_answers"],
+        "Times that a request was compressed while it generated its output: to its decode budget,"
+        " or to pack the output in k4v3.",
     ),
-    "freed_answer_blocks": CounterSpec(
+    "freed_answer_blocks": (
         "",
-        "KV blocks that went back to the pool when requests were compressed while they generated.",
-        lambda counts: counts["freed_answer_blocks"],
+        "KV blocks that went back to the pool when requests were compressed during their output.",
     ),
-    "packed_pieces": CounterSpec(
+    "packed_pieces": (
         "",
         "Times that a prompt was compressed piece by piece, its last piece included.",
-        lambda counts: counts["packed_pieces"],
     ),
-    "slotless_lookaheads": CounterSpec(
+    "slotless_lookaheads": (
         "",
         "Prompts compressed after prefill because no look-ahead slot was free.",
-        lambda counts: counts["slotless_lookaheads"],
     ),
-    "protected_tokens": CounterSpec(
+    "protected_tokens": (
         "",
         "Protected tokens of compressed prompts, which are kept whatever their score.",
-        lambda counts: counts["protected_tokens"],
     ),
-    "raised_budgets": CounterSpec(
-        "",
-        "Prompts whose budget was raised to fit their protected tokens.",
-        lambda counts: counts["raised_budgets"],
-    ),
-    "cut_lookaheads": CounterSpec(
-        "to",
-        "Look-aheads that ended early because the KV pool was short.",
-        lambda counts: counts["cut_lookaheads"],
-    ),
-    "packed_hit_tokens": CounterSpec(
+    "raised_budgets": ("", "Prompts whose budget was raised to fit their protected tokens."),
+    "cut_lookaheads": ("to", "Look-aheads that ended early because the KV pool was short."),
+    "packed_hit_tokens": (
         "",
         "Tokens that requests found in packed pages of the prefix cache (--kv-reuse).",
-        lambda counts: counts["packed_hit_tokens"],
     ),
-    "layer_tokens": CounterSpec(
-        "layer", "Prompt tokens that compressed prompts keep, by layer.", _by_layer
-    ),
+    "layer_tokens": ("layer", "Prompt tokens that compressed prompts keep, by layer."),
 }
+"""By name without prefix, the extra label of a counter and its help text, in the order of the table
+in docs/operate.md. With a label, the scheduler sends a count for each of its values."""
+_COUNT_KEYS = {
+    "planned_requests": "planned",
+    "requests": "packed",
+    "skipped_requests": "skipped",
+    "in_place_requests": "in_place",
+}
+"""Keys of `Counts` that differ from the name of their counter."""
 _refusals: Counter | None = None
 _model: list[str] = []
 
 
 def count_refusal(reason: str) -> None:
-    """Count a request that was answered with an error, by a reason in REFUSALS."""
+    """Count a request that was refused, by a reason in REFUSALS."""
     if _refusals is not None:
         _refusals.labels(*_model, reason).inc()
 
@@ -162,7 +117,7 @@ def info_labels(settings: CompressionConfig, block_size: int, itemsize: int) -> 
     """
     names = {alias.name: alias.meaning for alias in settings.alias}
     first, last = settings.scoring_query_counts
-    settings = in_whole_blocks(settings, block_size)
+    settings = settings.in_whole_blocks(block_size)
     page_tokens = k4v3.page_tokens(block_size, itemsize)
     served = [settings] if settings.enabled else list(settings.variants)
     may_choose = bool(set(settings.allow_override) - {"off"})
@@ -247,7 +202,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         }
         self._engines = {index: (model, str(index)) for index in engine_indexes}
         self._counters: dict[str, Counter] = {}
-        for name, (label, text, _) in COUNTERS.items():
+        for name, (label, text) in COUNTERS.items():
             labels = ["model_name", "engine", *([label] if label else [])]
             counter = self._counters[name] = Counter(f"vllm:kv_compress_{name}", text, labels)
             for engine in self._engines.values():
@@ -301,7 +256,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         _refusals, _model = (
             Counter(
                 "vllm:kv_compress_refused_requests",
-                "Requests answered with 400 for their compression settings or the pool size.",
+                "Requests refused with 400 for their compression settings or the pool size.",
                 ["model_name", "reason"],
             ),
             [model],
@@ -325,8 +280,9 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             self._count(counts, self._engines[engine_idx])
 
     def _count(self, counts: Counts, engine: tuple[str, str]) -> None:
-        for name, counted in COUNTERS.items():
-            increase, counter = counted.read(counts), self._counters[name]
+        count_of: Mapping[str, Any] = counts
+        for name, counter in self._counters.items():
+            increase = count_of[_COUNT_KEYS.get(name, name)]
             if isinstance(increase, Mapping):
                 for label, count in increase.items():
                     counter.labels(*engine, label).inc(count)
@@ -356,14 +312,13 @@ def _report_off(vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         gauge.labels(str(vllm_config.model_config.served_model_name), str(index)).set(1)
 
 
+@functools.cache
 def install() -> None:
     """Wrap ``StatLoggerManager.__init__``; safe to call twice.
 
     Our logger is created after vLLM's, which unregisters all metrics first, and is called before
     them.
     """
-    if getattr(StatLoggerManager, _INSTALLED, False):
-        return
     init = StatLoggerManager.__init__
 
     @functools.wraps(init)
@@ -377,4 +332,3 @@ def install() -> None:
             _report_off(vllm_config, self.engine_indexes)
 
     StatLoggerManager.__init__ = with_ours
-    setattr(StatLoggerManager, _INSTALLED, True)

@@ -1,7 +1,7 @@
 """Checks of prompts with images, video or audio: only what was tested is compressed.
 
-Text prompts of any multimodal model are compressed, and images on the models in `TESTED`. A request
-with anything else is refused, unless its prompt stays uncompressed.
+Text prompts of any multimodal model are compressed, and images on the models in `MODALITIES`. A
+request with anything else is refused, unless its prompt stays uncompressed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,8 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Spans, merge_spans
+from vllm_kvcompress.refusals.tested import MODALITIES
 from vllm_kvcompress.settings.request_options import RequestOptions
-
-TESTED: Mapping[str, frozenset[str]] = {
-    "Qwen2_5_VLForConditionalGeneration": frozenset({"image"}),
-    "Qwen3VLForConditionalGeneration": frozenset({"image"}),
-    "Qwen3VLMoeForConditionalGeneration": frozenset({"image"}),
-}
-"""Architecture -> tested modalities besides text, by vLLM's names."""
 
 _CURE = "send it with kv_compress=off, which --kv-allow-override off allows"
 _WORDS = {"image": "images", "video": "videos", "audio": "audio"}
@@ -50,11 +44,11 @@ def refuse_untested(
     if not modalities or options.stays_uncompressed(tokens, max_tokens):
         return
     architecture = config.model_config.architecture
-    untested = sorted(modalities - TESTED.get(architecture, frozenset()))
+    untested = sorted(modalities - MODALITIES.get(architecture, frozenset()))
     if untested:
         raise OverrideError.invalid(
             f"prompts of {architecture} are compressed only with text"
-            f"{' and images' if architecture in TESTED else ''}, and this one contains"
+            f"{' and images' if architecture in MODALITIES else ''}, and this one contains"
             f" {' and '.join(_WORDS.get(name, name) for name in untested)}, which is not tested;"
             f" {_CURE}",
         )
@@ -149,7 +143,7 @@ def warning_of(config: VllmConfig) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model or not model.supports_multimodal_inputs:
         return None
-    known, limits = model.architecture in TESTED, model.multimodal_config
+    known, limits = model.architecture in MODALITIES, model.multimodal_config
     if known and limits is not None and limits.get_limit_per_prompt("video") == 0:
         return None
     untested = "videos" if known else "anything but text"

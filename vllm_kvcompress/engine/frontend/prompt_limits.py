@@ -12,7 +12,6 @@ from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.request_options import RequestOptions
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 
 def check_fits_pool(
@@ -38,7 +37,7 @@ def check_fits_pool(
         engines = parallel.data_parallel_size_local
     # The null block of each engine's pool cannot be allocated.
     blocks = total // max(engines, 1) - 1 - other_layers_of(config).blocks()
-    request_settings = options.choice.resolve(in_whole_blocks(settings, int(size)))
+    request_settings = options.choice.resolve(settings.in_whole_blocks(int(size)))
     layers = layers_per_stage(config)
     pieces = (
         None

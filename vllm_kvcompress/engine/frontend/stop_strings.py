@@ -7,13 +7,10 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from vllm_kvcompress.engine.messages.outputs import mark_stopped
 
-_INSTALLED = "_kvcompress_stop_strings"
 
-
+@functools.cache
 def install() -> None:
     """Wrap ``OutputProcessor.process_outputs``; safe to call twice."""
-    if getattr(OutputProcessor, _INSTALLED, False):
-        return
     process_outputs = OutputProcessor.process_outputs
 
     @functools.wraps(process_outputs)
@@ -23,4 +20,3 @@ def install() -> None:
         return processed
 
     OutputProcessor.process_outputs = processing
-    setattr(OutputProcessor, _INSTALLED, True)

@@ -29,7 +29,6 @@ from vllm_kvcompress.engine.messages.outputs import (
     take_usage,
 )
 
-_INSTALLED = "_kvcompress_usage"
 _KEPT = "_kvcompress_kept"
 IGNORED_KEY = "kv_compress_off"
 """The key in a response's usage beside USAGE_KEY, on a server with compression off."""
@@ -142,26 +141,21 @@ def with_usage(event: Any, collected: Collected) -> Any:
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+@functools.cache
 def install() -> None:
     """Wrap the methods that process outputs and write responses; safe to call twice."""
-    if getattr(OutputProcessor, _INSTALLED, False):
-        return
     _read_reports()
     _collect_results()
     for serving, name in HANDLERS:
         setattr(serving, name, _adding_usage(getattr(serving, name)))
     install_for_responses()
-    setattr(OutputProcessor, _INSTALLED, True)
 
 
+@functools.cache
 def install_for_responses() -> None:
     """Wrap the method that completes every response of the Responses API; safe to call twice."""
     serving: Any = OpenAIServingResponses
-    if not getattr(serving, _INSTALLED, False):
-        serving.responses_full_generator = _adding_usage_to_responses(
-            serving.responses_full_generator
-        )
-        setattr(serving, _INSTALLED, True)
+    serving.responses_full_generator = _adding_usage_to_responses(serving.responses_full_generator)
 
 
 def _read_reports() -> None:

@@ -20,9 +20,10 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.memory import uncompressed_prompt_blocks
-from vllm_kvcompress.planning.obstacles import block_multiple_refusal, packed_shape_refusal
+from vllm_kvcompress.planning.model_traits import Traits
+from vllm_kvcompress.refusals.rule import refuse
+from vllm_kvcompress.refusals.server import LAYERS, Server
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SCALED = KVQuantMode.FP8_PER_TENSOR
@@ -142,12 +143,15 @@ def compressed_specs(
                 "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
-    settings = in_whole_blocks(settings, first.block_size)
-    reason = block_multiple_refusal(settings, first.block_size) or packed_shape_refusal(
-        settings, first.head_size, first.block_size, first.dtype.itemsize
+    settings = settings.in_whole_blocks(first.block_size)
+    server = Server(
+        settings=settings,
+        model=Traits(),
+        head_dim=first.head_size,
+        itemsize=first.dtype.itemsize,
+        block_size=first.block_size,
     )
-    if reason is not None:
-        raise ConfigError(reason)
+    refuse(LAYERS, server)
     compressed = {
         name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()
     }

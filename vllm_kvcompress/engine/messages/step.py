@@ -5,8 +5,8 @@ The scheduler attaches a `StepPlan` to vLLM's `SchedulerOutput`, and the workers
 ``kvcompress`` that vLLM does not know.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -21,7 +21,7 @@ HALF, BUDGET = "half", "budget"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackRequest:
-    """Instruction to pack one request after this step.
+    """Instruction to pack one request after this step. There is a subclass for each case.
 
     Args:
         request_id: vLLM's request id.
@@ -29,42 +29,46 @@ class PackRequest:
         plan: pages kept over all layers, and the maximum tokens of a layer.
         tokens: tokens computed when the step ends. A multiple of the block size, except at the end
             of a prompt.
-        destination: vLLM block ids that receive the kept tokens. None if each layer keeps the pages
-            that it has.
-        prefill: True to pack a prompt, False to pack a decoding request again to `decode_budget`.
-        output_tokens: for a prompt with a look-ahead, output tokens computed so far (may be 0). The
-            latest queries in the query ring then score the prompt: the output's, and before them
-            the prompt's. None if the prompt is packed during its prefill, by the attention that was
-            recorded from its chunks.
-        nothing_dropped: nothing was dropped before, so a token's slot is its position.
-        completes_prompt: this is the prompt's last packing.
+        destination: vLLM block ids that receive the kept tokens, once the scheduler has taken the
+            blocks. None if each layer keeps the pages that it has.
         in_place: some written pages may also be read, so all pages are staged.
-        added_tokens: if the tokens since the last packing are added to the packed groups, the
-            number of these tokens, possibly 0 at a prompt's end. `destination` then has the blocks
-            that are added. None for any other packing.
-        leading_blocks: for added groups, the ordinary blocks before the packed tokens.
-        early_target: for a prompt packed before its look-ahead is over, HALF (it is packed again
-            later) or BUDGET. Empty otherwise.
     """
 
     request_id: str
     settings: CompressionConfig
     plan: PagePlan
     tokens: int
-    destination: tuple[int, ...] | None
-    prefill: bool = True
-    output_tokens: int | None = None
-    nothing_dropped: bool = True
-    completes_prompt: bool = True
+    destination: tuple[int, ...] | None = ()
     in_place: bool = False
-    added_tokens: int | None = None
-    leading_blocks: int = 0
-    early_target: str = ""
 
     @property
-    def adds_groups(self) -> bool:
-        """Return whether the packing adds groups and leaves the packed ones as they are."""
-        return self.added_tokens is not None
+    def prefill(self) -> bool:
+        """Return whether the packed tokens are a prompt's, not only an output's."""
+        return True
+
+    @property
+    def completes_prompt(self) -> bool:
+        """Return whether this is the prompt's last packing."""
+        return True
+
+    @property
+    def reads_page_tables(self) -> bool:
+        """Return whether the tokens are read through the page tables of the batch.
+
+        Otherwise nothing was packed before, and they are read through the prompt's block ids: a
+        token's slot is its position.
+        """
+        return False
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Return the output tokens in a prompt with a look-ahead, 0 or more; else None."""
+        return None
+
+    @property
+    def early_target(self) -> str:
+        """Return HALF or BUDGET for a prompt packed before its look-ahead is over; else ""."""
+        return ""
 
     @property
     def packed_end(self) -> int:
@@ -72,17 +76,7 @@ class PackRequest:
 
         A prompt's last tokens stay in place if they do not fill a block.
         """
-        return self.plan.packed_end if self.adds_groups else self.tokens
-
-    @property
-    def uses_ring_queries(self) -> bool:
-        """Return whether queries from the ring score the tokens, not the chunks' attention."""
-        return not self.prefill or self.output_tokens is not None
-
-    @property
-    def uses_chunk_queries(self) -> bool:
-        """Return whether the attention of the prompt's chunks scores the tokens."""
-        return not (self.adds_groups or self.uses_ring_queries)
+        return self.tokens
 
     @property
     def protected_tokens(self) -> int:
@@ -93,6 +87,92 @@ class PackRequest:
     def prompt_tokens(self) -> int:
         """Return the number of tokens without the output tokens."""
         return self.tokens - (self.output_tokens or 0)
+
+
+# `field()` without a default: a dataclass would otherwise take the property as the default.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPrompt(PackRequest):
+    """Pack a prompt to its budget when its prefill ends. The attention of its chunks scores it.
+
+    Args:
+        reads_page_tables: whether the prompt is in pieces.
+    """
+
+    reads_page_tables: bool = field()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPiece(PackRequest):
+    """Pack a prompt at a boundary between pieces. The attention of its chunks scores it.
+
+    It is packed again at later boundaries and at its end.
+    """
+
+    completes_prompt: ClassVar[bool] = False
+    reads_page_tables: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLookahead(PackRequest):
+    """Pack a prompt after its look-ahead, or early. The latest queries in the query ring score it.
+
+    These are the output's, and before them the prompt's.
+
+    Args:
+        reads_page_tables: whether the prompt is in pieces, or was compressed early before.
+        output_tokens: output tokens computed so far.
+        early_target: HALF (it is packed again later) or BUDGET if its look-ahead is not over.
+    """
+
+    reads_page_tables: bool = field()
+    output_tokens: int = field()
+    early_target: str = field()
+
+    @property
+    def completes_prompt(self) -> bool:
+        """Return whether the prompt is packed to its budget."""
+        return self.early_target != HALF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOutput(PackRequest):
+    """Pack a decoding request again to its decode budget. Queries in the query ring score it."""
+
+    prefill: ClassVar[bool] = False
+    completes_prompt: ClassVar[bool] = False
+    reads_page_tables: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddGroups(PackRequest):
+    """Pack the tokens since the last packing as groups in k4v3, all of them, and add their pages.
+
+    Earlier groups stay as they are. Nothing is scored. `destination` has the added blocks.
+
+    Args:
+        prefill: whether the tokens are a prompt's.
+        completes_prompt: whether the prompt's prefill ends.
+        added_tokens: tokens that are packed, possibly 0 at a prompt's end.
+        leading_blocks: ordinary blocks before the packed tokens.
+    """
+
+    prefill: bool = field()
+    completes_prompt: bool = field()
+    added_tokens: int = field()
+    leading_blocks: int = field()
+
+    @property
+    def packed_end(self) -> int:
+        """Return the number of the request's tokens that are packed, once this is done."""
+        return self.plan.packed_end
+
+
+ScoredByChunks = PackPrompt | PackPiece
+"""Cases in which the attention of the prompt's chunks scores the tokens."""
+ScoredByRing = PackLookahead | PackOutput
+"""Cases in which queries from the query ring score the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

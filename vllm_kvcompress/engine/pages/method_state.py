@@ -1,13 +1,10 @@
 """State that methods keep for requests that are packed again, outside the KV cache."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
-
-from vllm_kvcompress.methods.spans import Spans
 
 
 class AttentionSums:
@@ -63,20 +60,6 @@ class AttentionSums:
         """Return the index in `_sums` of each flat page, int64."""
         flat = pages.long()
         return flat if self._index_of_page is None else self._index_of_page[flat].long()
-
-
-class Protected(NamedTuple):
-    """Slots of the protected tokens in the packed part of one request.
-
-    Args:
-        intact_from: number of tokens in the packed part; no later token has been dropped.
-        spans: protected spans in the packed part.
-        starts: ``[L, Hkv, n]`` int32, ascending, the slot of each span's first token.
-    """
-
-    intact_from: int
-    spans: Spans
-    starts: torch.Tensor
 
 
 class Thresholds:

@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.assign_pages import assign_pages
 from kvcompress_kernels.page_tables import page_tables
-from vllm_kvcompress.engine.pages.method_state import AttentionSums, Protected, Thresholds
+from vllm_kvcompress.engine.pages.method_state import AttentionSums, Thresholds
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies, ScratchPages
 from vllm_kvcompress.errors import VllmHookError
@@ -81,7 +81,7 @@ class LayerTables(NamedTuple):
     """Per layer ``[R]`` int32: tokens."""
 
 
-class RowGroups(NamedTuple):
+class LayerGroups(NamedTuple):
     """Packed groups of one layer, by slot, and the slots of the batch's rows."""
 
     pages: torch.Tensor
@@ -176,8 +176,6 @@ class PagePool:
         # State of methods that accumulate attention, or that merge dropped tokens.
         self.sums: AttentionSums | None = None
         self.thresholds: Thresholds | None = None
-        # Slots of protected tokens in requests that may be packed again.
-        self.protected: dict[str, Protected] = {}
         self._num_blocks = int(layers[0].shape[0])
         self.scratch: ScratchPages | None = None
         if scratch_blocks:
@@ -206,6 +204,11 @@ class PagePool:
     def max_layer_pages(self) -> int:
         """Maximum pages that a layer can hold of one request."""
         return self._tables.shape[2]
+
+    @property
+    def stores_queries(self) -> bool:
+        """Return whether the queries of the batch are stored in the ring."""
+        return self.ring is not None and self.ring.stores_queries
 
     @property
     def has_requests(self) -> bool:
@@ -413,7 +416,6 @@ class PagePool:
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; do nothing if it has no slot."""
         slot = self._slots.pop(request_id, None)
-        self.protected.pop(request_id, None)
         if slot is not None:
             self._slots_with_pages.discard(slot)
             self._slots_with_groups.discard(slot)
@@ -505,7 +507,7 @@ class PagePool:
             short.copy_(lengths)
         return short.unbind()
 
-    def groups(self, layer: int) -> RowGroups | None:
+    def groups(self, layer: int) -> LayerGroups | None:
         """Return where `packed_attention` finds the groups of one layer's rows.
 
         The tensors are persistent: their addresses never change. None if no request may be packed
@@ -513,7 +515,7 @@ class PagePool:
         """
         if self._group_tokens is None:
             return None
-        return RowGroups(
+        return LayerGroups(
             pages=self._group_pages[:, layer],
             tokens=self._group_tokens[:, layer],
             slots=self._read_slots,

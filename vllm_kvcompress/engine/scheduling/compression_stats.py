@@ -26,16 +26,43 @@ class CompressionStats:
     """Counts since the last `take`.
 
     Each request is counted once, in `planned` or in `skipped`, even if it is preempted or aborted.
-    `Counts` describes the fields, except for `packed`: the workers' reports, one for each request
-    in `planned`.
+
+    Args:
+        planned: requests whose prompts the scheduler told the workers to compress, by method.
+        packed: planned requests that the workers have compressed, by method.
+        skipped: requests whose prompts stayed uncompressed, by reason.
+        in_place: prompts packed into their own blocks.
+        freed_blocks: blocks of uncompressed prompts that went back to the pool.
+        packed_blocks: blocks taken from the pool for kept tokens.
+        prompt_tokens: tokens of the compressed prompts before compression.
+        kept_tokens: tokens of the compressed prompts after compression, mean over the layers.
+        layer_tokens: tokens that each layer keeps of the compressed prompts, by the layer's index
+            in the model.
+        ratios: share of each compressed prompt that is kept.
+        seconds: device time to score and pack a prompt, one entry per packing.
+        repacked_answers: times that a request's cache was packed again during decoding.
+        freed_answer_blocks: blocks that these repackings returned to the pool.
+        packed_pieces: times that a prompt under ``max_whole`` was packed, its last packing
+            included.
+        slotless_lookaheads: prompts that found no free look-ahead slot.
+        protected_tokens: tokens of compressed prompts that are kept regardless of their score.
+        raised_budgets: prompts whose budget was raised to hold their protected tokens.
+        cut_lookaheads: prompts packed before their look-ahead was over, by target (`half` or
+            `budget`).
+        packed_hit_tokens: tokens of new requests that were read from packed pages in the prefix
+            cache.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
+    packed: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    in_place: int = 0
     freed_blocks: int = 0
     packed_blocks: int = 0
-    in_place: int = 0
-    packed: list[PackedPrompt] = field(default_factory=list)
+    prompt_tokens: int = 0
+    kept_tokens: float = 0
+    layer_tokens: Counter[str] = field(default_factory=Counter)
+    ratios: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     repacked_answers: int = 0
     freed_answer_blocks: int = 0
@@ -55,14 +82,7 @@ class CompressionStats:
             self.skipped[reason] += 1
 
     def pack(
-        self,
-        state: RequestState,
-        pack: PackRequest,
-        returned_blocks: int,
-        *,
-        is_first: bool,
-        reused_blocks: int,
-        is_piecewise: bool,
+        self, state: RequestState, pack: PackRequest, returned_blocks: int, *, is_first: bool
     ) -> None:
         """Count a packing that the workers are told to do.
 
@@ -71,14 +91,13 @@ class CompressionStats:
             pack: the instruction.
             returned_blocks: blocks that the packing returns to the pool.
             is_first: nothing of the request was packed before.
-            reused_blocks: blocks of the request that became destinations.
-            is_piecewise: the prompt is packed piece by piece.
         """
         if not pack.prefill:
             self.repacked_answers += 1
             self.freed_answer_blocks += returned_blocks
             return
-        self.packed_pieces += is_piecewise
+        reused_blocks = len(state.reused_blocks)
+        self.packed_pieces += state.current_schedule.in_pieces
         self.freed_blocks += returned_blocks
         self.packed_blocks += (pack.plan.blocks - reused_blocks) * is_first
         self.in_place += is_first and reused_blocks > 0
@@ -97,53 +116,33 @@ class CompressionStats:
         for done in packed:
             self.seconds.append(done.seconds)
             repeats = self._repeats.pop(done.request_id, 0)
-            if not repeats:
-                self.packed.append(done)
-            elif repeats > 1:
+            if repeats > 1:
                 self._repeats[done.request_id] = repeats - 1
+            if repeats:
+                continue
+            self.packed[done.method] += 1
+            self.prompt_tokens += done.tokens
+            self.kept_tokens += done.kept_tokens
+            self.ratios.append(done.kept_tokens / done.tokens)
+            by_layer = zip(map(str, done.layers), done.layer_tokens, strict=True)
+            self.layer_tokens.update(dict(by_layer))
 
     def take(self) -> Counts | None:
         """Return the counts since the last call and reset them, None if nothing happened."""
-        counted = (
-            self.planned,
-            self.skipped,
-            self.seconds,
-            self.repacked_answers,
-            self.packed_pieces,
-            self.cut_lookaheads,
-            self.slotless_lookaheads,
-            self.packed_hit_tokens,
-        )
-        if not any(counted):
+        counts = {name: getattr(self, name) for name in _COUNTED}
+        if not any(counts.values()):
             return None
-        layer_tokens = Counter[str]()
-        for done in self.packed:
-            layer_tokens.update(dict(zip(map(str, done.layers), done.layer_tokens, strict=True)))
-        counts: Counts = {
-            "planned": dict(self.planned),
-            "skipped": dict(self.skipped),
-            "freed_blocks": self.freed_blocks,
-            "packed_blocks": self.packed_blocks,
-            "in_place": self.in_place,
-            "packed": dict(Counter(done.method for done in self.packed)),
-            "prompt_tokens": sum(done.tokens for done in self.packed),
-            "kept_tokens": sum(done.kept_tokens for done in self.packed),
-            "ratios": [done.kept_tokens / done.tokens for done in self.packed],
-            "seconds": list(self.seconds),
-            "layer_tokens": dict(layer_tokens),
-            "repacked_answers": self.repacked_answers,
-            "freed_answer_blocks": self.freed_answer_blocks,
-            "packed_pieces": self.packed_pieces,
-            "slotless_lookaheads": self.slotless_lookaheads,
-            "protected_tokens": self.protected_tokens,
-            "raised_budgets": self.raised_budgets,
-            "cut_lookaheads": dict(self.cut_lookaheads),
-            "packed_hit_tokens": self.packed_hit_tokens,
+        fresh = CompressionStats()
+        for name in _COUNTED:
+            setattr(self, name, getattr(fresh, name))
+        # A message has plain values.
+        return {
+            name: dict(count) if isinstance(count, Counter) else count
+            for name, count in counts.items()
         }
-        fresh = CompressionStats(_repeats=self._repeats)
-        for counted_field in fields(self):
-            setattr(self, counted_field.name, getattr(fresh, counted_field.name))
-        return counts
+
+
+_COUNTED = [each.name for each in fields(CompressionStats) if not each.name.startswith("_")]
 
 
 class UsageNotes:

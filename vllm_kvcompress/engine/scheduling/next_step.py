@@ -8,6 +8,7 @@ holds, because the ended request returns at least as many blocks as they then ne
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.scheduling.kv_cache import GroupBlocks
@@ -18,7 +19,7 @@ class NextStep:
     """Simulates how vLLM's scheduler will schedule the running requests.
 
     Args:
-        scheduler: vLLM's scheduler with our mixin.
+        scheduler: vLLM's scheduler.
         groups: the blocks of its layer groups.
         step_builder: counts the destination blocks of packings.
     """
@@ -105,7 +106,11 @@ class NextStep:
             probe_tokens = 0
             if num_new > 1:
                 # vLLM may end the chunk earlier to save a state. That takes no more blocks.
-                num_new, probe_tokens = scheduler.chunk_and_probe(request, computed, num_new)
+                num_new = Scheduler._reserve_prefill_lookahead(
+                    scheduler, request, computed, num_new
+                )
+                schedule = self._schedules.of(self._states.of(request))
+                num_new, probe_tokens = schedule.step_limit(computed, num_new)
             if num_new <= 0:
                 continue
             new_end = computed + self._with_drafts(request, computed, num_new, known)

@@ -12,12 +12,13 @@ from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.request_state import RequestState
 from vllm_kvcompress.errors import quoted_id
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.groups import GroupSchedule
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
 from vllm_kvcompress.schedules.prompt import PromptSchedule
-from vllm_kvcompress.schedules.request import PrefillSchedule, RequestSchedule, lookahead_tokens_of
+from vllm_kvcompress.schedules.request import RequestSchedule, lookahead_tokens_of
 from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
@@ -115,8 +116,8 @@ class RequestSchedules:
             self._lookaheads.take_slot(state)
         elif prefill is not None:
             slotless = self._lookahead_schedule(state, prefill) is not None
-        is_piecewise = prefill is not None and prefill.in_pieces
-        if slotless or schedule.lookahead is not None or is_piecewise or state.packed_hit:
+        has_lookahead = schedule.lookahead is not None
+        if slotless or has_lookahead or schedule.in_pieces or state.packed_hit:
             state.schedule_inputs = None
         return slotless
 

@@ -256,9 +256,3 @@ class RequestStates:
         limit = state.cacheable_tokens
         state.cacheable_tokens = tokens if limit is None else min(limit, tokens)
         self.limited_ids.add(state.request_id)
-
-    def clear(self) -> None:
-        """Remove all states. Call it only while no request holds blocks."""
-        assert not any(state.blocks for state in self), list(self._states)
-        self._states.clear()
-        self.ids_without_packing.clear()

@@ -28,7 +28,6 @@ from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILE
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats, UsageNotes
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
-from vllm_kvcompress.engine.scheduling.early_compression import pack_lookaheads
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
@@ -37,7 +36,6 @@ from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 from vllm_kvcompress.errors import VllmHookError, quoted_id, shorten
-from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 
@@ -223,33 +221,21 @@ class _CompressingMixin:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return the tokens to schedule for a request, including its probe."""
-        if request.request_id in self.states.ids_without_packing:
-            return super()._reserve_prefill_lookahead(  # type: ignore[misc, no-any-return]
-                request, num_computed_tokens, num_new_tokens
-            )
-        tokens, probe_tokens = self.chunk_and_probe(request, num_computed_tokens, num_new_tokens)
-        self.step_builder.set_probe(self.states.of(request), probe_tokens)
-        return tokens + probe_tokens
-
-    def chunk_and_probe(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> tuple[int, int]:
-        """Return the length of a request's next chunk and of the probe behind it, in tokens.
+        """Return the tokens to schedule for a request, including the probe behind its chunk.
 
         A chunk of a prompt in pieces ends at a piece boundary, and the probe follows it. Draft
-        tokens do not go beyond the end of a look-ahead. This method changes no state, because
-        `NextStep` calls it for steps that it only simulates.
-
-        Args:
-            request: the request.
-            num_computed_tokens: its computed tokens.
-            num_new_tokens: maximum tokens of the chunk and probe.
+        tokens do not go beyond the end of a look-ahead.
         """
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        return self.schedules.of(self.states.of(request)).step_limit(num_computed_tokens, tokens)
+        if request.request_id in self.states.ids_without_packing:
+            return tokens
+        state = self.states.of(request)
+        schedule = self.schedules.of(state)
+        tokens, probe_tokens = schedule.step_limit(num_computed_tokens, tokens)
+        self.step_builder.set_probe(state, probe_tokens)
+        return tokens + probe_tokens
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Advance the requests, except for probe tokens: the next tokens take their positions."""
@@ -268,7 +254,10 @@ class _CompressingMixin:
             raise VllmHookError(self._stop_message)
         self.coordination.begin_step(self.requests.keys())  # type: ignore[attr-defined]
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        pack_lookaheads(self.step_builder, self.next_step)
+        waiting = self.step_builder.pack_due_lookaheads()
+        if waiting:
+            needed = self.next_step.blocks_for_running(self.lookaheads.request_ids)
+            self.step_builder.pack_early(waiting, needed, overlaps=self.next_step.overlaps)
         plan = self.step_builder.build()
         attach_plan(output, plan)
         self._steps_in_flight.append((output, plan))
@@ -352,12 +341,6 @@ class _CompressingMixin:
         if stats is not None and counts is not None:
             attach_counts(stats, counts)
         return stats
-
-    def use_settings(self, settings: CompressionConfig) -> None:
-        """Set the engine's settings. Benchmarks change them while no request holds blocks."""
-        assert not self.lookaheads, list(self.lookaheads.request_ids)
-        self.admissions.settings = settings
-        self.states.clear()
 
 
 class CompressingScheduler(_CompressingMixin, Scheduler):

@@ -1,7 +1,7 @@
 """Builds the plan of the step that vLLM's scheduler is scheduling.
 
 Prompts and outputs are packed as part of vLLM's block allocation, so that one check covers all
-blocks. Look-aheads are packed once the step is scheduled (`early_compression`). The number of kept
+blocks. Look-aheads are packed once the step is scheduled (`lookaheads`). The number of kept
 pages depends only on lengths (`methods.page_plan`), so the scheduler waits for no worker.
 """
 
@@ -15,8 +15,13 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.engine.messages.step import (
     HALF,
+    AddGroups,
     AdoptedPages,
     AttentionAddition,
+    PackLookahead,
+    PackOutput,
+    PackPiece,
+    PackPrompt,
     PackRequest,
     StepPlan,
 )
@@ -33,7 +38,8 @@ from vllm_kvcompress.engine.scheduling.request_state import (
     StepEntry,
 )
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.schedules.base import PrefillSchedule
+from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
 
 
 class DestinationBlocks(NamedTuple):
@@ -265,15 +271,8 @@ class StepBuilder:
         tokens, prefill = min(num_tokens, prompt_tokens), schedule.prefill
         plan, ends_prefill = schedule.plan(tokens), tokens >= prompt_tokens
         if plan is not None and prefill is not None:
-            adds_part = prefill.adds_groups and not ends_prefill
-            if not self.pack(
-                state,
-                plan,
-                plan.packed_end if adds_part else tokens,
-                prefill.settings,
-                completes_prompt=ends_prefill,
-                adds_groups=prefill.adds_groups,
-            ):
+            request = _prefill_request(state, prefill, plan, tokens)
+            if not self.pack(state, request):
                 # Only a pulled prompt can find no blocks here.
                 self.stats.skip(state, FULL_POOL)
                 plan, state.left_grid = None, True
@@ -307,15 +306,7 @@ class StepBuilder:
         if output is None:
             return
         plan = schedule.plan(tokens)
-        packs = plan is not None and self.pack(
-            state,
-            plan,
-            tokens if output.scored else plan.packed_end,
-            output.settings,
-            prefill=False,
-            completes_prompt=False,
-            adds_groups=not output.scored,
-        )
+        packs = plan is not None and self.pack(state, _output_request(state, output, plan))
         state.left_grid |= plan is not None and not packs
         if num_queries := output.advance_sums(tokens, self._block_size, packs=packs):
             self._entry(state).addition = AttentionAddition(
@@ -355,7 +346,35 @@ class StepBuilder:
 
     # -- packing ------------------------------------------------------------------------------
 
-    def pack_lookahead(self, state: RequestState, plan: PagePlan, early_target: str) -> bool:
+    def pack_due_lookaheads(self) -> list[RequestState]:
+        """Plan to pack the prompts of this step whose look-ahead is over; return the others."""
+        waiting = []
+        for state in [state for state in self.lookaheads if state.is_scheduled]:
+            state.is_scheduled = False
+            plan = state.current_schedule.plan(state.lookahead_tokens)
+            # If the pool has too few blocks, the next step tries again.
+            if plan is None or not self._pack_lookahead(state, plan):
+                waiting.append(state)
+        return waiting
+
+    def pack_early(self, waiting: Sequence[RequestState], needed: int, *, overlaps: bool) -> None:
+        """Plan to pack some prompts early if the next step would run short of blocks.
+
+        Args:
+            waiting: prompts of this step whose look-ahead is not over.
+            needed: blocks that running requests take next.
+            overlaps: whether the next step is scheduled before this step's outputs are known.
+        """
+        free_blocks = self.free_blocks_after_step()
+        if free_blocks >= needed + self.lookaheads.max_reserved_blocks:
+            return
+        for choice, to_budget in self.lookaheads.choose_early(
+            waiting, self.free_blocks_now(), free_blocks, needed, overlaps=overlaps
+        ):
+            if not self._pack_lookahead(*choice) and choice.early_target == HALF:
+                self._pack_lookahead(*to_budget)
+
+    def _pack_lookahead(self, state: RequestState, plan: PagePlan, early_target: str = "") -> bool:
         """Plan to pack a prompt with a look-ahead. Return False if the pool has too few blocks.
 
         Args:
@@ -364,33 +383,22 @@ class StepBuilder:
             early_target: as in `PackRequest`.
         """
         lookahead, tokens = state.lookahead, state.lookahead_tokens
-        if not self.pack(
-            state,
-            plan,
-            tokens,
-            lookahead.settings,
-            completes_prompt=early_target != HALF,
+        request = PackLookahead(
+            request_id=state.request_id,
+            settings=lookahead.settings,
+            plan=plan,
+            tokens=tokens,
+            reads_page_tables=state.current_schedule.reads_page_tables,
             output_tokens=lookahead.output_tokens(tokens),
             early_target=early_target,
-        ):
+        )
+        if not self.pack(state, request):
             return False
-        if early_target != HALF:
+        if request.completes_prompt:
             self.lookaheads.end(state)
         return True
 
-    def pack(
-        self,
-        state: RequestState,
-        plan: PagePlan,
-        tokens: int,
-        settings: CompressionConfig,
-        *,
-        completes_prompt: bool,
-        prefill: bool = True,
-        output_tokens: int | None = None,
-        adds_groups: bool = False,
-        early_target: str = "",
-    ) -> bool:
+    def pack(self, state: RequestState, request: PackRequest) -> bool:
         """Plan a packing and take its destination blocks.
 
         A prompt takes fresh blocks if enough are free in addition to the blocks reserved for
@@ -402,25 +410,25 @@ class StepBuilder:
 
         Args:
             state: the request.
-            plan: pages to keep.
-            tokens: tokens computed when the step ends.
-            settings: the settings that choose which tokens to keep.
-            prefill, completes_prompt, output_tokens, early_target: as in `PackRequest`.
-            adds_groups: whether the packing adds groups to the request's packed groups.
+            request: what to pack, without a destination.
 
         Returns:
             False if the pool has too few blocks. Nothing is planned then.
         """
-        schedule, packed = state.current_schedule, state.packed_blocks
-        packed_end = plan.packed_end if adds_groups else tokens
-        footprint, full_blocks = schedule.footprint, packed_end // self._block_size
+        footprint, packed, plan = (
+            state.current_schedule.footprint,
+            state.packed_blocks,
+            request.plan,
+        )
+        full_blocks = request.packed_end // self._block_size
         free_blocks = self._pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
         reusable: list[tuple[int, KVCacheBlock]] = []
-        needed = (1 if completes_prompt or early_target else 2) * missing
+        needed = (1 if request.completes_prompt or request.early_target else 2) * missing
         needed += self.lookaheads.reserved_blocks(free_blocks - missing)
-        adds_to_packed = adds_groups and footprint.pages > 0
-        if missing and (not prefill or adds_to_packed or free_blocks < needed):
+        adds_groups = isinstance(request, AddGroups)
+        own_first = not request.prefill or (adds_groups and footprint.pages > 0)
+        if missing and (own_first or free_blocks < needed):
             reusable = _last_unshared_blocks(
                 state.blocks, footprint.first_block, full_blocks, missing
             )
@@ -436,25 +444,12 @@ class StepBuilder:
         first_destination = len(packed) if adds_groups else 0
         destination = (state.packed_blocks + reused)[first_destination : plan.blocks]
         block_ids = tuple(block.block_id for block in destination)
-        is_piecewise = schedule.prefill is not None and schedule.prefill.in_pieces
         state.reused_blocks = reused
         self._states_to_pack.append(state)
-        self._entry(state).pack = PackRequest(
-            request_id=state.request_id,
-            settings=settings,
-            plan=plan,
-            tokens=tokens,
+        self._entry(state).pack = replace(
+            request,
             destination=None if footprint.frozen else block_ids,
-            prefill=prefill,
-            output_tokens=output_tokens,
-            nothing_dropped=prefill and (adds_groups or not (footprint.pages or is_piecewise)),
-            completes_prompt=completes_prompt,
-            in_place=bool(reused or footprint.pages) or not prefill,
-            added_tokens=plan.packed_end - footprint.first_block * self._block_size
-            if adds_groups
-            else None,
-            leading_blocks=footprint.leading_blocks,
-            early_target=early_target,
+            in_place=bool(reused or footprint.pages) or not request.prefill,
         )
         return True
 
@@ -541,7 +536,7 @@ class StepBuilder:
         """Update the request's blocks for a packing, and free those that it no longer holds."""
         pack, reused = state.planned_pack, state.reused_blocks
         schedule, plan = state.current_schedule, pack.plan
-        footprint, prefill = schedule.footprint, schedule.prefill
+        footprint = schedule.footprint
         first_block, full_blocks = footprint.first_block, pack.packed_end // self._block_size
         reused_ids = {block.block_id for block in reused}
         unpacked = state.unpacked_blocks(pack.packed_end)
@@ -556,23 +551,71 @@ class StepBuilder:
         state.packed_blocks = destinations[: plan.blocks]
         freed += destinations[plan.blocks :]
         is_first = not footprint.pages
-        footprint.pack(plan, full_blocks, freeze=not (pack.prefill or pack.adds_groups))
+        footprint.pack(plan, full_blocks, freeze=isinstance(pack, PackOutput))
         returned_blocks = self._deferred_free.free(freed)
         if self.packed_prefixes is not None and state.reuses_pages:
             self.packed_prefixes.store(state)
-        self.stats.pack(
-            state,
-            pack,
-            returned_blocks,
-            is_first=is_first,
-            reused_blocks=len(reused),
-            is_piecewise=prefill is not None and prefill.in_pieces,
-        )
-        if pack.output_tokens is not None and pack.completes_prompt:
+        self.stats.pack(state, pack, returned_blocks, is_first=is_first)
+        if isinstance(pack, PackLookahead) and pack.completes_prompt:
             self.lookaheads.release_slot(state)
         if schedule.lookahead is None and schedule.output is None and schedule.prefilled:
             self.states.ids_without_packing.add(state.request_id)
         return pack
+
+
+def _prefill_request(
+    state: RequestState, prefill: PrefillSchedule, plan: PagePlan, tokens: int
+) -> PackRequest:
+    """Return the request to pack a prompt once `tokens` of its prefill are computed."""
+    request_id, settings = state.request_id, prefill.settings
+    ends_prefill = tokens >= int(state.request.num_tokens)
+    if prefill.adds_groups:
+        return AddGroups(
+            request_id=request_id,
+            settings=settings,
+            plan=plan,
+            tokens=tokens if ends_prefill else plan.packed_end,
+            prefill=True,
+            completes_prompt=ends_prefill,
+            added_tokens=_unpacked_tokens(state, plan),
+            leading_blocks=state.current_schedule.footprint.leading_blocks,
+        )
+    if not ends_prefill:
+        return PackPiece(request_id=request_id, settings=settings, plan=plan, tokens=tokens)
+    return PackPrompt(
+        request_id=request_id,
+        settings=settings,
+        plan=plan,
+        tokens=tokens,
+        reads_page_tables=state.current_schedule.reads_page_tables,
+    )
+
+
+def _output_request(
+    state: RequestState, output: OutputSchedule | OutputGroupSchedule, plan: PagePlan
+) -> PackRequest:
+    """Return the request to pack the tokens of a decoding request."""
+    request_id, settings = state.request_id, output.settings
+    if output.scored:
+        return PackOutput(
+            request_id=request_id, settings=settings, plan=plan, tokens=plan.packed_end
+        )
+    return AddGroups(
+        request_id=request_id,
+        settings=settings,
+        plan=plan,
+        tokens=plan.packed_end,
+        prefill=False,
+        completes_prompt=False,
+        added_tokens=_unpacked_tokens(state, plan),
+        leading_blocks=state.current_schedule.footprint.leading_blocks,
+    )
+
+
+def _unpacked_tokens(state: RequestState, plan: PagePlan) -> int:
+    """Return the number of tokens that a plan packs and that were not packed before."""
+    footprint = state.current_schedule.footprint
+    return plan.packed_end - footprint.first_block * footprint.block_size
 
 
 def _last_unshared_blocks(

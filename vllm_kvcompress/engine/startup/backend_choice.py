@@ -9,8 +9,8 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
 
-from vllm_kvcompress.engine.startup.refusals import CUDA_BACKENDS
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.refusals.tested import CUDA_BACKENDS
 
 logger = init_logger("vllm.kvcompress")
 

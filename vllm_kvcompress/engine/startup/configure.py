@@ -5,10 +5,12 @@ vLLM's configuration is returned unchanged.
 """
 
 import functools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -24,31 +26,23 @@ from vllm_kvcompress.engine.messages.settings import (
     refuse_misspelt_settings,
 )
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
-from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
+from vllm_kvcompress.engine.startup.refusals import SCHEDULERS, WORKERS, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
 from vllm_kvcompress.errors import ConfigError, KVCompressError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.entry_points import package_summary
 from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
+from vllm_kvcompress.refusals.server import RUST_FRONT_END
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off, without_compression
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
 # vLLM's default on a CPU.
 _CPU_BLOCK = 128
 _INSTALLED = "_kvcompress_configure"
-WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.cpu.CompressingCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvcompress.engine.worker.cuda.CompressingGPUWorker",
-}
-SCHEDULERS = {
-    False: "vllm_kvcompress.engine.scheduling.scheduler.CompressingScheduler",
-    True: "vllm_kvcompress.engine.scheduling.scheduler.CompressingAsyncScheduler",
-}
 
 
 def configure(config: VllmConfig, settings: CompressionConfig) -> None:
@@ -63,17 +57,6 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if groups_of(config).stateful:
         check("worker.batch_rows", version=vllm.__version__)
     parallel, scheduler = config.parallel_config, config.scheduler_config
-    if parallel.worker_cls not in {*WORKERS, *WORKERS.values()}:
-        raise ConfigError(
-            f"--kv-compress runs only on vLLM's own workers {sorted(WORKERS)}, got"
-            f" {parallel.worker_cls} on {current_platform.device_name}; remove --worker-cls, or"
-            " serve without --kv-compress"
-        )
-    if scheduler.scheduler_cls not in {None, *SCHEDULERS.values()}:
-        raise ConfigError(
-            f"--kv-compress needs its own scheduler, got {scheduler.scheduler_cls}; remove"
-            " --scheduler-cls, or serve without --kv-compress"
-        )
     if current_platform.is_cuda():
         # Imported here because it loads the attention backends.
         from vllm_kvcompress.engine.startup.backend_choice import choose_backend
@@ -86,11 +69,10 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if settings.model is None:
         settings = settings.with_values(model=str(config.model_config.model))
     config.additional_config = attach_settings(config.additional_config, settings)
-    _log_settings(
-        settings,
-        prefix_caching=bool(config.cache_config.enable_prefix_caching),
-        block=0 if groups_of(config).stateful else int(config.cache_config.block_size or 0),
-    )
+    block = 0 if groups_of(config).stateful else int(config.cache_config.block_size or 0)
+    prefix_caching = bool(config.cache_config.enable_prefix_caching)
+    for line in _startup_lines(settings, prefix_caching=prefix_caching, block=block):
+        logger.info("%s", line)
     # Imported here: only the process that receives requests needs this module.
     from vllm_kvcompress.engine.frontend.modalities import warning_of
 
@@ -116,8 +98,10 @@ def _choose_smaller_blocks(config: VllmConfig) -> None:
     )
 
 
-def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: int) -> None:
-    """Log the settings at startup.
+def _startup_lines(
+    settings: CompressionConfig, *, prefix_caching: bool, block: int
+) -> Iterator[str]:
+    """Yield the lines that say at startup how the engine compresses.
 
     Args:
         settings: settings of the engine.
@@ -125,85 +109,69 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         block: tokens per KV block; 0 if vLLM chooses it later. Default lengths are then rounded to
             whole blocks later too.
     """
-    unrounded = ", rounded to whole KV blocks,"
-    settings = in_whole_blocks(settings, block) if block else settings
-    named = set(settings.allow_override) - {"off"}
+    unrounded = ", rounded to whole KV blocks"
+    settings = settings.in_whole_blocks(block) if block else settings
     on_request = "only for requests that name a method or an alias"
-    logger.info(
-        "KV-cache compression is on: %s%s, for prompts of at least %d tokens",
-        settings.compress if settings.enabled else on_request,
-        f", budget {settings.budget}" if settings.enabled or named else "",
-        settings.resolved_min_prompt,
+    has_budget = settings.enabled or set(settings.allow_override) - {"off"}
+    yield (
+        f"KV-cache compression is on: {settings.compress if settings.enabled else on_request}"
+        f"{f', budget {settings.budget}' if has_budget else ''}, for prompts of at least"
+        f" {settings.resolved_min_prompt} tokens"
     )
     if packages := package_summary():
-        logger.info("methods of other packages: %s", packages)
+        yield f"methods of other packages: {packages}"
     for variant in settings.variants:
-        if variant.resolved_packed_dtype != AUTO:
-            logger.info(
-                "%s at a budget of %s packs kept tokens in %s",
-                variant.compress,
-                variant.budget,
-                variant.resolved_packed_dtype,
-            )
+        name, packed_dtype = variant.compress, variant.resolved_packed_dtype
+        if packed_dtype != AUTO:
+            yield f"{name} at a budget of {variant.budget} packs kept tokens in {packed_dtype}"
         if variant.packs_outputs:
-            logger.info(
-                "%s packs output tokens in %s every %d output tokens, rounded up to whole pages",
-                variant.compress,
-                variant.resolved_packed_dtype,
-                variant.decode.interval,
+            yield (
+                f"{name} packs output tokens in {packed_dtype} every {variant.decode.interval}"
+                " output tokens, rounded up to whole pages"
             )
     if settings.allow_override:
         bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
-        logger.info(
-            "requests may choose the methods %s, with %s",
-            ", ".join(settings.allow_override),
-            f"budgets {bounds}" if bounds else "any budget",
+        yield (
+            f"requests may choose the methods {', '.join(settings.allow_override)}, with"
+            f" {f'budgets {bounds}' if bounds else 'any budget'}"
         )
     if settings.alias:
-        logger.info("further model names: %s", ", ".join(map(str, settings.alias)))
+        yield f"further model names: {', '.join(map(str, settings.alias))}"
     if settings.pressure:
-        logger.info(
-            "prompts stay uncompressed while less than %g of the KV pool is in use, counting the"
-            " prompt itself",
-            settings.pressure,
+        yield (
+            f"prompts stay uncompressed while less than {settings.pressure:g} of the KV pool is in"
+            " use, counting the prompt itself"
         )
     for variant in settings.variants:
         # With --kv-allow-override, requests may choose a budget that needs the look-ahead.
         waits = settings.allow_override or not variant.keeps_all_tokens
         if variant.resolved_lookahead and waits:
-            logger.info(
-                "%s compresses a prompt after %d output tokens%s",
-                variant.compress,
-                variant.resolved_lookahead,
-                ", if its budget drops tokens" if variant.keeps_all_tokens else "",
+            yield (
+                f"{variant.compress} compresses a prompt after {variant.resolved_lookahead} output"
+                f" tokens{', if its budget drops tokens' if variant.keeps_all_tokens else ''}"
             )
     if settings.decode.budget is not None:
-        logger.info(
-            "requests hold at most %d tokens per layer while they generate, and are compressed"
-            " again every %d output tokens%s",
-            settings.decode.budget,
-            settings.decode.interval,
-            "" if block or "decode_interval" in settings.given_keys else unrounded[:-1],
+        is_rounded = block or "decode_interval" in settings.given_keys
+        yield (
+            f"requests hold at most {settings.decode.budget} tokens per layer while they generate,"
+            f" and are compressed again every {settings.decode.interval} output tokens"
+            f"{'' if is_rounded else unrounded}"
         )
     if settings.pieces.max_whole is not None:
-        logger.info(
-            "prompts of more than %d tokens are compressed every %d tokens%s during prefill, %s",
-            settings.pieces.max_whole,
-            settings.pieces.length,
-            "" if block or "piece" in settings.given_keys else unrounded,
-            _scoring(settings),
+        is_rounded = block or "piece" in settings.given_keys
+        yield (
+            f"prompts of more than {settings.pieces.max_whole} tokens are compressed every"
+            f" {settings.pieces.length} tokens{'' if is_rounded else f'{unrounded},'} during"
+            f" prefill, {_scoring(settings)}"
         )
     for variant in settings.variants:
-        parts = variant.parts
-        if parameters := published(parts.allocator, settings.model, variant.budget):
-            logger.info(
-                "using the parameters published for this model: %s %s", parts.allocator, parameters
-            )
+        allocator = variant.parts.allocator
+        if parameters := published(allocator, settings.model, variant.budget):
+            yield f"using the parameters published for this model: {allocator} {parameters}"
         if Reads.COLUMN_SUMS in variant.method.reads and prefix_caching:
-            logger.info(
-                "%s reads attention over the whole prompt, so prompts that it compresses fill the"
-                " prefix cache but do not read it",
-                variant.compress,
+            yield (
+                f"{variant.compress} reads attention over the whole prompt, so prompts that it"
+                " compresses fill the prefix cache but do not read it"
             )
 
 
@@ -218,6 +186,12 @@ def _scoring(settings: CompressionConfig) -> str:
     return f"scored by the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
 
 
+def _refuse_rust_front_end(flag: str) -> None:
+    """Raise ConfigError for a flag that needs vLLM's Python API server, if another one is used."""
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ConfigError(f"{flag}: {RUST_FRONT_END.reason}; {RUST_FRONT_END.fix}")
+
+
 def _install_aliases(*, or_warn: bool) -> None:
     """Install the hooks that serve the model under further names.
 
@@ -229,8 +203,7 @@ def _install_aliases(*, or_warn: bool) -> None:
         VllmHookError: this vLLM lacks a hook.
     """
     try:
-        if (reason := front_end()) is not None:
-            raise ConfigError(f"--kv-alias: {reason}")
+        _refuse_rust_front_end("--kv-alias")
         check("frontend.aliases", version=vllm.__version__)
     except KVCompressError as e:
         if not or_warn:
@@ -272,8 +245,8 @@ def _install_frontend(settings: CompressionConfig) -> None:
         ConfigError: a setting needs vLLM's Python API server, and another one is in use.
         VllmHookError: this vLLM lacks the hook of a setting.
     """
-    if settings.protection.words and (reason := front_end()) is not None:
-        raise ConfigError(f"--kv-protect: {reason}")
+    if settings.protection.words:
+        _refuse_rust_front_end("--kv-protect")
     default_usage_to_none()
     if settings.usage:
         from vllm_kvcompress.engine.frontend import usage

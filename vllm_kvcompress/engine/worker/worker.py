@@ -49,7 +49,6 @@ from vllm_kvcompress.planning.memory import (
     table_columns,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
@@ -81,7 +80,7 @@ class CompressingWorker:
         vLLM chooses the block size while it loads the model.
         """
         configured = parsed_settings(self.vllm_config.additional_config)
-        return in_whole_blocks(configured, int(self.vllm_config.cache_config.block_size))
+        return configured.in_whole_blocks(int(self.vllm_config.cache_config.block_size))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with override_backends(self.backends):

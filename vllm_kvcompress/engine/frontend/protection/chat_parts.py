@@ -6,7 +6,8 @@ takes a fraction of the time of tokenizing, and the chat is tokenized only once,
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -14,20 +15,10 @@ from typing import Any, NamedTuple
 
 from vllm.renderers.base import BaseRenderer
 
-from vllm_kvcompress.engine.frontend.protection.renderings import (
-    PLACEHOLDER,
-    PartError,
-    Span,
-    Text,
-    TokenOffsets,
-    replaced_span,
-    tools_span,
-)
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.methods.spans import Spans, merge_spans
 from vllm_kvcompress.settings.protection import QUESTION, SYSTEM, TOOLS, WORDS
 
-_INSTALLED = "_kvcompress_chat_parts"
 _KEY = "kvcompress_chat"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MAX_PROTECTED_MESSAGES, _MAX_ROLE_MESSAGES = 32, 128
@@ -35,6 +26,13 @@ _MAX_PROTECTED_MESSAGES, _MAX_ROLE_MESSAGES = 32, 128
 for each message."""
 _QUESTION_END = 256
 """Tokens at each end of a long question that are protected."""
+
+_PLACEHOLDER = "kvcompress0stands0here"
+"""Text, or name of a tool, that no chat contains."""
+
+Span = tuple[int, int]
+Text = str | list[int]
+"""Rendered chat: text, or token ids if the renderer has its own tokenizer."""
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     SYSTEM: ("system", "developer"),
@@ -47,6 +45,10 @@ REPORTED = (TOOLS, *ROLES)
 
 needed_parts: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_parts", default=None)
 """Parts that the current request needs from its chat; None if it is not a chat."""
+
+
+class PartError(ValueError):
+    """A part of a chat cannot be found. The message is a clause that says why."""
 
 
 class _Variant(NamedTuple):
@@ -78,7 +80,7 @@ class ChatParts:
     prompt: Mapping[str, Any]
     has_other_roles: bool = field(init=False)
     _found: dict[str, Spans | PartError] = field(default_factory=dict)
-    _offsets: "TokenOffsets | None" = None
+    _offsets: "_TokenOffsets | None" = None
 
     def __post_init__(self) -> None:
         known = {role for roles in ROLES.values() for role in roles}
@@ -166,8 +168,8 @@ class ChatParts:
         if not (tools := kwargs.get("tools")):
             return
         function = {
-            "name": PLACEHOLDER,
-            "description": PLACEHOLDER,
+            "name": _PLACEHOLDER,
+            "description": _PLACEHOLDER,
             "parameters": _NO_PARAMETERS,
         }
         added = [{"type": "function", "function": function}]
@@ -193,7 +195,7 @@ class ChatParts:
         message = self.messages[index]
         text = _text_of(message).strip()
         first, last = ("Q" if text[end] != "Q" else "Z" for end in (0, -1))
-        return {**message, "content": f"{first}{PLACEHOLDER}{last}"}
+        return {**message, "content": f"{first}{_PLACEHOLDER}{last}"}
 
     # -- spans --------------------------------------------------------------------------------
 
@@ -208,16 +210,16 @@ class ChatParts:
         original: Text = self.prompt[kind]
         rendered: Text = variant_prompt[kind]
         if word != TOOLS:
-            found = replaced_span(original, rendered)
+            found = _replaced_span(original, rendered)
         else:
             names = _names_of(variant)
-            front = names[0] == PLACEHOLDER
+            front = names[0] == _PLACEHOLDER
             own_names = names[1:] if front else names[:-1]
-            found = tools_span(original, rendered, own_names, front=front)
+            found = _tools_span(original, rendered, own_names, front=front)
         if found is None or isinstance(original, list):
             return found
         if self._offsets is None:
-            self._offsets = TokenOffsets.of(self.prompt, self.renderer, self.tokenizing)
+            self._offsets = _TokenOffsets.of(self.prompt, self.renderer, self.tokenizing)
         return self._offsets.tokens(*found)
 
 
@@ -266,16 +268,137 @@ def _ends(start: int, stop: int) -> Iterator[Span]:
         yield stop - _QUESTION_END, stop
 
 
+# -- comparing two renderings of a chat ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenOffsets:
+    """Character offsets of the tokens of a prompt, both ascending.
+
+    Args:
+        starts: offset of the first character of each token.
+        stops: offset after the last character of each token.
+        first: index of the first token with characters; special tokens before it have none.
+    """
+
+    starts: list[int]
+    stops: list[int]
+    first: int
+
+    @classmethod
+    def of(cls, prompt: Mapping[str, Any], renderer: Any, tokenizing: Any) -> "_TokenOffsets":
+        """Return the offsets of a rendered prompt, tokenizing it again if it has none.
+
+        Args:
+            prompt: rendered prompt.
+            renderer: vLLM's renderer.
+            tokenizing: vLLM's tokenizer parameters.
+
+        Raises:
+            PartError: the tokenizer does not report offsets.
+        """
+        offsets = prompt.get("prompt_token_offsets")
+        if not offsets:
+            asking = replace(tokenizing, return_token_offsets=True)
+            tokenized = renderer.tokenize_prompt({"prompt": prompt["prompt"]}, asking)
+            offsets = tokenized.get("prompt_token_offsets")
+            if not offsets or tokenized["prompt_token_ids"] != prompt["prompt_token_ids"]:
+                raise PartError("its tokenizer does not report character offsets")
+        places = [(int(start), int(stop)) for start, stop in offsets]
+        first = next((index for index, place in enumerate(places) if place != (0, 0)), 0)
+        with_text = [place for place in places[first:] if place != (0, 0)]
+        return cls([start for start, _ in with_text], [stop for _, stop in with_text], first)
+
+    def tokens(self, start: int, stop: int) -> Span:
+        """Return the tokens that overlap the characters from `start` to `stop`."""
+        first, end = bisect_right(self.stops, start), bisect_left(self.starts, stop)
+        return self.first + first, self.first + max(first, end)
+
+
+def _common_length(a: Text, b: Text, *, limit: int, backwards: bool = False) -> int:
+    """Return the length of the common prefix, or suffix, of two renderings, at most `limit`."""
+    low, high = 0, min(len(a), len(b), limit)
+    while low < high:
+        count = (low + high + 1) // 2
+        same = a[len(a) - count :] == b[len(b) - count :] if backwards else a[:count] == b[:count]
+        low, high = (count, high) if same else (low, count - 1)
+    return low
+
+
+def _replaced_span(original: Text, variant: Text) -> Span | None:
+    """Return the span that a placeholder replaced in a variant; None if the template omits it.
+
+    Args:
+        original: rendering of the chat.
+        variant: rendering of the chat with a placeholder in one message.
+
+    Raises:
+        PartError: the template changes other text too.
+    """
+    if original == variant:
+        return None
+    start = _common_length(original, variant, limit=len(original))
+    suffix_limit = min(len(original), len(variant)) - start
+    suffix = _common_length(original, variant, limit=suffix_limit, backwards=True)
+    stop, inserted = len(original) - suffix, variant[start : len(variant) - suffix]
+    has_placeholder = isinstance(inserted, list) or _PLACEHOLDER in inserted
+    if start >= stop or not has_placeholder or len(inserted) > len(_PLACEHOLDER) + 2:
+        raise PartError("the chat template changes other text with it")
+    return start, stop
+
+
+def _tools_span(original: Text, variant: Text, names: Sequence[str], *, front: bool) -> Span | None:
+    """Return the span after a tool added in front, or before one added at the end.
+
+    The first span begins where the tools begin, and the second ends where they end. None if the
+    template omits tools.
+
+    Args:
+        original: rendering of the chat.
+        variant: rendering of the chat with one more tool.
+        names: names of the chat's own tools, which the span must contain.
+        front: whether the tool was added in front.
+
+    Raises:
+        PartError: the tools are in several places, or in another order.
+    """
+    if original == variant:
+        return None
+    prefix = _common_length(original, variant, limit=len(original))
+    suffix = _common_length(original, variant, limit=len(original), backwards=True)
+    # Tokens can merge where the tool is inserted, so token ids get some tolerance.
+    is_tokens = isinstance(original, list)
+    if prefix + suffix < len(original) - 4 * is_tokens:
+        raise PartError("the chat template writes them in more than one place")
+    start = max(len(original) - suffix - is_tokens, 0) if front else 0
+    stop = len(original) if front else min(prefix + is_tokens, len(original))
+    if isinstance(original, str) and not _has_all(original[start:stop], names):
+        raise PartError("the chat template puts them in another order")
+    return start, stop
+
+
+def _has_all(text: str, names: Sequence[str]) -> bool:
+    """Return whether all names are in the text; fast if they are in this order."""
+    place = 0
+    for name in names:
+        place = text.find(name, place)
+        if place < 0 and (place := text.find(name)) < 0:
+            return False
+    return True
+
+
+# -- vLLM's renderer -------------------------------------------------------------------------------
+
+
 def parts_of(prompt: Any) -> ChatParts | None:
     """Return the parts of the chat that a prompt was rendered from; None if there is none."""
     found = prompt.get(_KEY) if isinstance(prompt, Mapping) else None
     return found if isinstance(found, ChatParts) else None
 
 
+@functools.cache
 def install() -> None:
     """Wrap the methods that render chats; safe to call twice."""
-    if getattr(BaseRenderer, _INSTALLED, False):
-        return
     render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
 
     @functools.wraps(render_chat)
@@ -316,7 +439,6 @@ def install() -> None:
 
     BaseRenderer.render_chat = rendering
     BaseRenderer.render_chat_async = rendering_async
-    setattr(BaseRenderer, _INSTALLED, True)
 
 
 def _reusable(chat: Iterable[Any]) -> list[Any]:

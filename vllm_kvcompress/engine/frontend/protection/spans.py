@@ -7,8 +7,11 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_kvcompress.engine.frontend.protection.chat_parts import needed_parts, parts_of
-from vllm_kvcompress.engine.frontend.protection.renderings import PartError
+from vllm_kvcompress.engine.frontend.protection.chat_parts import (
+    PartError,
+    needed_parts,
+    parts_of,
+)
 from vllm_kvcompress.engine.layers import layers_per_stage
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import MAX_SPANS, Spans, count_before, merge_spans, parse_spans

@@ -1,0 +1,73 @@
+"""What was tested. Anything else is refused."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from packaging.specifiers import SpecifierSet
+
+DEVICES = ("cpu", "cuda")
+CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends on CUDA, in order of preference."""
+CONNECTORS = ("NixlConnector", "NixlPullConnector")
+"""KV connectors: two names in vLLM for the same class."""
+DRAFTS = "ngram"
+EXECUTORS = ("MultiprocExecutor", "UniProcExecutor", "RayExecutorV2")
+"""Executors of vLLM that call each rank's worker for every step."""
+STATE_MODELS = frozenset(
+    {
+        "GraniteMoeHybridForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+    }
+)
+"""State-space architectures. Only their full-attention layers are compressed."""
+CACHED_STATE_MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
+"""Architectures with states in the prefix cache, which vLLM enables by default."""
+STATE_VLLM = SpecifierSet(">=0.32,<0.33")
+"""Versions of vLLM with stateful layers."""
+MODALITIES: Mapping[str, frozenset[str]] = {
+    "Qwen2_5_VLForConditionalGeneration": frozenset({"image"}),
+    "Qwen3VLForConditionalGeneration": frozenset({"image"}),
+    "Qwen3VLMoeForConditionalGeneration": frozenset({"image"}),
+}
+"""Architecture -> modalities besides text, by vLLM's names."""
+
+NGRAM, CONNECTOR = "--speculative-config", "--kv-transfer-config"
+PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
+DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
+WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
+TOGETHER: Mapping[str, tuple[str, ...]] = {
+    NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES),
+    PIPELINE: (TENSOR, DATA, RAY, IMAGES, REUSE),
+    TENSOR: (DATA, RAY, WINDOWS, STATES, IMAGES, REUSE),
+    DATA: (WINDOWS, STATES, IMAGES, REUSE),
+    RAY: (CONNECTOR, WINDOWS, STATES, IMAGES, REUSE),
+    CONNECTOR: (),
+    WINDOWS: (STATES, IMAGES),
+    STATES: (IMAGES,),
+    IMAGES: (REUSE,),
+    REUSE: (),
+}
+"""Features that may be combined, each pair once. Every other pair is refused.
+
+Some pairs are accepted because their parts are tested: docs/compatibility.md lists them."""
+PLAIN_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    CONNECTOR: (f"{CONNECTOR}.enable_permute_local_kv", f"{CONNECTOR}.kv_buffer_device"),
+    STATES: (
+        "--prefix-match-unit",
+        "--enable-mamba-shared-prefix-checkpoint",
+        "--use-replayssm",
+    ),
+    IMAGES: ("--ec-transfer-config", "--enable-mm-embeds", "--video-pruning-rate"),
+}
+"""Feature -> options of vLLM with which only the default was tested."""
+
+
+def untested_pairs() -> Iterator[tuple[str, str]]:
+    """Yield every two features that may not be combined."""
+    for first, second in itertools.combinations(TOGETHER, 2):
+        if second not in TOGETHER[first]:
+            yield first, second
+    for feature, options in PLAIN_OPTIONS.items():
+        yield from itertools.product([feature], options)
