@@ -74,16 +74,15 @@ def _untested_rows() -> Iterator[str]:
 def _flag_row(setting: SettingDeclaration) -> str:
     flag = f"{setting.flag} {setting.metavar}".strip()
     meaning = " ".join([_CODE.sub(r"`\g<0>`", setting.help), setting.extra_docs]).strip()
-    cells = (f"`{flag}`", f"`{setting.key}`", _default(setting), setting.unit, meaning)
-    return _row(cells)
+    return _row((f"`{flag}`", _default(setting), meaning))
 
 
 def _key_row(setting: SettingDeclaration) -> str:
-    return _row((f"`{setting.key}`", _default(setting), setting.unit, setting.help))
+    return _row((f"`{setting.key}`", _default(setting), setting.help))
 
 
 _COMPRESS_CONFIG_ROW = (
-    f"| `{COMPRESS_CONFIG_FLAG.flag} {COMPRESS_CONFIG_FLAG.metavar}` | every key | `{{}}` | |"
+    f"| `{COMPRESS_CONFIG_FLAG.flag} {COMPRESS_CONFIG_FLAG.metavar}` | `{{}}` |"
     " Any keys of this page, as one JSON object. |\n"
 )
 

@@ -135,8 +135,10 @@ def test_the_table_of_presets_matches_the_code():
     rows = {cells[1].strip(" `"): cells[2:] for cells in (x.split(" | ") for x in rows_of(body))}
     assert list(rows) == list(PRESETS)
     section_of_anchor = {anchor(heading): heading.split()[0] for heading in headings(METHODS)}
-    for name, (allocator, scorer, selector, window, merge, *_) in rows.items():
+    for name, (allocator, scorer, window, kept, *_) in rows.items():
         preset = PRESETS[name]
+        others = [cell for cell in linked_cells(kept) if linked_part(cell)[0] in SELECTORS]
+        (selector,) = others or ["[`topk`](#16-ranking-and-ties)"]
         for role, cell in (("Allocator", allocator), ("Scorer", scorer), ("Selector", selector)):
             linked, target = linked_part(cell)
             assert linked == getattr(preset, role.lower()), (name, role)
@@ -145,7 +147,12 @@ def test_the_table_of_presets_matches_the_code():
                 role,
             )
         assert window_and_lookahead(window) == (preset.window, preset.lookahead), name
-        assert merge == ("yes" if preset.merge else "no"), name
+        assert ("with merging" in kept) == bool(preset.merge), name
+
+
+def linked_cells(text: str) -> list[str]:
+    """Return the links in a cell whose text is a name."""
+    return re.findall(r"\[`\w+`\]\(#[\w-]+\)", text)
 
 
 def window_and_lookahead(cell: str) -> tuple[int, int]:

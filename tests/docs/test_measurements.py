@@ -63,31 +63,8 @@ def rows(page, start_of_header):
 
 
 def test_the_table_of_the_fields_tasks_matches_the_raw_results():
-    paths = [RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]
-    found = {(c.model, c.task, c.method, c.budget): c for c in cells(read(paths))}
-    header, _, *body = rows("measurements.md", "| model: task")
-    assert len(body) == 8
-    for row, *figures in body:
-        model, title = row.split(": ")
-        task, figure = FIELD_FIGURES[title]
-        for column, written in zip(header[1:], figures, strict=True):
-            cell = found[(model, task, *field_system(column))]
-            assert written == figure(cell), (row, column)
-
-
-FIELD_FIGURES = {
-    "RULER": (RULER, lambda cell: f"{cell.score.mean:.0%}"),
-    "reasons, F1": (REASONS, lambda cell: f"{cell.answer_f1.mean:.0%}"),
-    "reasons, KL": (REASONS, lambda cell: f"{cell.along[AFTER_LOOKAHEAD].kl.mean:.3f}"),
-    "second turn, F1": (SECOND_TURNS, lambda cell: f"{cell.answer_f1.mean:.0%}"),
-}
-
-
-def field_system(column):
-    """Return method and budget of a column such as "k4v3, 0.2" or "fp8 alone, 0.5"."""
-    name, _, share = column.rpartition(", ")
-    alone = {"fp8 alone": "fp8", "k4v3, all tokens": "k4v3, all tokens"}
-    return (alone[name], 1.0) if name in alone else (f"{name}, evicting", float(share))
+    found = cells(read([RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]))
+    assert summary_table(found) in (RESULTS / "field.md").read_text()
 
 
 def cache_format(name, kept):

@@ -164,7 +164,7 @@ def test_cake_preferences_are_ratios_of_the_equation(values, tau1, tau2):
 
 
 def test_cake_preference_of_tiny_mha():
-    """docs/methods.md 4.5: P(1.6, 0.4) = 0.00993233021 for H and V of the shape check."""
+    """docs/methods.md 2.3 for H and V of `test_cake_shape_check` (test_scorers.py)."""
     share = preferences(Cake(tau1=1.6, tau2=0.4), (9.68691241, 0.0895930078), (1.0, 1.0))
     assert share == pytest.approx([0.00993233021, 1.0], rel=1e-8)
 

@@ -128,7 +128,7 @@ def test_cake_equals_the_equation(shape, w, gamma):
 
 
 def test_cake_shape_check():
-    """docs/methods.md 4.5 and 9 (q_scale 1.5, no sink): from queries and keys to the scores."""
+    """docs/methods.md 2.3 and 4.5 by hand: from random queries and keys to the scores."""
     rs = np.random.RandomState(11)
     q, k = 1.5 * rs.standard_normal((2, 12, 4)), rs.standard_normal((2, 12, 4))
     window = torch.from_numpy(q[:, -3:]).float().transpose(0, 1)[None]

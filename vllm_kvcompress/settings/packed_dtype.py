@@ -39,9 +39,7 @@ class PackedSettings(SettingsGroup):
     """Keep packed pages in the prefix cache, so that later turns of a chat find them: off, grid or
     late. It needs k4v3 at a budget of 1.0.
 
-    `grid` packs prompts and outputs every 512 tokens. A turn that finds pages then attends to the
-    same values as one that computes them. `late` packs a prompt when its prefill ends.
-    [Contexts that survive the request](reuse.md) compares them."""
+    [Contexts that survive the request](reuse.md) compares `grid` and `late`."""
 
 
 def parse_packed_dtype(value: Any) -> PackedDtype:

@@ -1,7 +1,7 @@
 """Builds the plan of the step that vLLM's scheduler is scheduling.
 
 Prompts and outputs are packed as part of vLLM's block allocation, so that one check covers all
-blocks. Look-aheads are packed once the step is scheduled (`early_compression`). The number of kept
+blocks. Look-aheads are packed once the step is scheduled (`lookaheads`). The number of kept
 pages depends only on lengths (`methods.page_plan`), so the scheduler waits for no worker.
 """
 
