@@ -29,3 +29,11 @@ def append(path: Path, results: Iterable[Line]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as out:
         out.writelines(json.dumps(result) + "\n" for result in results)
+
+
+def by_key(found: Iterable[Line], key: str) -> dict[Any, list[Line]]:
+    """Return the lines by their value of `key`, in order of appearance."""
+    groups: dict[Any, list[Line]] = {}
+    for line in found:
+        groups.setdefault(line[key], []).append(line)
+    return groups

@@ -12,27 +12,31 @@ A method with a look-ahead, such as `ahead={"compress": "cake-chunk", "lookahead
 the prompt after the full cache's first 32 output tokens. If the output ends earlier, the prompt
 stays uncompressed and the line has `"packed": false`.
 
-`"packed_dtype": "k4v3"` packs the kept tokens into 4-bit keys and 3-bit values, also at a budget of
-1.0. Each line has `bytes`: the bytes of the compressed prompt, scales included, relative to the
-prompt in 16 bits. A look-ahead's output tokens are part of the prompt here, and later output tokens
-do not count.
+Other number formats: `"packed_dtype": "k4v3"` packs the kept tokens into 4-bit keys and 3-bit
+values, also at a budget of 1.0. `"cache": "fp8"` gives the engine's KV cache a format of vLLM,
+for prompt and output: `fp8={"compress": "cake-chunk", "cache": "fp8", "budget": [0.4, 0.2]}`. The
+name of such a format alone, for example `fp8`, measures it without eviction. Each line has
+`bytes`: the bytes of the compressed prompt, scales included, relative to the prompt in 16 bits.
+A look-ahead's output tokens are part of the prompt here, and later output tokens do not count.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.evidence.cells import FULL, WITHOUT_LOOKAHEAD
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
+from benchmarks.evidence.cells import FULL
 from benchmarks.evidence.compressed_cache import (
     CompressedCache,
     PromptCompressor,
+    cache_format_of,
     method_settings,
     settings_at,
 )
@@ -43,6 +47,7 @@ from benchmarks.evidence.outputs import (
     full_cache_output,
 )
 from benchmarks.evidence.reference_model import PrefilledPrompt, ReferenceModel
+from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD, systems
 from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.field import FIELD_TASKS, field_items
 from benchmarks.field.data import FieldData
@@ -67,6 +72,11 @@ PREAMBLE = (
     " your question, exactly as it stands in the text, is as follows. "
 )
 """Start of the output with ``--question late``: longer than a look-ahead, without the answer."""
+GROUPS_OF_METHODS: Mapping[str, Mapping[str, str]] = {
+    "systems": systems(lookahead=True),
+    "prefill-systems": systems(lookahead=False),
+}
+"""Names for several methods at once."""
 BATCH_SIZE = 16
 """Caches that decode together. A batch has similar lengths, since caches pad to the longest."""
 UNKNOWN = ("unknown", 0.0)
@@ -102,9 +112,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=list(PRESETS),
         metavar="NAME[=JSON]",
-        help=f"presets; {WITHOUT_LOOKAHEAD!r}; or NAME=JSON with settings as in"
-        " --kv-compress-config, measured only at their own budget, or list of budgets, if they have"
-        " one",
+        help=f"presets; {WITHOUT_LOOKAHEAD!r}; systems (all systems at equal bytes);"
+        " prefill-systems (the same without a look-ahead); names of vLLM's low-bit caches; or"
+        " NAME=JSON with settings as in --kv-compress-config, measured only at their own budget, or"
+        " list of budgets, if they have one",
     )
     parser.add_argument(
         "--attempts",
@@ -155,15 +166,27 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_methods(names: Sequence[str]) -> dict[str, str]:
-    """Return method names with their settings: the name of a preset, or a JSON object."""
-    named = {WITHOUT_LOOKAHEAD: json.dumps({"compress": RECOMMENDED, "lookahead": 0})}
-    parts = (argument.partition("=") for argument in names)
-    return {name: raw or named.get(name, name) for name, _, raw in parts}
+    """Return method names with their settings: the name of a preset, or a JSON object.
+
+    The name of a cache format stands for an engine that evicts nothing.
+    """
+    alone = {"compress": "off", "budget": 1.0}
+    named = {name: json.dumps({**alone, "cache": name}) for name in CACHE_FORMATS}
+    named[WITHOUT_LOOKAHEAD] = json.dumps({"compress": RECOMMENDED, "lookahead": 0})
+    methods: dict[str, str] = {}
+    for argument in names:
+        name, _, raw = argument.partition("=")
+        if argument in GROUPS_OF_METHODS:
+            methods |= GROUPS_OF_METHODS[argument]
+        else:
+            methods[name] = raw or named.get(name, name)
+    return methods
 
 
 def budgets_for(raw: str, budgets: Sequence[float]) -> Sequence[float]:
-    """Return the budgets in the settings `raw`, or all `budgets` if they have none."""
-    budget: float | list[float] | None = method_settings(raw).get("budget")
+    """Return the bytes or budgets in the settings `raw`, or all `budgets` if they have none."""
+    settings = method_settings(raw)
+    budget: float | list[float] | None = settings.get("bytes", settings.get("budget"))
     if budget is None:
         return budgets
     return budget if isinstance(budget, list) else [budget]
@@ -196,7 +219,9 @@ def measure_task(
         (name, budget) for name, raw in methods.items() for budget in budgets_for(raw, args.budgets)
     ]
     settings = [settings_at(raw, 0.5) for raw in methods.values()]
-    with_column_sums = any(Reads.COLUMN_SUMS in each.method.reads for each in settings)
+    with_column_sums = any(
+        Reads.COLUMN_SUMS in each.method.reads for each in settings if each.enabled
+    )
     num_answered = 0
     start = time.perf_counter()
 
@@ -374,13 +399,14 @@ def measure(
     if needs_full_answer(item) and not full_score:
         return results
     decode_fully = decode_fully or needs_full_answer(item)
-    for lookahead, pairs in by_lookahead(pending, methods).items():
+    stored: dict[str, PrefilledPrompt] = {}
+    for lookahead, by_format in by_prefill(pending, methods).items():
         extended = full.prompt_with_output(lookahead)
         if extended is None:
             # Even these complete outputs get no similarity if the longer ones get none: a mean
             # over short outputs alone would mislead.
             unchanged = uncompressed_output(full)
-            for name, budget in pairs:
+            for name, budget in (pair for pairs in by_format.values() for pair in pairs):
                 results.append(
                     result_line(
                         item, full, unchanged, name, budget, packed=False, complete=decode_fully
@@ -388,11 +414,20 @@ def measure(
                 )
             continue
         compressed: list[tuple[str, float, CompressedCache]] = []
-        compressor = PromptCompressor(extended, output_tokens=lookahead)
-        for name, budget in pairs:
-            cache = compressor.compress(settings_at(methods[name], budget))
-            assert cache is not None, f"{name} at {budget} keeps all {length} tokens"
-            compressed.append((name, budget, cache))
+        for cache_name, pairs in by_format.items():
+            prefilled = extended
+            if cache_name is not None:
+                prefilled = stored[cache_name] = model.stored_as(
+                    extended, CACHE_FORMATS[cache_name], prefix=stored.get(cache_name)
+                )
+            compressor = PromptCompressor(prefilled, output_tokens=lookahead)
+            for name, budget in pairs:
+                settings = settings_at(methods[name], budget)
+                if "bytes" in method_settings(methods[name]):
+                    settings = compressor.settings_within(methods[name], budget)
+                cache = compressor.compress(settings)
+                assert cache is not None, f"{name} at {budget} keeps all {length} tokens"
+                compressed.append((name, budget, cache))
         compressed.sort(key=lambda each: each[2].tokens)
         for start in range(0, len(compressed), BATCH_SIZE):
             batch = compressed[start : start + BATCH_SIZE]
@@ -415,15 +450,21 @@ def measure(
     return results
 
 
-def by_lookahead(
+def by_prefill(
     pending: Sequence[tuple[str, float]], methods: dict[str, str]
-) -> dict[int, list[tuple[str, float]]]:
-    """Group method names and budgets by look-ahead in tokens."""
-    groups: dict[int, list[tuple[str, float]]] = {}
+) -> dict[int, dict[str | None, list[tuple[str, float]]]]:
+    """Group method names and budgets by look-ahead in tokens, then by name of the cache's format.
+
+    Short look-aheads come first: longer ones continue their prefills.
+    """
+    groups: dict[int, dict[str | None, list[tuple[str, float]]]] = {}
     for name, budget in pending:
-        lookahead = settings_at(methods[name], budget).resolved_lookahead
-        groups.setdefault(lookahead, []).append((name, budget))
-    return groups
+        settings = settings_at(methods[name], budget)
+        lookahead = settings.resolved_lookahead if settings.enabled else 0
+        cache_format = cache_format_of(methods[name])
+        cache_name = None if cache_format is None else cache_format.name
+        groups.setdefault(lookahead, {}).setdefault(cache_name, []).append((name, budget))
+    return dict(sorted(groups.items()))
 
 
 def uncompressed_output(full: FullOutput) -> CompressedOutput:

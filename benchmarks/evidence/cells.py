@@ -11,11 +11,8 @@ from benchmarks.field import reading, ruler
 from benchmarks.jsonl import Line, lines
 from vllm_kvcompress.compare import measures, tasks
 from vllm_kvcompress.compare.statistics import Estimate, mean
-from vllm_kvcompress.methods.registry import RECOMMENDED
 
 FULL = "full"
-WITHOUT_LOOKAHEAD = f"{RECOMMENDED}, lookahead 0"
-"""Name of the recommended preset without its look-ahead, as all other presets run."""
 ALL = "all tasks"
 ORDINARY = "ordinary requests"
 """Name of the cell over all tasks without expected answers."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS, CacheFormat
 from benchmarks.evidence.reference_model import LONGEST_WINDOW, CacheBatch, PrefilledPrompt
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.merge_evicted import merge_evicted
@@ -29,6 +30,9 @@ BLOCK = 16
 """Tokens per page: vLLM's default block size on a GPU."""
 ITEMSIZE = 2
 """Bytes of a cached number: caches have 16 bits, although this benchmark computes in float32."""
+_BUDGET_STEP = 0.001
+_OWN_KEYS = frozenset({"cache", "bytes"})
+"""Keys of `method_settings` that are this benchmark's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +45,14 @@ class CompressedCache:
         share_of_bytes: bytes of these layers' kept tokens, scales included, relative to all tokens
             of the prompt in 16 bits. A page in the format k4v3 counts in full, even if it is partly
             filled.
+        cache_format: number format of the engine's cache, also for output tokens; None if exact.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     tokens: int
     share_of_bytes: float = 1.0
+    cache_format: CacheFormat | None = None
 
 
 class PromptCompressor:
@@ -175,13 +181,48 @@ class PromptCompressor:
         footprint = KVFootprint(num_layers=len(self.layers), block_size=self.block_size)
         return lookahead.plan(footprint, tokens)
 
+    def settings_within(self, raw: str, share_of_bytes: float) -> CompressionConfig:
+        """Return the settings `raw` with the largest budget whose cache fits in the bytes.
+
+        Args:
+            share_of_bytes: bytes of the compressed prompt, relative to the prompt in 16 bits.
+
+        Raises:
+            ValueError: even the smallest budget of the method takes more.
+        """
+        itself = self._share_of_bytes([len(self.prompt.ids)] * len(self.layers))
+        packed = k4v3.GROUP // self.block_size if method_settings(raw).get("packed_dtype") else 1
+        steps = int(min(1.0, share_of_bytes / itself * packed) / _BUDGET_STEP)
+        for step in range(steps, 0, -1):
+            settings = settings_at(raw, round(step * _BUDGET_STEP, 6))
+            plan = self.plan(settings)
+            if plan is None:
+                continue
+            stored = plan.pages * self.block_size / len(self.layers)
+            stored += plan.leading_tokens + plan.tail
+            if self._share_of_bytes([stored] * len(self.layers)) <= share_of_bytes:
+                return settings
+        raise ValueError(f"{raw} takes more than {share_of_bytes} of the bytes at any budget")
+
     def compress(self, settings: CompressionConfig) -> CompressedCache | None:
-        """Return the cache that the engine would keep, or None if it would keep all tokens."""
+        """Return the cache that the engine would keep, or None if it would keep all tokens.
+
+        With compression off, it is the prompt's cache.
+        """
+        if not settings.enabled:
+            return CompressedCache(
+                keys=self.prompt.keys,
+                values=self.prompt.values,
+                tokens=len(self.prompt.ids) * len(self.layers),
+                share_of_bytes=self._share_of_bytes([len(self.prompt.ids)] * len(self.layers)),
+                cache_format=self.prompt.cache_format,
+            )
         plan = self.plan(settings)
         if plan is None:
             return None
         is_packed = plan.packed_page_tokens is not None
         if is_packed:
+            assert self.prompt.cache_format is None, "k4v3 packs the pages of a 16-bit cache"
             reason = k4v3.refusal(self.prompt.keys[0].shape[-1], self.block_size, ITEMSIZE)
             assert not reason, reason
         if plan.cell is not None:
@@ -212,6 +253,7 @@ class PromptCompressor:
             values=values,
             tokens=sum(counts),
             share_of_bytes=self._share_of_bytes(stored_tokens),
+            cache_format=self.prompt.cache_format,
         )
 
     def _packed_in_cells(self, plan: PagePlan) -> CompressedCache:
@@ -229,15 +271,22 @@ class PromptCompressor:
             values=values,
             tokens=plan.tokens * len(self.layers),
             share_of_bytes=self._share_of_bytes([stored_tokens] * len(self.layers)),
+            cache_format=self.prompt.cache_format,
         )
 
-    def _share_of_bytes(self, tokens: Sequence[int]) -> float:
+    def _share_of_bytes(self, tokens: Sequence[float]) -> float:
         """Return the bytes of a cache relative to the prompt in 16 bits.
 
         Args:
             tokens: for each full-attention layer, the tokens of its ordinary pages.
         """
-        return sum(tokens) / (len(self.prompt.ids) * len(self.layers))
+        cache_format, num_layers = self.prompt.cache_format, len(self.prompt.keys)
+        shares = [1.0] * len(self.layers)
+        if cache_format is not None:
+            dim = self.prompt.keys[0].shape[-1]
+            shares = [cache_format.share_of_bytes(i, num_layers, dim) for i in self.layers]
+        stored = sum(count * share for count, share in zip(tokens, shares, strict=True))
+        return stored / (len(self.prompt.ids) * len(self.layers))
 
     def _with_windows(
         self, caches: list[torch.Tensor]
@@ -333,6 +382,7 @@ def stack_caches(
         starts=starts,
         position=len(prompt.ids),
         sliding_windows=prompt.sliding_windows,
+        cache_formats=[cache.cache_format for cache in caches],
     )
 
 
@@ -340,8 +390,9 @@ def method_settings(raw: str) -> Mapping[str, Any]:
     """Return the settings of a method as this benchmark takes them.
 
     Args:
-        raw: the name of a preset, or settings as ``--kv-compress-config`` takes them, optionally
-            with a list as "budget".
+        raw: the name of a preset, or settings as ``--kv-compress-config`` takes them, with the
+            benchmark's own keys "cache" (`cache_format_of`) and "bytes" (a list of shares of the
+            bytes to fit into, instead of a budget), and optionally a list as "budget".
     """
     settings: Mapping[str, Any] = json.loads(raw) if raw.startswith("{") else {"compress": raw}
     return settings
@@ -358,10 +409,22 @@ def settings_at(raw: str, budget: float) -> CompressionConfig:
     Raises:
         SystemExit: `raw` protects parts of a chat.
     """
-    settings = method_settings(raw)
+    settings = {k: value for k, value in method_settings(raw).items() if k not in _OWN_KEYS}
     if settings.get("protect"):
         raise SystemExit(
             f'"protect" is not measured here, got {settings["protect"]!r}: remove it, or measure a'
             " server with kvcompress compare --protect"
         )
     return CompressionConfig.parse({**settings, "budget": budget, "min_prompt": 0})
+
+
+def cache_format_of(raw: str) -> CacheFormat | None:
+    """Return the number format of the engine's KV cache; None for an exact cache.
+
+    Raises:
+        SystemExit: there is no format of this name.
+    """
+    name = method_settings(raw).get("cache")
+    if name is not None and name not in CACHE_FORMATS:
+        raise SystemExit(f'"cache" must be one of {", ".join(CACHE_FORMATS)}; got {name!r}')
+    return None if name is None else CACHE_FORMATS[name]

@@ -6,7 +6,7 @@ prompt, and `ReferenceModel.decode` runs several compressed caches of one prompt
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.evidence.cache_formats import CacheFormat
 from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.compare.tasks import Message
 
@@ -33,6 +34,7 @@ class PrefilledPrompt:
         column_sums: per layer ``[Hq, S]`` attention column sums; None if they were not computed.
         logits: ``[vocabulary]`` for the next token.
         sliding_windows: per layer its sliding window in tokens; None for a full-attention layer.
+        cache_format: number format of the cache; None for an exact cache.
     """
 
     ids: list[int]
@@ -42,6 +44,7 @@ class PrefilledPrompt:
     column_sums: list[torch.Tensor] | None
     logits: torch.Tensor
     sliding_windows: list[int | None]
+    cache_format: CacheFormat | None = None
 
     @property
     def full_layers(self) -> list[int]:
@@ -59,8 +62,10 @@ class CacheBatch:
             end at column ``starts[layer]``, and its output tokens follow from there.
         lengths: per layer ``[B]`` int64, the kept tokens of each cache.
         starts: per layer the column of the first output token.
-        position: position of the first output token in the uncompressed sequence: S.
+        position: position of the first output token in the uncompressed sequence: S. For caches of
+            several prompts, ``[B, 1]`` int64.
         sliding_windows: as in `PrefilledPrompt`.
+        cache_formats: the number format of each cache; None for an exact cache.
         queries: if not None, `ReferenceModel.decode` appends each layer's queries ``[T, Hq, D]`` of
             the T tokens that it gets. Only for a batch of one cache.
     """
@@ -69,8 +74,9 @@ class CacheBatch:
     values: list[torch.Tensor]
     lengths: list[torch.Tensor]
     starts: list[int]
-    position: int
+    position: int | torch.Tensor
     sliding_windows: list[int | None]
+    cache_formats: Sequence[CacheFormat | None]
     queries: list[list[torch.Tensor]] | None = None
 
     def select(self, batch_indices: torch.Tensor) -> "CacheBatch":
@@ -82,6 +88,7 @@ class CacheBatch:
             starts=self.starts,
             position=self.position,
             sliding_windows=self.sliding_windows,
+            cache_formats=[self.cache_formats[index] for index in batch_indices.tolist()],
         )
 
 
@@ -101,6 +108,8 @@ class _Prefill:
         """Return the attention output ``[1, Hq, T, D]`` of q, k and v ``[1, H, T, D]``."""
         prompt, start = self.prompt, self.num_cached
         keys, values = prompt.keys[layer], prompt.values[layer]
+        if prompt.cache_format is not None:
+            k, v = prompt.cache_format.stored(layer, len(prompt.keys), k, v)
         stop = start + k.shape[2]
         keys[:, start:stop], values[:, start:stop] = k[0], v[0]
         queries = q[0].transpose(0, 1)
@@ -152,6 +161,11 @@ class _Decode:
         """Return the attention output ``[B, Hq, T, D]`` of q, k and v ``[B, H, T, D]``."""
         keys, values = self.batch.keys[layer], self.batch.values[layer]
         start, lengths = self.batch.starts[layer], self.batch.lengths[layer]
+        for index, cache_format in enumerate(self.batch.cache_formats):
+            if cache_format is not None:
+                k[index], v[index] = cache_format.stored(
+                    layer, len(self.batch.keys), k[index], v[index]
+                )
         batch_index = torch.arange(len(k))[:, None]
         columns = self.output_indices + start
         keys[batch_index, :, columns] = k.transpose(1, 2)
@@ -294,6 +308,7 @@ class ReferenceModel:
         *,
         with_column_sums: bool,
         prefix: PrefilledPrompt | None = None,
+        cache_format: CacheFormat | None = None,
     ) -> PrefilledPrompt:
         """Return the full KV cache of a prompt.
 
@@ -301,6 +316,7 @@ class ReferenceModel:
             ids: token ids of the prompt.
             with_column_sums: also compute attention column sums (h2o and d2o need them).
             prefix: a prefilled prompt that `ids` starts with; only later tokens are computed.
+            cache_format: number format of the cache, which the prefill's attention reads.
         """
         start = 0 if prefix is None else len(prefix.ids)
         assert prefix is None or (ids[:start] == prefix.ids and len(ids) > start)
@@ -324,6 +340,7 @@ class ReferenceModel:
             column_sums=column_sums,
             logits=torch.empty(0),
             sliding_windows=self.sliding_windows,
+            cache_format=cache_format,
         )
         hidden = self._forward(
             _Prefill(prompt, with_column_sums, start),
@@ -332,6 +349,31 @@ class ReferenceModel:
         )
         prompt.logits = self.logits(hidden[0, -1])
         return prompt
+
+    def stored_as(
+        self,
+        prompt: PrefilledPrompt,
+        cache_format: CacheFormat,
+        prefix: PrefilledPrompt | None = None,
+    ) -> PrefilledPrompt:
+        """Return a prompt as an engine with a cache of another number format would hold it.
+
+        Args:
+            prompt: the prompt with its exact cache.
+            cache_format: the format.
+            prefix: the start of the prompt in this format, if the prefill is computed again.
+        """
+        if cache_format.changes_prefill:
+            return self.prefill(
+                prompt.ids,
+                with_column_sums=prompt.column_sums is not None,
+                prefix=prefix,
+                cache_format=cache_format,
+            )
+        layers = enumerate(zip(prompt.keys, prompt.values, strict=True))
+        stored = [cache_format.stored(layer, len(prompt.keys), k, v) for layer, (k, v) in layers]
+        keys, values = ([layer[part] for layer in stored] for part in (0, 1))
+        return replace(prompt, keys=keys, values=values, cache_format=cache_format)
 
     @torch.inference_mode()
     def decode(

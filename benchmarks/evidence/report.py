@@ -21,7 +21,6 @@ from benchmarks.evidence.cells import (
     ALL,
     ORDINARY,
     POSITION_RANGES,
-    WITHOUT_LOOKAHEAD,
     Cell,
     answered_counts,
     cells,
@@ -30,6 +29,7 @@ from benchmarks.evidence.cells import (
     read,
     sampling_group,
 )
+from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
 from benchmarks.evidence.texts import TASK as TEXTS
 from benchmarks.jsonl import Line
 from vllm_kvcompress.compare.statistics import Estimate, RuleResults, shares_obeyed

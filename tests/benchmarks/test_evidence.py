@@ -11,15 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.cells import differences, pooled
 from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompressor, settings_at
-from benchmarks.evidence.outputs import compare_outputs, full_cache_output
+from benchmarks.evidence.outputs import compare_outputs, divergence, full_cache_output
 from benchmarks.evidence.reference_model import ReferenceModel, encode
 from benchmarks.evidence.report import rules_table
 from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
+from processor import rounds_with_avx512
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.offline import compress
@@ -316,6 +318,58 @@ def test_a_model_that_k4v3_cannot_pack_is_an_error(prompt):
     settings = settings_at('{"compress": "cake", "packed_dtype": "k4v3"}', 0.5)
     with pytest.raises(AssertionError, match="at least 64"):
         PromptCompressor(prompt).compress(settings)
+
+
+OFF = '{"compress": "off"}'
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8", pytest.param("int4_per_token_head", marks=rounds_with_avx512)]
+)
+def test_a_low_bit_cache_decodes_as_a_prefill_in_its_format(model, prompt, name):
+    low_bit = CACHE_FORMATS[name]
+    full = full_cache_output(model, LONG_OUTPUT, prompt)
+    stored = model.stored_as(prompt, low_bit)
+    cache = PromptCompressor(stored).compress(settings_at(OFF, 1.0))
+    assert cache.share_of_bytes == low_bit.token_bytes(32) / 128
+    (output,) = compare_outputs(model, LONG_OUTPUT, stored, [cache], full)
+    for count in (1, 11, 23):
+        again = model.prefill(
+            IDS + full.tokens[:count], with_column_sums=False, cache_format=low_bit
+        )
+        expected = divergence(full.logits[count - 1].log_softmax(-1), again.logits)
+        assert output.kl[count - 1] == pytest.approx(float(expected), rel=1e-2, abs=1e-5)
+    assert max(output.kl) > 1e-4
+    extended = full.prompt_with_output(10)
+    continued = model.stored_as(extended, low_bit, prefix=stored)
+    for actual, expected in zip(
+        continued.keys, model.stored_as(extended, low_bit).keys, strict=True
+    ):
+        # Rounding may turn a difference in the last bit into one step of the format.
+        assert ((actual - expected).abs() > 1e-3).float().mean() < 0.01
+
+
+def test_turboquant_rounds_after_an_exact_prefill(wide_model):
+    prompt = wide_model.prefill(IDS, with_column_sums=False)
+    low_bit = CACHE_FORMATS["turboquant_4bit_nc"]
+    stored = wide_model.stored_as(prompt, low_bit)
+    assert torch.equal(stored.logits, prompt.logits)
+    keys, values = low_bit.stored(1, 3, prompt.keys[1], prompt.values[1])
+    assert torch.equal(stored.keys[1], keys)
+    assert torch.equal(stored.values[1], values)
+    assert not torch.equal(keys, prompt.keys[1])
+    for layer in (0, 2):
+        assert torch.equal(stored.keys[layer], prompt.keys[layer])
+    cache = PromptCompressor(stored).compress(settings_at(OFF, 1.0))
+    assert cache.share_of_bytes == pytest.approx((2 + 70 / 256) / 3)
+
+
+def test_eviction_from_an_fp8_cache_keeps_fp8_numbers(model, prompt):
+    stored = model.stored_as(prompt, CACHE_FORMATS["fp8"])
+    cache = PromptCompressor(stored).compress(settings_at('{"compress": "snapkv"}', 0.3))
+    for kept in (*cache.keys, *cache.values):
+        assert torch.equal(kept.to(torch.float8_e4m3fn).float(), kept)
+    assert cache.share_of_bytes == pytest.approx(cache.tokens / len(prompt.keys) / len(IDS) / 2)
 
 
 def test_a_hybrid_model_matches_transformers_and_keeps_its_sliding_windows(tmp_path):

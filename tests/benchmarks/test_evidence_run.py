@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence import report
-from benchmarks.evidence.cells import WITHOUT_LOOKAHEAD, cells, read
+from benchmarks.evidence.cells import cells, read
+from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
 from benchmarks.evidence.texts import text_items
 from checkpoints import text_checkpoint
 
@@ -86,31 +87,52 @@ def test_ordinary_requests_diverge_only_after_the_look_ahead(model, tmp_path):
     assert "| `ahead` | 0.3 |" in text
 
 
-def test_16_bits_and_k4v3_are_compared_by_bytes(demo_model, tmp_path):
+def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     model = text_checkpoint(tmp_path, demo_model, "llama-mqa")
     out = tmp_path / "results.jsonl"
     argv = ["--model", model, "--tasks", "summary", "--tokens", "300", "--budgets", "0.5"]
     argv += ["--max-tokens", "44", "--count", "1", "--forced", "--threads", "1"]
     packed = '{"compress": "cake-chunk", "packed_dtype": "k4v3", "budget": [1.0, 0.5]}'
-    evidence.main([*argv, "--out", str(out), "--methods", "cake", f"packed={packed}"])
+    evicting = '{"compress": "cake-chunk", "cache": "fp8", "budget": 0.5}'
+    within = '{"compress": "cake", "bytes": [0.6, 0.3]}'
+    methods = ["cake", f"packed={packed}", f"evicting={evicting}", "fp8", "turboquant_k8v4"]
+    methods += [f"within={within}"]
+    evidence.main([*argv, "--out", str(out), "--methods", *methods])
     lines = {(line["method"], line["budget"]): line for line in read([out]) if "kl" in line}
-    assert set(lines) == {("cake", 0.5), ("packed", 0.5), ("packed", 1.0)}
+    assert set(lines) == {
+        ("cake", 0.5), ("fp8", 1.0), ("turboquant_k8v4", 1.0), ("packed", 0.5), ("packed", 1.0),
+        ("evicting", 0.5), ("within", 0.6), ("within", 0.3),
+    }  # fmt: skip
+    for share in (0.6, 0.3):  # as many blocks of 16 tokens as fit, of about 300 tokens
+        assert share - 0.06 < lines["within", share]["bytes"] <= share
+    assert lines["fp8", 1.0]["bytes"] == 0.5
+    # A third of the layers, the middle one, has 8-bit keys and 4-bit values with a scale.
+    assert lines["turboquant_k8v4", 1.0]["bytes"] == pytest.approx((2 + 100 / 256) / 3, abs=1e-5)
     assert lines["cake", 0.5]["bytes"] == pytest.approx(lines["cake", 0.5]["kept"], abs=1e-5)
     assert 0.25 < lines["packed", 1.0]["bytes"] < 0.32
     assert lines["packed", 1.0]["kept"] == 1.0
     assert lines["packed", 0.5]["bytes"] < 0.2
+    assert 0.25 < lines["evicting", 0.5]["bytes"] < 0.35
     assert all(len(line["kl_at"]) == 43 for line in lines.values())
-    assert lines["packed", 0.5]["kl_at"][:32] == [0.0] * 32
+    for name in ("packed", "evicting"):
+        assert lines[name, 0.5]["kl_at"][:32] == [0.0] * 32
+    assert max(lines["fp8", 1.0]["kl_at"]) > 0
     report.main([str(out), "--pooled", "--out", str(tmp_path / "formats")])
     text = (tmp_path / "formats.md").read_text()
     pooled = text.split("question first and last together\n")[1]
     assert "ordinary requests, 1 prompts, by bytes:" in pooled
-    assert "| `cake`, 0.5 | `packed`, 1 | 1 | 12 |" in pooled
+    assert "| `cake`, 0.5 | `fp8`, 1 | 1 | 12 |" in pooled
     table = text.split("ordinary requests, 1 prompts, by bytes:\n\n")[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
     assert rows[0] == ["method", "budget", "bytes", "KL", "equal tokens"]
-    shares = [float(row[2]) for row in rows[2:5]]
+    shares = [float(row[2]) for row in rows[2:10]]
     assert shares == sorted((round(line["bytes"], 3) for line in lines.values()), reverse=True)
+    assert [row[0] for row in rows[2:5]] == ["`turboquant_k8v4`", "`within`", "`fp8`"]
+
+
+def test_an_unknown_cache_format_is_an_error(model, tmp_path):
+    with pytest.raises(SystemExit, match=r"must be one of fp8, .*; got 'fp7'"):
+        run(model, tmp_path / "results.jsonl", 'low={"compress": "cake", "cache": "fp7"}')
 
 
 def test_texts_have_the_requested_length_and_depend_on_the_seed():

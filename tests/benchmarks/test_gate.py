@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.evidence import gate
-from benchmarks.evidence.cells import AFTER_LOOKAHEAD, POSITION_RANGES, REASONS, RULER, cells
+from benchmarks.evidence.cells import AFTER_LOOKAHEAD, POSITION_RANGES, cells
 from benchmarks.evidence.reference_model import ReferenceModel
 from vllm_kvcompress.methods.registry import RECOMMENDED_BUDGETS
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -116,28 +116,6 @@ def test_plain_texts_have_no_score_and_no_combined_cell():
     found = cells([line(task="texts", group=None, full=0.0, score=0.0)])
     assert [(cell.task, cell.score) for cell in found] == [("texts", None)]
     assert found[0].kl.mean == pytest.approx(0.2)
-
-
-def test_tasks_of_a_family_are_one_cell():
-    found = {
-        cell.task: cell
-        for cell in cells(
-            [
-                line(task="niah_single_1"),
-                line(task="vt", item="vt/0", score=0.2, full=0.2),
-                line(task="squad_reasons", full=0.0, bytes=0.19, answer_f1=0.5, answer_same=False),
-                line(
-                    task="squad_reasons", item="b", full=0.0, bytes=1.0, packed=False,
-                    answer_f1=1.0, answer_same=True,
-                ),
-            ]
-        )
-    }  # fmt: skip
-    assert found[RULER].score.mean == pytest.approx(0.7 / 1.2)
-    assert found[REASONS].answer_f1.mean == pytest.approx(0.75)
-    assert found[REASONS].answer_same.mean == pytest.approx(0.5)
-    assert found[REASONS].bytes == 0.19  # of the compressed prompts
-    assert "all tasks" not in found
 
 
 def ordinary(**changes):

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm.model_executor.layers.quantization.turboquant.config import TQ_PRESETS, TurboQuantConfig
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from fake_vllm import FakeVllm, read_report, write_prompts
 from loopback import server
 from vllm_kvcompress.compare import server as compare_server
@@ -198,21 +198,11 @@ def test_the_verdict_needs_enough_prompts(run_cake, other, tmp_path, count, wron
     assert "and its KL" in note
 
 
-@pytest.mark.parametrize("cache_dtype", TQ_PRESETS)
-def test_bytes_of_a_turboquant_cache_are_vllms(cache_dtype):
-    """For the layers and head size that the function assumes; four layers stay at 16 bits."""
-    slot = TurboQuantConfig.from_cache_dtype(cache_dtype, 128).slot_size_aligned
-    assert share_of_bytes(cache_dtype) == pytest.approx((4 + 28 * slot / 512) / 32)
-
-
-def test_bytes_of_a_cache_with_scales_per_token_and_head_include_the_scales():
-    shares = {
-        "fp8": 0.5,
-        "fp8_per_token_head": 264 / 512,
-        "int8_per_token_head": 264 / 512,
-        "int4_per_token_head": 136 / 512,
-    }
-    assert {name: share_of_bytes(name) for name in shares} == shares
+@pytest.mark.parametrize("cache_dtype", CACHE_FORMATS)
+def test_bytes_of_a_format_equal_the_evidences(cache_dtype):
+    """For the layers and head size that the function assumes."""
+    shares = [CACHE_FORMATS[cache_dtype].share_of_bytes(layer, 32, 128) for layer in range(32)]
+    assert share_of_bytes(cache_dtype) == pytest.approx(sum(shares) / 32)
 
 
 def test_alternatives_are_known_and_plain_caches_take_all_bytes():

@@ -5,14 +5,12 @@ import json
 import queue
 import sys
 import threading
-from itertools import count
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from vllm_kvcompress.demo import __main__ as demo
-from vllm_kvcompress.demo import ask, progress
+from vllm_kvcompress.demo import progress
 from vllm_kvcompress.demo.ask import Measured, Reply
 from vllm_kvcompress.demo.chats import CHATS, Turn
 from vllm_kvcompress.demo.progress import EVERY_S, show_step
@@ -249,23 +247,3 @@ def test_figures_need_a_checkout(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "benchmarks.origin", None)
     with pytest.raises(SystemExit, match="run the demo in a checkout's folder"):
         demo.main(["--json", str(tmp_path / "figures.json")])
-
-
-@pytest.mark.parametrize("cached", [0, None, 512])
-def test_the_first_token_is_timed_and_cached_tokens_are_read(cached, monkeypatch):
-    details = None if cached is None else SimpleNamespace(cached_tokens=cached)
-    usage = SimpleNamespace(prompt_tokens=900, completion_tokens=2, prompt_tokens_details=details)
-
-    def event(content, ids):  # the first one has the role alone
-        choice = SimpleNamespace(delta=SimpleNamespace(content=content), token_ids=ids)
-        return SimpleNamespace(choices=[choice], usage=None, id="chatcmpl-1")
-
-    events = [event("", None), event("a", [0]), event("b", [1])]
-    events.append(SimpleNamespace(choices=[], usage=usage, id="chatcmpl-1"))
-    create = SimpleNamespace(create=lambda **_: iter(events))
-    client = SimpleNamespace(chat=SimpleNamespace(completions=create))
-    clock = count()
-    monkeypatch.setattr(ask.time, "perf_counter", lambda: float(next(clock)))
-    reply = ask.ask(client, SimpleNamespace(compressed=list), [], 2, salt="x")
-    assert (reply.text, reply.token_ids, reply.first_token_s) == ("ab", (0, 1), 1.0)
-    assert reply.cached_tokens == (cached or 0)

@@ -4,20 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.evidence.cache_formats import CACHE_FORMATS
 from benchmarks.evidence.cells import (
     AFTER_FIRST,
     AFTER_LOOKAHEAD,
     BOTH,
     ORDINARY,
-    REASONS,
-    RULER,
-    SECOND_TURNS,
     cells,
     differences,
     pooled,
     read,
 )
-from vllm_kvcompress.planning.cache_dtypes import LOW_BIT_CACHES
+from benchmarks.evidence.field_report import summary_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -70,7 +68,7 @@ def test_the_table_of_the_fields_tasks_matches_the_raw_results():
 def cache_format(name, kept):
     """Return method and budget of a table's row."""
     budget = int(kept.removesuffix(" %")) / 100
-    if budget == 1.0 and name in LOW_BIT_CACHES:
+    if budget == 1.0 and name in CACHE_FORMATS:
         return name, budget
     if (name, budget) == ("k4v3", 1.0):  # packed as a server does it
         return f"{WITHOUT_LOOKAHEAD}, k4v3", budget

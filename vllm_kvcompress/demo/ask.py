@@ -143,12 +143,14 @@ def ask(
     tokens: int,
     *,
     salt: str,
+    ignore_eos: bool = True,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Reply:
     """Send a chat, and return the timed greedy reply.
 
     Args:
-        tokens: number of output tokens, written even past the model's end of turn, so that all
+        tokens: maximum number of output tokens.
+        ignore_eos: write `tokens` output tokens even past the model's end of turn, so that all
             servers write equally many.
     """
     ids: list[int] = []
@@ -163,7 +165,7 @@ def ask(
         seed=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
+        extra_body={"ignore_eos": ignore_eos, "return_token_ids": True, "cache_salt": salt},
     )
     for event in stream:
         for choice in event.choices:
