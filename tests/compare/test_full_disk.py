@@ -21,13 +21,13 @@ def file_size_limit(max_bytes):
 
 
 @pytest.fixture
-def run_limited(run_compare):
+def run_limited(run_compare, tmp_path):
     """Return a function that compares `count` prompts with one method and budget."""
 
     def run(count, line="", max_bytes=None):
+        write_prompts(tmp_path / "mine.jsonl", range(count))
         with file_size_limit(max_bytes):
-            flags = "--methods snapkv --budgets 0.2"
-            return run_compare(f"{flags} {line}", numbers=range(count))
+            return run_compare(f"--methods snapkv --budgets 0.2 {line}", numbers=None)
 
     return run
 

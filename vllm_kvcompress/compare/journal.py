@@ -121,7 +121,7 @@ class Journal:
     @property
     def compressed_count(self) -> int | None:
         """Return how many prompts the server compressed during the run, or None if unknown."""
-        count: int | None = self._run["compressed"]
+        count: int | None = self._run.get("compressed")
         return count
 
     def set_compressed_count(self, count: int | None) -> None:
