@@ -133,23 +133,36 @@ def _as_element(x, like):
 @overload(_as_element, jit_options={"fastmath": _MATH})
 def _as_element_of(x, like):
     if like == types.uint16:
-        return lambda x, like: _to_bfloat16(x)
+        return lambda x, like: _bfloat16(x) if x == x else np.uint16(0x7FC0)
     if like == types.int16:
-        return lambda x, like: np.int16(_to_half(x))
+        return lambda x, like: np.int16(_any_half(x))
+    return lambda x, like: x
+
+
+def _as_finite_element(x, like):
+    """Return a finite float32 as `_as_element` does, but at most the largest float16."""
+
+
+@overload(_as_finite_element, jit_options={"fastmath": _MATH})
+def _as_finite_element_of(x, like):
+    if like == types.uint16:
+        return lambda x, like: _bfloat16(x)
+    if like == types.int16:
+        return lambda x, like: np.int16(_half(min(max(x, -_LARGEST_HALF), _LARGEST_HALF)))
     return lambda x, like: x
 
 
 @_compiled
-def _to_bfloat16(x):
+def _bfloat16(x):
+    """Return the bfloat16 bits of a number other than NaN."""
     bits = np.float32(x).view(np.uint32)
-    if x != x:
-        return np.uint16(0x7FC0)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @_compiled
-def _to_half(x):
+def _half(x):
+    """Return the float16 bits of a number below 65536."""
     bits = np.float32(x).view(np.uint32)
     sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -159,20 +172,17 @@ def _to_half(x):
     odd = (magnitude >> np.uint32(13)) & np.uint32(1)
     normal = np.uint32(np.uint32(magnitude + np.uint32(0xC8000FFF) + odd) >> np.uint32(13))
     half = small if magnitude < np.uint32(0x38800000) else normal
-    half = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else half  # 65536 and more
-    half = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else half
     return np.uint16(sign | half)
 
 
-def _saturated(x, like):
-    """Return a float32, limited to the largest float16 if that is the type of `like`."""
-
-
-@overload(_saturated, jit_options={"fastmath": _MATH})
-def _saturated_of(x, like):
-    if like == types.int16:
-        return lambda x, like: min(max(x, -_LARGEST_HALF), _LARGEST_HALF)
-    return lambda x, like: x
+@_compiled
+def _any_half(x):
+    """Return the float16 bits of any number. 65536 and more become infinite."""
+    bits = np.float32(x).view(np.uint32)
+    sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    special = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else np.uint32(0x7C00)
+    return _half(x) if magnitude < np.uint32(0x47800000) else np.uint16(sign | special)
 
 
 @_compiled
@@ -900,12 +910,12 @@ def _read_keys(content, at, scales, minima, panel, eighths):
         for j in range(half):
             code = content[np.uintp(codes + j)] & np.uint8(15)
             x = np.float32(minima[j] + scales[j] * np.float32(code))
-            row[j] = _as_element(_saturated(x, like), like)
+            row[j] = _as_finite_element(x, like)
         for j in range(half):
             code = content[np.uintp(codes + j)] >> np.uint8(4)
             d = half + j
             x = np.float32(minima[d] + scales[d] * np.float32(code))
-            row[d] = _as_element(_saturated(x, like), like)
+            row[d] = _as_finite_element(x, like)
 
 
 @_compiled
@@ -926,7 +936,7 @@ def _read_values(content, at, scales, minima, panel, eighths):
                 high = (content[np.uintp(highs + j)] >> np.uint8(part)) & np.uint8(1)
                 code = np.float32(low) + np.float32(4) * np.float32(high)
                 x = np.float32(minimum + scale * code)
-                row[part * eighth + j] = _as_element(_saturated(x, like), like)
+                row[part * eighth + j] = _as_finite_element(x, like)
 
 
 @_compiled
