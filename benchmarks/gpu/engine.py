@@ -72,7 +72,8 @@ class Engine:
         """Compress new requests with `settings` from now on."""
         from vllm_kvcompress.settings.config import CompressionConfig
 
-        self._scheduler.use_settings(CompressionConfig.parse(settings))
+        assert not self._scheduler.states, "configure while no request runs"
+        self._scheduler.admissions.settings = CompressionConfig.parse(settings)
 
     def switch(self, name: str, on: bool) -> bool:
         """Turn a change of the plugin on or off; return False if this commit has no such switch."""

@@ -93,33 +93,25 @@ class CompressionConfig(SettingsGroup):
     compress: MethodName = declare(
         "off", "METHOD", deployed=DEPLOY_DEFAULT, per_method=True, description=_COMPRESS
     )
-    budget: Budget = declare(
-        0.2, "BUDGET", unit="ratio, or tokens per layer", deployed=DEPLOY_DEFAULT, per_method=True
-    )
+    budget: Budget = declare(0.2, "BUDGET", deployed=DEPLOY_DEFAULT, per_method=True)
     """How much of each prompt to keep, the observation window included: a ratio in (0, 1], or a
     whole number of tokens per layer.
 
     `0.2` is a fifth, `1024` is 1,024 tokens per layer, `1.0` is every token and `1` is one
     token."""
     packed: PackedSettings = PackedSettings()
-    window: TokensOrUnset = declare(
-        None, "TOKENS", unit="prompt tokens", ge=0, le=MAX_WINDOW, per_method=True
-    )
+    window: TokensOrUnset = declare(None, "TOKENS", ge=0, le=MAX_WINDOW, per_method=True)
     """Observation window: the last prompt tokens, which are always kept and whose queries score the
     others."""
     lookahead: LookaheadSettings = LookaheadSettings()
     protection: ProtectSettings = ProtectSettings()
-    min_prompt: Tokens = declare(
-        1024, "TOKENS", unit="prompt tokens", ge=0, deployed=DEPLOY_DEFAULT
-    )
+    min_prompt: Tokens = declare(1024, "TOKENS", ge=0, deployed=DEPLOY_DEFAULT)
     """Prompts with fewer tokens stay uncompressed. With --kv-reuse, the default is 0."""
     # At least 2: a request for one token never reads the compressed cache.
-    min_output: Annotated[int, Parsed(number)] = declare(2, "TOKENS", unit="output tokens", ge=2)
+    min_output: Annotated[int, Parsed(number)] = declare(2, "TOKENS", ge=2)
     """Prompts of requests with a smaller max_tokens stay uncompressed, unless --kv-reuse is on and
     this flag is not given."""
-    pressure: Annotated[float, Parsed(number)] = declare(
-        0.0, "SHARE", unit="share of the KV pool", ge=0, le=1
-    )
+    pressure: Annotated[float, Parsed(number)] = declare(0.0, "SHARE", ge=0, le=1)
     """A prompt stays uncompressed while less than this share of the KV pool is in use, counting the
     prompt itself."""
     decode: DecodeSettings = DecodeSettings()
@@ -132,7 +124,6 @@ class CompressionConfig(SettingsGroup):
     budget_bounds: BoundsOfKinds = declare(
         (),
         "MIN:MAX",
-        unit="as `--kv-budget`",
         deployed="0.05:1.0,256:65536",
         per_engine=True,
     )

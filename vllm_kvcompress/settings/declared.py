@@ -27,7 +27,6 @@ class SettingDeclaration:
     Args:
         metavar: name of the flag's value in --help; "" for a pair of flags such as ``--kv-usage``
             and ``--no-kv-usage``; None if the setting has no flag.
-        unit: unit of the value, which `help` names too.
         repeated: whether the flag may be repeated.
         deployed: value in deploy/base/settings.env; DEPLOY_DEFAULT for the setting's own default,
             and "" if it is not there.
@@ -42,7 +41,6 @@ class SettingDeclaration:
     """
 
     metavar: str | None = None
-    unit: str = ""
     repeated: bool = False
     deployed: str = ""
     per_method: bool = False

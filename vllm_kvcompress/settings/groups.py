@@ -13,12 +13,10 @@ class LookaheadSettings(SettingsGroup):
     speculative `num_lookahead_tokens`.
     """
 
-    tokens: TokensOrUnset = declare(
-        None, "TOKENS", key="lookahead", unit="output tokens", ge=0, le=MAX_LOOKAHEAD
-    )
+    tokens: TokensOrUnset = declare(None, "TOKENS", key="lookahead", ge=0, le=MAX_LOOKAHEAD)
     """Compression waits for this many output tokens, whose queries then score the prompt. 0
     compresses when the prefill ends."""
-    slots: int | None = declare(None, key="lookahead_slots", unit="requests", ge=1, strict=True)
+    slots: int | None = declare(None, key="lookahead_slots", ge=1, strict=True)
     """Requests that may be in their look-ahead at once. None is as many as run, within 1 GiB of
     queries per GPU."""
 
@@ -27,15 +25,15 @@ class DecodeSettings(SettingsGroup):
     """`CompressionConfig.decode`: the decode budget. Without one, outputs grow as in vLLM."""
 
     budget: TokensOrNone = declare(
-        None, "TOKENS", key="decode_budget", unit="tokens per layer", ge=1, deployed=DEPLOY_DEFAULT
+        None, "TOKENS", key="decode_budget", ge=1, deployed=DEPLOY_DEFAULT
     )
     """Tokens per layer that a request may hold while it generates. With none, the KV cache of the
     output grows."""
-    interval: Tokens = declare(128, "TOKENS", key="decode_interval", unit="output tokens", ge=1)
+    interval: Tokens = declare(128, "TOKENS", key="decode_interval", ge=1)
     """Output tokens between two compressions to --kv-decode-budget: a multiple of the KV block.
     With --kv-packed-dtype k4v3 and no decode budget: output tokens between two packings of the
     output in k4v3. No token is dropped, and the number is rounded up to whole packed pages."""
-    window: TokensOrUnset = declare(None, key="decode_window", unit="output tokens", ge=0, le=128)
+    window: TokensOrUnset = declare(None, key="decode_window", ge=0, le=128)
     """With a decode budget: the last output tokens, which are always kept and whose queries score
     the others. None is the observation window, at most 8."""
 
@@ -43,18 +41,16 @@ class DecodeSettings(SettingsGroup):
 class PieceSettings(SettingsGroup):
     """`CompressionConfig.pieces`: compression piece by piece during the prefill."""
 
-    max_whole: TokensOrNone = declare(
-        None, "TOKENS", unit="prompt tokens", ge=1, deployed=DEPLOY_DEFAULT
-    )
+    max_whole: TokensOrNone = declare(None, "TOKENS", ge=1, deployed=DEPLOY_DEFAULT)
     """Prompts with more tokens are compressed piece by piece during prefill, and may be longer than
     the KV pool. With none, every prompt is compressed after its prefill."""
-    length: Tokens = declare(4096, "TOKENS", key="piece", unit="prompt tokens", ge=1)
+    length: Tokens = declare(4096, "TOKENS", key="piece", ge=1)
     """Tokens of a prompt longer than --kv-max-whole between two compressions: a multiple of the KV
     block."""
-    probe: Tokens = declare(32, "TOKENS", unit="prompt tokens", ge=0, le=MAX_PROBE)
+    probe: Tokens = declare(32, "TOKENS", ge=0, le=MAX_PROBE)
     """The last tokens of a prompt longer than --kv-max-whole, whose queries score each of its
     pieces. With 0, each piece's last tokens score it."""
-    probe_first: Tokens = declare(0, "TOKENS", unit="prompt tokens", ge=0, le=MAX_PROBE)
+    probe_first: Tokens = declare(0, "TOKENS", ge=0, le=MAX_PROBE)
     """The first tokens of a prompt longer than --kv-max-whole, whose queries also score each piece.
     Set it high enough to include an instruction that comes before the text.
 
