@@ -154,7 +154,8 @@ class Graphs:
         """Return the addresses that a graph's attention kernels read: pages, tables and lengths."""
         all_metadata = self._captured[size].attn_metadata.values()
         metadata = next(candidate for candidate in all_metadata if hasattr(candidate, "kvcompress"))
-        layers = [metadata.kvcompress[i] for i in range(len(self._compressor.pool.layer_offset))]
+        by_layer = metadata.kvcompress.layers
+        layers = [by_layer[index] for index in range(len(self._compressor.pool.layer_offset))]
         tensors = [x for candidate in layers for x in (candidate.block_table, candidate.seq_lens)]
         return [x.data_ptr() for x in (self._compressor.pool.pages, *tensors)]
 
