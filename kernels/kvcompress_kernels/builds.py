@@ -61,8 +61,8 @@ class Build:
         config: constant arguments, with the launch options ``num_warps`` and ``num_stages``.
         types: Triton's type of each other argument that is not ``"i32"``, such as ``"*bf16"``. May
             list arguments that the kernel lacks.
-        unaligned: integer arguments that may be no multiples of 16, although the kernel specialises
-            for multiples.
+        unaligned: integer arguments that need not be multiples of 16, although the kernel
+            specialises for multiples.
         wide_loads: whether the compiled kernel must use 16-byte loads from global memory.
         tensor_cores: whether the compiled kernel must use tensor-core instructions.
         logits: attention logits in one iteration of the main loop; 0 if it computes none.

@@ -76,7 +76,9 @@ class DoctorOptions:
         if self.picture is not None and not self.explain:
             raise ConfigError("--picture needs --explain; add it, or remove --picture")
         if self.model is None and self.url is None and (self.settings or self.arguments):
-            raise ConfigError("these flags need MODEL or --url; give one of them")
+            raise ConfigError(
+                "settings and flags of vllm serve need MODEL or --url; give one of them"
+            )
 
     @property
     def arguments(self) -> list[str]:

@@ -144,11 +144,11 @@ def refuse_values(preset: Preset, reads: Reads) -> None:
         scores_by_window(reads) and preset.lookahead >= max(min_window(reads), 1)
     ):
         raise ConfigError(
-            f"a look-ahead needs a scorer that reads the window alone and at least"
-            f" {min_window(reads)} output tokens, got lookahead={preset.lookahead}; set it to 0"
+            f"a look-ahead needs at least {max(min_window(reads), 1)} output tokens and a scorer"
+            f" that reads the window alone, got lookahead={preset.lookahead}; set it to 0"
         )
     if preset.output_scorer and not preset.lookahead:
         raise ConfigError(
             f"output_scorer={preset.output_scorer!r} scores after a look-ahead, got lookahead=0;"
-            " set one, or remove output_scorer"
+            " set lookahead, or remove output_scorer"
         )

@@ -224,7 +224,7 @@ def _try_allocator(allocator: Allocator) -> None:
         if first.min() < 0 or first.max() > spec.past or first.sum() > spec.past_total:
             raise ConfigError(
                 f"`allocate` must return numbers in [0, {spec.past}] whose sum is"
-                f" {spec.past_total}, which is `spec.past_total`; got {first.tolist()}; use"
+                f" at most {spec.past_total}, which is `spec.past_total`; got {first.tolist()}; use"
                 " kvcompress_kernels.apportion"
             )
 

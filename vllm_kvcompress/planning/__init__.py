@@ -1,1 +1,1 @@
-"""Check a model's configuration: whether compression supports it, and how much memory it takes."""
+"""From a model's configuration: its traits, its memory, and the blocks that a request holds."""

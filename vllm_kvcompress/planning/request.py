@@ -148,8 +148,9 @@ class PlannedRequest:
     def first_packed_at(self) -> int:
         """Return the tokens that may enter the prefix cache before the request is packed.
 
-        They are those computed when it is first packed, or all if it never is. A prompt is packed
-        into fresh blocks, an output into the request's own last blocks, which leave the cache.
+        They are all tokens computed before the first packing, or all tokens if nothing is packed. A
+        prompt is packed into fresh blocks, an output into the request's own last blocks, which
+        leave the cache.
         """
         if self.pieces is not None:
             return self.pieces.first_end

@@ -18,10 +18,10 @@ class Rule(Generic[Facts]):
     Args:
         name: what is refused, in Markdown, for docs/compatibility.md; empty if that page does not
             list the rule.
-        when: returns something true for facts that the rule refuses. The texts call it `found`.
-        reason, fix: templates over `found` and the facts, which they call `it`. `fix` is empty if
-            the reason says what to write.
-        because: the reason on that page; empty if it is `reason`.
+        when: returns a true value for facts that the rule refuses; `{found}` in the texts.
+        reason, fix: format strings with `{found}` and `{it}`, the facts. `fix` is empty if the
+            reason says what to write.
+        because: shorter reason for docs/compatibility.md; empty to use `reason`.
         error: returns the exception to raise with the text.
     """
 

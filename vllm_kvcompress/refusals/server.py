@@ -48,7 +48,7 @@ class Executor(NamedTuple):
         name: as the user gave it, or the class's own name.
         base: the executor of `tested.EXECUTORS` that it is or inherits; "" for none.
         overridden: names of its own methods on the path of a step.
-        fix: another way to use a tested executor, before the one that always works.
+        fix: a fix that the message names before the one that always works.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Server:
         itemsize: bytes of a cached number.
         block_size: tokens in a KV block.
         max_model_len: maximum tokens of a prompt and its output together.
-        options: vLLM's options that are set, by flag or environment variable, and the keys of
-            --kv-transfer-config, whose own value is the connector; without numbers of ranks that
-            are 1. `tested.IMAGES` is there if the model takes images.
+        options: set options of vLLM by flag or environment variable. --kv-transfer-config maps to
+            the connector's name, and its keys are entries of their own. Parallel sizes of 1 are
+            left out. `tested.IMAGES` is there if the model takes images.
         device: "cpu", "cuda", or vLLM's name of another device.
         executor: None if it is not known.
         stages: compressed layers of each pipeline stage.
@@ -196,10 +196,10 @@ def _block_without_groups(server: Server) -> tuple[str, str] | None:
 
 
 def _step_without_a_probe(server: Server) -> tuple[str, int, str, int, int, str] | None:
-    """Return the flag that leaves no space in a step, or in a chunk of it, for a probe.
+    """Return the flag of a limit that is too small for a probe, and the parts of its message.
 
-    With the probe's tokens, what comes before it, the smallest value, the value, and another flag
-    to lower.
+    They are the probe's tokens, the tokens before the probe as text, the smallest value of the
+    flag, its value, and another flag to lower.
     """
     probe = max((variant.method.probe_tokens for variant in server.settings.variants), default=0)
     requests = server.options.get("--max-num-seqs", 1)

@@ -77,20 +77,19 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
     Rule(
         when=_few_queries,
         reason="{found[0]} must be at least {found[1]} for {it.compress!r}, got {found[2]}, because"
-        " its allocator or scorer reads {found[3]} that many queries",
+        " its allocator or scorer reads {found[3]} at least {found[1]}",
         fix="set {found[0]} to at least {found[1]}{found[4]}",
     ),
     Rule(
         when=_setting_without_effect,
         reason="{found[0]} needs {found[1]}",
-        fix="set it, or remove {found[0]}",
+        fix="set {found[1]}, or remove {found[0]}",
     ),
     Rule(
         when=lambda s: s.decode.budget is not None and s.resolved_decode_window > s.decode.interval,
-        reason="decode_window must be at most decode_interval={it.decode.interval}, got"
-        " {it.resolved_decode_window}",
-        fix="set decode_window to {it.decode.interval} or less, because the engine stores the"
-        " queries of one interval",
+        reason="decode_window must be at most decode_interval={it.decode.interval}, because the"
+        " engine stores the queries of one interval, got {it.resolved_decode_window}",
+        fix="set decode_window to {it.decode.interval} or less",
     ),
     Rule(
         when=lambda s: (
@@ -122,7 +121,7 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         when=lambda s: s.pieces.max_whole is not None and s.pieces.length <= s.resolved_window,
         reason="piece must be above the observation window of {it.resolved_window}, got"
         " {it.pieces.length}",
-        fix="set piece above {it.resolved_window}, such as to 4096",
+        fix="set piece above {it.resolved_window}, for example to 4096",
     ),
     Rule(
         when=lambda s: (
@@ -152,14 +151,13 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
         reason="--kv-reuse {it.packed.reuse} sets when to pack prompts and outputs, got {found}"
         " too",
         fix="remove {found}, or --kv-reuse",
-        because="it sets when tokens are packed",
+        because="`--kv-reuse` sets when tokens are packed",
     ),
     Rule(
         name="`--kv-packed-dtype k4v3` with `--kv-decode-budget`",
         when=lambda s: s.resolved_packed_dtype == "k4v3" and s.decode.budget is not None,
         reason="packed_dtype=k4v3 cannot be combined with --kv-decode-budget {it.decode.budget},"
-        " which compresses a request more than once, because packed tokens would be quantised"
-        " again",
+        " because repeated compression would quantise packed tokens again",
         fix="remove --kv-decode-budget, or set packed_dtype to auto",
         because="packed tokens would be quantised again",
     ),

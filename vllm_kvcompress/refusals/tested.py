@@ -1,4 +1,4 @@
-"""What was tested. Anything else is refused."""
+"""What is accepted: what was tested, and a few untested pairs. Anything else is refused."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ STATE_MODELS = frozenset(
 CACHED_STATE_MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
 """Architectures with states in the prefix cache, which vLLM enables by default."""
 STATE_VLLM = SpecifierSet(">=0.32,<0.33")
-"""Versions of vLLM with stateful layers."""
+"""Versions of vLLM on which stateful layers were tested."""
 MODALITIES: Mapping[str, frozenset[str]] = {
     "Qwen2_5_VLForConditionalGeneration": frozenset({"image"}),
     "Qwen3VLForConditionalGeneration": frozenset({"image"}),
@@ -51,7 +51,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
 }
 """Features that may be combined, each pair once. Every other pair is refused.
 
-Some pairs are accepted because their parts are tested: docs/compatibility.md lists them."""
+Some accepted pairs are untested: docs/compatibility.md lists them as "Accepted, but untested"."""
 PLAIN_OPTIONS: Mapping[str, tuple[str, ...]] = {
     CONNECTOR: (f"{CONNECTOR}.enable_permute_local_kv", f"{CONNECTOR}.kv_buffer_device"),
     STATES: (

@@ -109,8 +109,8 @@ class CompressionConfig(SettingsGroup):
     """Prompts with fewer tokens stay uncompressed. With --kv-reuse, the default is 0."""
     # At least 2: a request for one token never reads the compressed cache.
     min_output: Annotated[int, Parsed(number)] = declare(2, "TOKENS", ge=2)
-    """Prompts of requests with a smaller max_tokens stay uncompressed, unless --kv-reuse is on and
-    this flag is not given."""
+    """Prompts of requests with a smaller max_tokens stay uncompressed. With --kv-reuse, the default
+    is 1."""
     pressure: Annotated[float, Parsed(number)] = declare(0.0, "SHARE", ge=0, le=1)
     """A prompt stays uncompressed while less than this share of the KV pool is in use, counting the
     prompt itself."""
@@ -269,10 +269,11 @@ class CompressionConfig(SettingsGroup):
     def in_whole_blocks(self, block_size: int) -> "CompressionConfig":
         """Return these settings with the default interval and piece rounded to whole KV blocks.
 
-        Hybrid models size a block to their recurrent state, for example 528 tokens, which no fixed
-        default is a multiple of. Each becomes the largest multiple of the block up to its default,
-        but at least one block. The interval is also at least the decode window. Values that the
-        user set stay as they are, and are refused if they do not fit.
+        Hybrid models size a block to their recurrent state, for example 528 tokens, and no fixed
+        default is a multiple of such a block. The interval and the piece become the largest
+        multiples of the block up to their defaults, but at least one block. The interval is also at
+        least the decode window. Values that the user set stay as they are, and are refused if they
+        do not fit.
 
         Args:
             block_size: tokens per KV block.

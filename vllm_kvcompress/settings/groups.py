@@ -54,7 +54,7 @@ class PieceSettings(SettingsGroup):
     """The first tokens of a prompt longer than --kv-max-whole, whose queries also score each piece.
     Set it high enough to include an instruction that comes before the text.
 
-    Together with `--kv-probe` at most `--kv-piece`."""
+    Together, this and `--kv-probe` may have at most 1,024 tokens, and at most `--kv-piece`."""
 
     def num_first_probe_tokens(self, probe_tokens: int) -> int:
         """Return how many of a probe's tokens are the prompt's first ones; the rest are its last.

@@ -1,5 +1,6 @@
 """``kvcompress plan``: compute the forecast for a model and a workload."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,12 @@ from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.parsing import with_default_method
 from vllm_kvcompress.settings.protection import WORDS
 
+# vLLM's options that follow from `PlanOptions.prefix_caching`.
+_PREFIX_CACHING: Mapping[bool | None, Mapping[str, Any]] = {
+    None: {},
+    True: {"--mamba-cache-mode": "align"},
+    False: {"--no-enable-prefix-caching": True},
+}
 # vLLM's default block sizes.
 _BLOCK_SIZE = {"cuda": 16, "cpu": 128}
 
@@ -174,6 +181,6 @@ def _refuse_unsupported(
         itemsize=shape.stored,
         block_size=block_size,
         max_model_len=options.longest,
-        options={"--mamba-cache-mode": "align"} if options.prefix_caching else {},
+        options=_PREFIX_CACHING[options.prefix_caching],
     )
     refuse(SERVER, server)

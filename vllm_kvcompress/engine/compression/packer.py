@@ -171,7 +171,7 @@ class Packer:
     def _add_groups(
         self, pack_request: AddGroups, blocks: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Pack the tokens since the last packing in k4v3, all of them; return as `run`.
+        """Pack all tokens since the last packing, in k4v3. Return the same as `run`.
 
         Args:
             blocks: ``[n]`` int64, vLLM block ids of the request's tokens up to the last one added.
@@ -266,7 +266,7 @@ class Packer:
         )
 
     def _pack(self, jobs: Sequence[PackJob]) -> dict[str, torch.Tensor]:
-        """Pack one batch; return as `run`."""
+        """Pack one batch. Return the same as `run`."""
         pool, method, pack_requests = self.pool, jobs[0].method, [job.pack_request for job in jobs]
         plan, layers, source = pack_requests[0].plan, self.num_layers, self._source_of(jobs)
         # Requests with a slot in the pool may be packed again, so the method keeps state for them.

@@ -26,7 +26,7 @@ _KEY = "kvcompress"
 Counts = dict[str, Any]
 """Changes since the last report, by field of `scheduling.compression_stats.CompressionStats`.
 
-Sums over reports are right whichever API server gets them.
+Counts are differences, so their sums are right even if several API servers receive reports.
 """
 
 

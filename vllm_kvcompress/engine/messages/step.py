@@ -118,7 +118,7 @@ class PackPiece(PackRequest):
 class PackLookahead(PackRequest):
     """Pack a prompt after its look-ahead, or early. The latest queries in the query ring score it.
 
-    These are the output's, and before them the prompt's.
+    The ring holds the prompt's last queries, then the output's.
 
     Args:
         reads_page_tables: whether the prompt is in pieces, or was compressed early before.
@@ -147,7 +147,7 @@ class PackOutput(PackRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddGroups(PackRequest):
-    """Pack the tokens since the last packing as groups in k4v3, all of them, and add their pages.
+    """Pack all tokens since the last packing as groups in k4v3, and add their pages.
 
     Earlier groups stay as they are. Nothing is scored. `destination` has the added blocks.
 

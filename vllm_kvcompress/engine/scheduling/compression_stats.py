@@ -32,7 +32,7 @@ class CompressionStats:
         packed: planned requests that the workers have compressed, by method.
         skipped: requests whose prompts stayed uncompressed, by reason.
         in_place: prompts packed into their own blocks.
-        freed_blocks: blocks of uncompressed prompts that went back to the pool.
+        freed_blocks: blocks that packing prompts returned to the pool.
         packed_blocks: blocks taken from the pool for kept tokens.
         prompt_tokens: tokens of the compressed prompts before compression.
         kept_tokens: tokens of the compressed prompts after compression, mean over the layers.
@@ -42,7 +42,7 @@ class CompressionStats:
         seconds: device time to score and pack a prompt, one entry per packing.
         repacked_answers: times that a request's cache was packed again during decoding.
         freed_answer_blocks: blocks that these repackings returned to the pool.
-        packed_pieces: times that a prompt under ``max_whole`` was packed, its last packing
+        packed_pieces: times that a prompt longer than ``max_whole`` was packed, its last packing
             included.
         slotless_lookaheads: prompts that found no free look-ahead slot.
         protected_tokens: tokens of compressed prompts that are kept regardless of their score.

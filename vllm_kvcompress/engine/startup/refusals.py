@@ -1,4 +1,4 @@
-"""Refuse what compression does not support before the model loads: the facts for `refusals`."""
+"""Gather the facts about a server for `refusals`, and refuse it before the model loads."""
 
 import os
 from collections.abc import Iterator

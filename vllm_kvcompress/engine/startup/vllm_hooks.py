@@ -343,7 +343,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 """Module or package of `engine` -> the names that it wraps, subclasses, registers with or calls.
 
 Each is ``module:qualname(parameters that we pass or override by name)``. A comment says when the
-names below it can be removed; without one, once we no longer call them."""
+names below it can be removed. Names without a comment can go once we no longer use them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
