@@ -126,8 +126,8 @@ def test_values_only_keeps_large_and_subnormal_keys():
     assert torch.equal(keys[0], k.float()[0, kept[0]])
 
 
-def test_example_in_docs():
-    """The example is in docs/methods.md 6. The third token is below the threshold and dropped."""
+def test_worked_example():
+    """docs/methods.md 6 by hand. The third token is below the threshold and dropped."""
     k = planar(1.0, 0.8, 0.2, -1.0)
     v = torch.tensor([[[0.0, 2.0], [1.0, 1.0], [3.0, 0.0], [50.0, 50.0]]])
     keys, values = merge(k, v, torch.tensor([[0]]))

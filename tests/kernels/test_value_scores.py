@@ -79,8 +79,8 @@ def test_any_shape(heads, tokens, block, sharpness, fast, reduce, seed):
     compare(h, v, block, fast=fast, reduce=reduce, seed=seed)
 
 
-def test_example_in_docs():
-    """In the example of docs/methods.md 4.6, full and fast CAOTE evict different tokens."""
+def test_worked_example():
+    """docs/methods.md 4.6 by hand: full and fast CAOTE evict different tokens."""
     h = torch.tensor([[0.5, 0.3, 0.2]])
     v = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]])
     full, fast = score(h, v, fast=False), score(h, v, fast=True)

@@ -113,7 +113,7 @@ def stats_of_variances(*rows):
     ],
 )
 def test_d2o_worked_example(norm, expected):
-    """docs/methods.md 2.5 prints rounded statistics, but budgets of the exact ones."""
+    """docs/methods.md 2.5 by hand, from rounded statistics: a budget may differ by 1."""
     got = D2O(norm=norm).allocate(
         budget_spec(6, 51, 0, 257, total=308), stats_of_variances(*((f,) for f in RAW))
     )
@@ -186,7 +186,7 @@ def global_budgets(scores, base, window=8):
 
 
 def test_global_worked_example():
-    """The first case is in docs/methods.md 2.6; in the last, the lower layer gets the ties."""
+    """docs/methods.md 2.6 by hand. In the last case, the lower layer gets the ties."""
     assert global_budgets([[[4, 3, 1, 0]], [[3, 1, 1, 1]]], 2) == [2, 2]
     assert global_budgets([[[4, 3, 1, 0]], [[9, 9, 9, 9]]], 1) == [2, 0]
     assert global_budgets([[[9, 9, 9, 9]], [[4, 3, 1, 0]]], 2) == [2, 2]

@@ -124,7 +124,7 @@ def test_bounds(case):
     [(2, 640, 2, 256), (2, 641, 1, 129), (30, 641, 2, 257), (30, 1414, 3, 390)],
 )
 def test_kept_tokens_of_long_blocks(layers, tokens, blocks, kept):
-    """Examples of docs/operate.md. A budget is undercut if it would need another block."""
+    """The last is in docs/operate.md. A budget is undercut if it would need another block."""
     budget = 192 if tokens < 1000 else 282
     plan = page_plan(budget_spec(layers, tokens, 32, budget), 128)
     assert (plan.blocks, plan.layer_tokens(plan.blocks)) == (blocks, kept)
