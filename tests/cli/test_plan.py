@@ -18,6 +18,7 @@ from vllm_kvcompress.commands.plan.next_turn import packed_tokens
 from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import traits_of
 from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -498,7 +499,8 @@ def test_prompts_that_leave_no_packed_pages_stay_as_in_vllm(wide):
         assert plan.warm.blocks_on == plan.warm.blocks_off == (length + 99) // 16
         assert plan.next_hits.on <= plan.next_hits.off
     assert plan_on_cpu(wide, 8000, 449, {**REUSE, "reuse": "off"}, **BFLOAT16).warm is None
-    assert plan_on_cpu(wide, 8000, 449, REUSE, prefix_caching=False, **BFLOAT16).warm is None
+    with pytest.raises(ConfigError, match="--kv-reuse needs prefix caching"):
+        plan_on_cpu(wide, 8000, 449, REUSE, prefix_caching=False, **BFLOAT16)
 
 
 def test_the_plan_shows_warm_conversations_with_reuse(plan_text, plan_json, wide):
