@@ -3,7 +3,7 @@
 In benchmarks/results, with the repository's root in PYTHONPATH:
 
     python -m benchmarks.evidence.field_report field_smollm2.jsonl.xz field_qwen2.jsonl.xz \\
-        --out field.md
+        --out field
 """
 
 import argparse
@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="outputs of benchmarks.evidence")
-    parser.add_argument("--out", type=Path, required=True, help="the report")
+    parser.add_argument("--out", type=Path, required=True, help="where to write .md")
     args = parser.parse_args(argv)
     results = [line for line in read(args.results) if line["task"] in FIELD_TASKS]
     found = cells(results)
-    args.out.write_text(markdown(found, results))
+    args.out.with_suffix(".md").write_text(markdown(found, results))
 
 
 def markdown(found: Sequence[Cell], results: Sequence[Line]) -> str:

@@ -67,7 +67,7 @@ def test_tasks_of_a_family_are_one_cell():
 
 def test_the_report_has_a_row_per_system_and_one_per_task(tmp_path):
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, RESULTS)))
-    field_report.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "field.md")])
+    field_report.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "field")])
     text = (tmp_path / "field.md").read_text()
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
     by_bytes = {row[0]: row[1:] for row in rows if row[0] in (SIXTEEN_BITS, "fp8")}

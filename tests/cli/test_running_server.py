@@ -14,8 +14,8 @@ from endpoint_requests import ENDPOINTS, post, usage_events
 from engines import engine
 from first_layers import first_layers
 from forks import serve_forking
+from long_text import long_prompt
 from loopback import exported, server
-from vllm_kvcompress.serving.text import long_prompt
 
 # Float32 is faster on CPUs without bfloat16 instructions.
 FLAGS = shlex.split(

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from long_text import long_prompt
 from processor import AVX512
 from vllm_kvcompress.demo import __main__ as demo
 from vllm_kvcompress.demo import chats
@@ -48,7 +49,7 @@ from vllm_kvcompress.demo.report import (
 from vllm_kvcompress.methods.registry import RECOMMENDED
 from vllm_kvcompress.serving import process as server
 from vllm_kvcompress.serving.process import Compressed, compressed_requests
-from vllm_kvcompress.serving.text import QUESTION, english, long_prompt
+from vllm_kvcompress.serving.text import QUESTION, english
 from vllm_kvcompress.settings.config import CompressionConfig
 
 CHOICE = Path(__file__).parents[2] / "benchmarks/results/demo_question.json"

@@ -11,9 +11,9 @@ from openai import BadRequestError, OpenAI
 
 from first_layers import LAYERS, first_layers
 from forks import serve_forking
+from long_text import long_prompt
 from manifests import MONITORING, ROOT, alerts, rules
 from scraping import METRIC, panels, prometheus
-from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

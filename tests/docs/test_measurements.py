@@ -10,12 +10,14 @@ from benchmarks.evidence.cells import (
     AFTER_LOOKAHEAD,
     BOTH,
     ORDINARY,
+    REASONS,
     cells,
     differences,
     pooled,
     read,
 )
 from benchmarks.evidence.field_report import summary_table
+from benchmarks.evidence.systems import FP8_EVICTING, K4V3, K4V3_ALL, SIXTEEN_BITS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,6 +65,23 @@ def rows(page, start_of_header):
 def test_the_table_of_the_fields_tasks_matches_the_raw_results():
     found = cells(read([RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]))
     assert summary_table(found) in (RESULTS / "field.md").read_text()
+
+
+def test_the_table_of_formats_to_use_matches_the_raw_results():
+    """KL of answers with reasons."""
+    found = {
+        (cell.method, cell.budget, cell.model): cell.along[AFTER_LOOKAHEAD].kl.mean
+        for cell in cells(
+            read([RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")])
+        )
+        if cell.task == REASONS
+    }
+    _, _, *body = rows("measurements.md", "| Bytes | Use | KL")
+    systems = [("fp8", 1.0), (K4V3_ALL, 1.0), (K4V3, 0.2), (FP8_EVICTING, 0.2)]
+    for system, (*_, figures) in zip(systems, body, strict=True):
+        assert figures == " and ".join(f"{found[*system, model]:.3f}" for model in (SECOND, DEMO))
+    sixteen = " and ".join(f"{found[SIXTEEN_BITS, 0.2, model]:.3f}" for model in (SECOND, DEMO))
+    assert f"16 bits with {sixteen}" in body[2][1]
 
 
 def cache_format(name, kept):

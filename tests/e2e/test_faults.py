@@ -14,10 +14,10 @@ import pytest
 from first_layers import first_layers
 from forks import serve_forking
 from hostile_bodies import hostile_bodies, wide
+from long_text import long_prompt
 from misplaced_settings import minimal_requests
 from server_metrics import idle, received, scrape, wait_for
 from streams import completion_body, stream_end, streaming
-from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

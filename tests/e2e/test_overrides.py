@@ -23,10 +23,10 @@ from endpoint_requests import (
 )
 from forks import serve_forking
 from invalid_settings import DECODE_BUDGETS, EXTRA_ARGS, must_be_refused
+from long_text import long_prompt
 from misplaced_settings import MISPLACED, MISSPELT, UNRELATED, minimal_requests
 from server_metrics import wait_for
 from site_patches import patch_on_import
-from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

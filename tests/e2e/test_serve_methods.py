@@ -9,7 +9,7 @@ from openai import OpenAI
 from endpoint_requests import compression_report
 from first_layers import LAYERS, first_layers
 from forks import serve_forking
-from vllm_kvcompress.serving.text import long_prompt
+from long_text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -17,11 +17,11 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from first_layers import LAYERS, first_layers
+from long_text import long_prompt
 from server_metrics import wait_for
 from streams import stream_end
 from vllm_kvcompress.demo.ask import ask_all
 from vllm_kvcompress.serving.process import ENVIRONMENT, serve
-from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

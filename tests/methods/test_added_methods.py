@@ -136,6 +136,18 @@ def test_one_wrong_entry_adds_no_entry(tmp_path):
         assert "evens" not in registry.SCORERS.data
 
 
+@pytest.mark.parametrize("load", [registry.load_added_methods, registry.checked_entries])
+def test_a_module_may_list_names_while_it_is_loaded(tmp_path, load):
+    code = (
+        EVENS + "\nfrom vllm_kvcompress.methods.registry import PRESETS\nNAMES = sorted(PRESETS)\n"
+    )
+    with installed(write_package(tmp_path, code=code)):
+        load()
+        assert not registry.checked_entries()[1]
+        assert sorted(registry.BUILT_IN["preset"]) == sys.modules["kvcompress_evens"].NAMES
+        assert "evens" in registry.PRESETS
+
+
 def test_two_packages_with_one_name_are_both_refused(tmp_path):
     first, second = tmp_path / "1", tmp_path / "2"
     first.mkdir()
@@ -204,7 +216,7 @@ WRONG = {
         {"allocator.x": "bad:Full"},
         " pass\n@part\nclass Full(Steep):\n    def allocate(self, spec, stats):\n"
         "        return torch.full((spec.num_layers,), spec.past)",
-        ("whose sum is 24",),
+        ("whose sum is at most 24",),
     ),
     "budgets' dtype": (
         {"allocator.x": "bad:Full"},

@@ -44,7 +44,7 @@ def test_only_methods_that_score_by_a_window_have_a_lookahead(method):
 @pytest.mark.parametrize(
     ("lookahead", "message"),
     [
-        (1, "that many queries; set lookahead to at least 2, or to 0"),
+        (1, "a variance over at least 2 queries; set lookahead to at least 2, or to 0"),
         (-1, "lookahead: input should be greater than or equal to 0, got -1"),
         (1025, "lookahead: input should be less than or equal to 1024, got 1025"),
         (True, "lookahead must be a whole number of tokens, got True"),

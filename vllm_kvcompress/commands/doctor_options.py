@@ -16,7 +16,7 @@ class DoctorOptions:
     """Options of ``kvcompress doctor``. Each option's help describes it.
 
     Raises:
-        ConfigError: Two options do not fit together, or there is no such model.
+        ConfigError: Two options do not fit together.
     """
 
     context: typer.Context

@@ -172,6 +172,7 @@ def published(allocator: str, model: str | None, budget: float | int) -> Mapping
     return PUBLISHED[allocator](model, budget) if allocator in PUBLISHED else {}
 
 
+# A package's module may look up names while it is loaded, and then finds the built-in ones only.
 _lock, _started = threading.RLock(), threading.Event()
 
 
@@ -186,7 +187,6 @@ def load_added_methods() -> None:
             fix.
     """
     with _lock:
-        # A package's module may look up names while it is loaded here; it finds the built-in ones.
         if _started.is_set():
             return
         _started.set()
@@ -205,7 +205,13 @@ def checked_entries() -> tuple[dict[str, dict[str, Any]], dict[MethodEntry, Conf
     """
     errors: dict[MethodEntry, ConfigError] = {}
     with _lock:
-        return _checked(errors.__setitem__), errors
+        was_started = _started.is_set()
+        _started.set()
+        try:
+            return _checked(errors.__setitem__), errors
+        finally:
+            if not was_started:
+                _started.clear()
 
 
 def _raise(entry: MethodEntry, error: ConfigError) -> None:

@@ -18,7 +18,9 @@ With one chunk, `cake-chunk` repeated one word endlessly."""
 def _few_queries(settings: "CompressionConfig") -> tuple[str, int, int, str, str] | None:
     """Return a window with too few queries to score, its minimum, value, use, and another fix."""
     minimum, ahead = settings.method.min_window, settings.lookahead.tokens
-    use = "a variance over" if minimum > 1 else "the attention of"
+    use = "the attention of these queries"
+    if minimum > 1:
+        use = f"a variance over at least {minimum} queries"
     windows = {"lookahead": ahead or minimum, "window": settings.resolved_window}
     if settings.decode.budget is not None:
         windows["decode_window"] = settings.resolved_decode_window
@@ -77,7 +79,7 @@ METHOD: "tuple[Rule[CompressionConfig], ...]" = (
     Rule(
         when=_few_queries,
         reason="{found[0]} must be at least {found[1]} for {it.compress!r}, got {found[2]}, because"
-        " its allocator or scorer reads {found[3]} at least {found[1]}",
+        " its allocator or scorer reads {found[3]}",
         fix="set {found[0]} to at least {found[1]}{found[4]}",
     ),
     Rule(

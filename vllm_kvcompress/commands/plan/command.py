@@ -1,6 +1,5 @@
 """``kvcompress plan``: compute the forecast for a model and a workload."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +26,6 @@ from vllm_kvcompress.settings.packed_dtype import K4V3
 from vllm_kvcompress.settings.parsing import with_default_method
 from vllm_kvcompress.settings.protection import WORDS
 
-# vLLM's options that follow from `PlanOptions.prefix_caching`.
-_PREFIX_CACHING: Mapping[bool | None, Mapping[str, Any]] = {
-    None: {},
-    True: {"--mamba-cache-mode": "align"},
-    False: {"--no-enable-prefix-caching": True},
-}
 # vLLM's default block sizes.
 _BLOCK_SIZE = {"cuda": 16, "cpu": 128}
 
@@ -181,6 +174,17 @@ def _refuse_unsupported(
         itemsize=shape.stored,
         block_size=block_size,
         max_model_len=options.longest,
-        options=_PREFIX_CACHING[options.prefix_caching],
+        options=_vllm_options(options),
     )
     refuse(SERVER, server)
+
+
+def _vllm_options(options: PlanOptions) -> dict[str, Any]:
+    """Return the set options of vLLM, as in `Server.options`."""
+    found = {
+        "--mamba-cache-mode": "align" if options.prefix_caching else None,
+        "--no-enable-prefix-caching": options.prefix_caching is False,
+        "--tensor-parallel-size": options.ranks if options.ranks > 1 else None,
+        "--pipeline-parallel-size": options.stages if options.stages > 1 else None,
+    }
+    return {flag: value for flag, value in found.items() if value}

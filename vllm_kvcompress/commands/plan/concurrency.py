@@ -55,11 +55,6 @@ def sizes_on_rank(
             f" or be a multiple of them; got {ranks}"
         )
     groups = shape.groups
-    if stages > 1 and groups.num_uncompressed:
-        raise ConfigError(
-            "pipeline parallelism is not supported for models with sliding windows or states; set"
-            f" --pp 1 and raise --tp, got --pp {stages}"
-        )
     if shape.layers % stages:
         raise ConfigError(
             f"--pp must divide the model's {shape.layers} layers, because all stages hold the same"

@@ -62,8 +62,12 @@ class PlanOptions:
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of the model. auto uses its config's dtype.")
     ] = "auto"
-    ranks: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1
-    stages: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1
+    ranks: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor-parallel size.")
+    ] = 1
+    stages: Annotated[
+        int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Pipeline-parallel size.")
+    ] = 1
     longest: Annotated[
         int | None,
         typer.Option(
