@@ -129,9 +129,20 @@ class CompressionStats:
 
     def take(self) -> Counts | None:
         """Return the counts since the last call and reset them, None if nothing happened."""
-        counts = {name: getattr(self, name) for name in _COUNTED}
-        if not any(counts.values()):
+        # Most steps count nothing. The other counts change only together with one of these.
+        counted = (
+            self.planned,
+            self.skipped,
+            self.seconds,
+            self.repacked_answers,
+            self.packed_pieces,
+            self.cut_lookaheads,
+            self.slotless_lookaheads,
+            self.packed_hit_tokens,
+        )
+        if not any(counted):
             return None
+        counts = {name: getattr(self, name) for name in _COUNTED}
         fresh = CompressionStats()
         for name in _COUNTED:
             setattr(self, name, getattr(fresh, name))

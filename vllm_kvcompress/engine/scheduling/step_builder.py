@@ -348,7 +348,9 @@ class StepBuilder:
 
     def pack_due_lookaheads(self) -> list[RequestState]:
         """Plan to pack the prompts of this step whose look-ahead is over; return the others."""
-        waiting = []
+        waiting: list[RequestState] = []
+        if not self.lookaheads:
+            return waiting
         for state in [state for state in self.lookaheads if state.is_scheduled]:
             state.is_scheduled = False
             plan = state.current_schedule.plan(state.lookahead_tokens)
