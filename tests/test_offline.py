@@ -300,7 +300,7 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy=None), "must be an object"),
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
-        (dict(policy={"compress": "caote", "base": "tova"}), "set it in scorer_params"),
+        (dict(policy={"compress": "caote", "base": "tova"}), "setting 'base' is unknown"),
         (
             dict(policy={"compress": "caote", "scorer_params": {"base": "cake"}}),
             "caote.base must be one of",
