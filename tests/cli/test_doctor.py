@@ -346,7 +346,7 @@ def test_missing_vllm_is_reported(run):
         (["TINY", "--url", "http://127.0.0.1:9"], "give either MODEL to start an engine or --url"),
         (["--explain"], "--explain starts its own engine and needs MODEL"),
         (["TINY", "--picture", "x.png"], "--picture needs --explain"),
-        (["--kv-compress", "cake"], "these flags need MODEL or --url"),
+        (["--kv-compress", "cake"], "flags of vllm serve need MODEL or --url"),
         (["TINY", "--kv-compress", "caek"], "did you mean 'cake'"),
         (["TINY", "--expect", "maybe"], "--expect must be on or off"),
         (["TINY", "--prompt-file", "none.txt"], "--prompt-file none.txt cannot be read"),

@@ -296,11 +296,11 @@ def test_the_pool_covers_default_and_alias_budgets():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"piece": 64}, "--kv-piece needs --kv-max-whole; set it, or remove --kv-piece"),
-        ({"probe": 8}, "--kv-probe needs --kv-max-whole; set it, or remove --kv-probe"),
+        ({"piece": 64}, "--kv-piece needs --kv-max-whole; set --kv-max-whole, or"),
+        ({"probe": 8}, "--kv-probe needs --kv-max-whole; set --kv-max-whole, or"),
         ({"probe": 0.5, "max_whole": 64}, "probe must be a whole number of tokens, got 0.5"),
         ({"probe": -1, "max_whole": 64}, "probe: .*greater than or equal to 0, got -1"),
-        ({"probe_first": 8}, "--kv-probe-first needs --kv-max-whole; set it, or remove"),
+        ({"probe_first": 8}, "--kv-probe-first needs --kv-max-whole; set --kv-max-whole, or"),
         (
             {"probe": 0, "probe_first": 8, "max_whole": 64},
             "got --kv-probe 0 and --kv-probe-first 8; set --kv-probe above 0, or remove"
