@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 import methods_reference as ref
 from checkpoints import SHAPES, tokens
-from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 from recordings import recorded
 from test_added_attention import Sums
 from test_decode_budgets import INTERVAL, Replay, round_to_pages
@@ -80,11 +80,8 @@ class PieceSumsReplay(Sums, PieceReplay):
         self.packed_at.append(computed)
 
 
-# With and without a tail, and with chunks that end inside a block. Both model runners produce the
-# same queries for every method, so V2 tests one case.
-@pytest.mark.parametrize(
-    ("method", "length"), [("h2o", 531), ("d2o", 531), ("d2o", 480)][: 1 if V2 else None]
-)
+# With and without a tail, and with chunks that end inside a block.
+@pytest.mark.parametrize(("method", "length"), [("h2o", 531), ("d2o", 531), ("d2o", 480)])
 def test_every_step_matches_the_reference(method, length, model):
     config = pieces_settings(method, 0.4, decode_budget=BOUND, decode_interval=2 * INTERVAL)
     run = recorded(model, config, tokens(length, seed=5), ANSWER, max_num_batched_tokens=70)
@@ -103,7 +100,6 @@ PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS]
 PROMPTS[1][:300] = PROMPTS[2][:300]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
 def test_outputs_depend_only_on_the_prompt(method, model, async_scheduling_allowed):
     """Outputs do not depend on concurrent requests, chunks, cached blocks or scheduling."""

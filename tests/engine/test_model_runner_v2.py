@@ -28,7 +28,6 @@ FILES = [
         "decode_budgets",
         "added_attention",
         "prompts_in_pieces",
-        "added_pieces",
         "probes",
         "cuda_backends",
         "log_sums",
@@ -43,7 +42,7 @@ def files():
     """Return the files of which this vLLM version and this CPU can run a test."""
     extra_files = ["quantised"] if AVX512 else []
     extra_files += ["ngram"] if v2_drafts() else []
-    extra_files += ["state_space", "state_prefix_caching"] if serves_states() else []
+    extra_files += ["state_space"] if serves_states() else []
     return [*FILES, *(f"tests/engine/test_{name}.py" for name in extra_files)]
 
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from checkpoints import STATEFUL, make, tokens
-from engines import V2, engine, model_runner_v1_only, settings, with_states
+from engines import engine, settings, with_states
 from test_early_compression import (
     EngineKind,
     PressureWatch,
@@ -37,7 +37,7 @@ BLOCK = STATEFUL[NAME].block
 NUM_OUTPUT = 12
 LENGTHS = (417, 300, 128, 640)
 # At the thresholds of these prompts, no two scores are too close for float32.
-PROMPTS = [tokens(length, seed=length + 1) for length in LENGTHS[: 2 if V2 else None]]
+PROMPTS = [tokens(length, seed=length + 1) for length in LENGTHS]
 PROMPTS[1][:250] = PROMPTS[0][:250]
 OFF = {"kv_compress": "off"}
 OVERRIDES = [{}, OFF, {"kv_compress": "h2o"}, {"kv_budget": 0.15}]
@@ -98,7 +98,7 @@ def run(llm, requests, num_output):
     return outputs, [result.num_cached_tokens for result in results]
 
 
-@pytest.fixture(scope="module", params=["prompts"] if V2 else KINDS)
+@pytest.fixture(scope="module", params=KINDS)
 def single_outputs(request, model):
     """A kind of requests, and the output of each request when it runs alone."""
     config, requests, num_output = KINDS[request.param]
@@ -112,9 +112,8 @@ def single_outputs(request, model):
 @pytest.mark.parametrize(
     "more",
     [
-        # as on CUDA, where steps overlap
-        pytest.param({"max_num_batched_tokens": 70, "async_scheduling": V2}, id="chunks"),
-        pytest.param({"async_scheduling": True}, id="async", marks=model_runner_v1_only),
+        pytest.param({"max_num_batched_tokens": 70}, id="chunks"),
+        pytest.param({"async_scheduling": True}, id="async"),
     ],
 )
 def test_output_does_not_depend_on_concurrent_requests(
@@ -139,7 +138,6 @@ def test_output_does_not_depend_on_concurrent_requests(
             assert 0 < hit < len(prompt)
 
 
-@model_runner_v1_only
 def test_conversation_reuses_only_uncompressed_states(checkpoints_folder):
     """Each turn's prompt contains the last output, whose states depend on a compressed prompt."""
     model, overrides = make("granite", checkpoints_folder), ({}, OFF, {})
@@ -158,7 +156,6 @@ def test_conversation_reuses_only_uncompressed_states(checkpoints_folder):
             assert llm.generate([history], len(output), extra_args=override) == [output]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     ("config", "min_tokens", "in_place"),
     [
@@ -211,7 +208,6 @@ def preempt(llm):
     return hits.pop()
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("config", [FREE, PIECES, BOUNDED], ids=["prompts", "pieces", "bounded"])
 def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(config, model):
     """It finds its own states in the cache unless another request has taken their blocks."""
@@ -237,7 +233,6 @@ def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(config, mode
         llm.assert_matches_solo_run(PROMPTS[1], num_output, output, preemptions["again"])
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("output_tokens", [1, 20])
 def test_preempted_lookahead_finds_its_states(output_tokens, model):
     """Nothing is dropped before it is over, so the output does not change."""
@@ -282,7 +277,6 @@ def record_estimates(llm):
     return records
 
 
-@model_runner_v1_only
 def test_lookaheads_are_compressed_before_a_request_is_preempted(checkpoints_folder):
     """If the next step's blocks were underestimated, a request could be preempted first."""
     kind = EngineKind(model="granite", pool=90, min_pool=28)
@@ -300,7 +294,6 @@ def test_lookaheads_are_compressed_before_a_request_is_preempted(checkpoints_fol
     assert any(taken for _, taken in estimates)
 
 
-@model_runner_v1_only
 def test_estimate_includes_tokens_left_by_a_chunk_that_ends_at_a_block(checkpoints_folder):
     """vLLM ends a chunk at a block. Three short requests then take a state in each group."""
     options = dict(max_num_batched_tokens=64, max_model_len=1024)
@@ -317,7 +310,6 @@ def test_estimate_includes_tokens_left_by_a_chunk_that_ends_at_a_block(checkpoin
     assert max(taken for _, taken in estimates) > 6
 
 
-@model_runner_v1_only
 def test_no_early_compression_for_states_that_are_not_written(checkpoints_folder):
     """A step writes one state per group, not one for each block that it computes."""
     config = lookahead_config("cake", 0.3, lookahead=200)
@@ -341,7 +333,6 @@ def test_no_early_compression_for_states_that_are_not_written(checkpoints_folder
 # -- hits -----------------------------------------------------------------------------------------
 
 
-@model_runner_v1_only
 def test_hit_ends_at_the_window_even_with_another_prompt_of_the_same_prefix(model):
     """vLLM caches the state at the end of the shared prefix, and the one where a hit ends."""
     common = tokens(2 * BLOCK + 5, seed=1)
@@ -392,7 +383,6 @@ def of_request(seen, steps, name):
     return result
 
 
-@model_runner_v1_only
 def test_kept_tokens_match_the_reference_with_concurrent_requests(checkpoints_folder):
     """In bfloat16, where outputs depend on the batch. The cached prefix comes from a request."""
     shape = STATEFUL["qwen3-next"]
