@@ -103,8 +103,8 @@ test: packages model lint docs  ## run everything that CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --slowest-files 15
 
-# About fifty minutes on two cores, extrapolated from TIMES=2.
-TIMES ?= 20
+# About an hour on two cores, extrapolated from the time of one.
+TIMES ?= 40
 soak: setup  ## run many more seeded random requests than `make test`
 	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py
 

@@ -169,21 +169,21 @@ HYBRID = {**SMALL, "chunk": 128, "model": "gpt-oss-d64", "window_blocks": 12}
 WIDE = dict(max_prompt=450, chunk=256, packed=True, model="llama-two-layers-d64")
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 LOADS = {
-    "plain": Load(count=100, max_prompt=2200, pool=70, long_output_rate=0.2, overrides_method=True),
-    "bounded": Load(count=24, max_prompt=500, pool=24, long_output_rate=0.8, bounded=True),
-    "async": Load(**SMALL, count=16, bounded=True, options={"async_scheduling": True}),
-    "priority": Load(**SMALL, count=20, options={"scheduling_policy": "priority"}),
-    "hybrid": Load(**HYBRID, count=24, packed=True),
-    "hybrid, bounded": Load(**HYBRID, count=16, bounded=True),
+    "plain": Load(count=50, max_prompt=2200, pool=70, long_output_rate=0.2, overrides_method=True),
+    "bounded": Load(count=12, max_prompt=500, pool=24, long_output_rate=0.8, bounded=True),
+    "async": Load(**SMALL, count=10, bounded=True, options={"async_scheduling": True}),
+    "priority": Load(**SMALL, count=12, options={"scheduling_policy": "priority"}),
+    "hybrid": Load(**HYBRID, count=12, packed=True),
+    "hybrid, bounded": Load(**HYBRID, count=10, bounded=True),
     "drafts": Load(
-        **SMALL, count=20, overrides_method=True, options={"speculative_config": DRAFTS}
+        **SMALL, count=12, overrides_method=True, options={"speculative_config": DRAFTS}
     ),
     "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
     "packed": Load(**WIDE, pool=22, count=24, options={"async_scheduling": True}),
     "packed outputs": Load(
-        **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
+        **WIDE, pool=36, count=16, packs_outputs=True, long_output_rate=0.5, long_output=560
     ),
-    "ahead": Load(**SMALL, count=24, lookahead=True, options={"async_scheduling": True}),
+    "ahead": Load(**SMALL, count=14, lookahead=True, options={"async_scheduling": True}),
 }
 
 # `make soak` sets this to run many more requests.
