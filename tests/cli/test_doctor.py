@@ -86,7 +86,7 @@ def plan_of(tokens: int, budget: float):
     return plan
 
 
-def test_kept_shares_of_a_chat_are_reported_by_role(two_layers, tmp_path, run_in):
+def test_kept_shares_of_a_chat_are_reported_by_role(two_layers, tmp_path, run_doctor_in_process):
     """Every layer and head keeps the protected tokens, and the page plan includes them."""
     body = {
         "messages": [
@@ -97,14 +97,14 @@ def test_kept_shares_of_a_chat_are_reported_by_role(two_layers, tmp_path, run_in
         ]
     }
     (tmp_path / "chat.json").write_text(json.dumps(body))
-    done = run_in(
-        tmp_path, "doctor", two_layers, "--kv-budget", "0.05", "--prompt-file", "chat.json",
+    done = run_doctor_in_process(
+        "doctor", two_layers, "--kv-budget", "0.05", "--prompt-file", tmp_path / "chat.json",
         "--kv-compress-config", '{"protect": "system"}', "--explain", "--json", "--",
         "--enforce-eager", "--max-model-len", "2304", "--num-gpu-blocks-override", "33",
         "--dtype", "float32",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    kept = KeptMap.from_json(json.loads(done.stdout)["kept"])
+    assert done.status == 0, done.err[-2000:]
+    kept = KeptMap.from_json(json.loads(done.out)["kept"])
     assert list(kept.parts) == ["system", "user", "assistant", "template"]
     assert sum(tokens for tokens, _ in kept.parts.values()) == kept.prompt_tokens
     shares = {name: share for name, (_, share) in kept.parts.items()}

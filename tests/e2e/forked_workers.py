@@ -43,12 +43,20 @@ def workers_with(folder: Path, site: str = "", **environment: str) -> Iterator[P
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
-        patch.setattr(SpinCondition, "wait", SpinCondition.wait)  # so that the patch is undone
-        sleep_instead_of_spinning(SpinCondition)
         try:
-            yield log
+            with sleeping():
+                yield log
         finally:
             forkserver._forkserver._stop()
+
+
+@contextmanager
+def sleeping() -> Iterator[None]:
+    """Let this process sleep while it waits for ranks in other processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpinCondition, "wait", SpinCondition.wait)  # so that the patch is undone
+        sleep_instead_of_spinning(SpinCondition)
+        yield
 
 
 def _path(folder: Path) -> str:
