@@ -305,7 +305,7 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
             llm.generate([prompt], 80, extra_args=ask)[0]
             for prompt, ask in zip(PROMPTS, extra_args, strict=True)
         ]
-        unprotected = [llm.generate([prompt], 80)[0] for prompt in PROMPTS]
+        unprotected = llm.generate(PROMPTS, 80)
     assert alone[3] == unprotected[3]
     assert alone[:3] != unprotected[:3]
     for size in (64, 8192):
