@@ -291,7 +291,7 @@ def test_sequences_can_be_longer_than_the_pool(name, checkpoints_folder):
 
     model, chunk, full_blocks, max_tokens = make(name, checkpoints_folder), 64, 17, 2048
     config = settings("cake", 160, window=8, max_whole=256, piece=96, allow_override="off", **PROBE)
-    prompts, short = [tokens(1900, seed=1), tokens(1333, seed=2)], tokens(500, seed=3)
+    prompts, short = [tokens(1200, seed=1), tokens(833, seed=2)], tokens(500, seed=3)
     off = {"kv_compress": "off"}
     options = dict(additional_config=config, max_model_len=max_tokens, max_num_batched_tokens=chunk)
     with engine(model, max_num_seqs=2, **options) as llm:
