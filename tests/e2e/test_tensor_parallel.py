@@ -17,7 +17,7 @@ import rank_engines
 from added_methods import installed, write_package
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
-from forked_workers import workers_with
+from forked_workers import SLEEP_SITE, sleeping, workers_with
 from local_ray import DEVICE, local_ray
 from rank_engines import RankResults, ScriptResult, run_script
 from server_metrics import wait_for
@@ -216,7 +216,9 @@ def package_missing(tmp_path_factory):
 def two_nodes(package_missing):
     hide_package = f"import os, sys\nif os.path.exists({str(package_missing)!r}):\n"
     hide_package += "    sys.modules['vllm_kvcompress'] = None\n"
-    with local_ray([SECOND_FAILS, SECOND_FAILS + hide_package]) as environment:
+    tests_path = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
+    site = tests_path + SLEEP_SITE + SECOND_FAILS
+    with local_ray([site, site + hide_package]) as environment:
         yield environment
 
 
@@ -252,7 +254,7 @@ def on_ray(model, two_nodes):
             patch.setenv(name, two_nodes[name])
         patch.setattr(CpuPlatform, "ray_device_key", DEVICE)
         try:
-            with two_rank_engine(model, "ray") as llm:
+            with sleeping(), two_rank_engine(model, "ray") as llm:
                 yield llm
         finally:
             ray.shutdown()
@@ -366,5 +368,5 @@ def test_packed_groups_on_two_ranks_match_one_rank(tmp_path):
         expected = llm.generate(PROMPTS, 12)
         assert llm.compressor.compressed
     ranks = dict(tensor_parallel_size=2, distributed_executor_backend="mp", blocks=129)
-    with engine(model, **options, **ranks) as llm:
+    with workers_with(tmp_path), engine(model, **options, **ranks) as llm:
         assert llm.generate(PROMPTS, 12) == expected
