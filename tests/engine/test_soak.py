@@ -49,6 +49,7 @@ class Load:
         window_blocks: further blocks of the pool for layers with a sliding window.
         options: more engine options.
         cache_dtype: dtype of keys and values, in the large pool too.
+        seed: seed of the random requests.
     """
 
     count: int
@@ -66,6 +67,7 @@ class Load:
     window_blocks: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     cache_dtype: str = "auto"
+    seed: int = 17
 
     @property
     def overrides(self) -> list[dict[str, Any] | None]:
@@ -173,7 +175,7 @@ LOADS = {
     "bounded": Load(count=12, max_prompt=500, pool=24, long_output_rate=0.8, bounded=True),
     "async": Load(**SMALL, count=10, bounded=True, options={"async_scheduling": True}),
     "priority": Load(**SMALL, count=12, options={"scheduling_policy": "priority"}),
-    "hybrid": Load(**HYBRID, count=12, packed=True),
+    "hybrid": Load(**HYBRID, count=16, packed=True, seed=18),
     "hybrid, bounded": Load(**HYBRID, count=10, bounded=True),
     "drafts": Load(
         **SMALL, count=12, overrides_method=True, options={"speculative_config": DRAFTS}
@@ -181,7 +183,7 @@ LOADS = {
     "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
     "packed": Load(**WIDE, pool=22, count=24, options={"async_scheduling": True}),
     "packed outputs": Load(
-        **WIDE, pool=36, count=16, packs_outputs=True, long_output_rate=0.5, long_output=560
+        **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
     ),
     "ahead": Load(**SMALL, count=14, lookahead=True, options={"async_scheduling": True}),
 }
@@ -341,7 +343,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         max_num_seqs=96,
         kv_cache_dtype=load.cache_dtype,
     )
-    load_requests = list(random_requests(load, seed=17))
+    load_requests = list(random_requests(load, load.seed))
     with engine(
         model,
         blocks=1 + load.pool + load.window_blocks,
