@@ -133,8 +133,11 @@ def stored(tokens, *, per_channel):
     return out
 
 
-def assert_stored(kept, plain, tails):
-    """Assert that the tokens before each layer's tail are stored, in groups of 64."""
+def assert_stored(kept, plain, tails, leading=0):
+    """Assert that the tokens before each layer's tail are stored, in groups of 64.
+
+    The first `leading` tokens and the tail are exact.
+    """
     for layer, tail in enumerate(tails):
         for got, exact, per_channel in (
             (kept.keys[layer], plain.keys[layer], True),
@@ -142,8 +145,9 @@ def assert_stored(kept, plain, tails):
         ):
             end = exact.shape[1] - tail
             assert torch.equal(got[:, end:], exact[:, end:])
+            assert torch.equal(got[:, :leading], exact[:, :leading])
             for head in range(len(exact)):
-                for start in range(0, end, 64):
+                for start in range(leading, end, 64):
                     group = slice(start, min(start + 64, end))
                     want = stored(exact[head, group].float(), per_channel=per_channel)
                     torch.testing.assert_close(got[head, group], want.to(got.dtype))
@@ -167,19 +171,45 @@ def test_k4v3_returns_the_stored_numbers(preset, budget, dtype):
 
 
 def test_k4v3_fills_pages_as_an_engine_does():
-    """A page of 16 tokens in float32 holds 128, and the tail stays exact."""
+    """A page of 16 tokens in float32 holds 128, and the first page and the tail stay exact."""
     q, k, v = inputs(3, 4, 2, 605, 64, 0.0, seed=2)
     kept = compress(q, k, v, policy=K4V3, budget=0.4, page_size=16)
-    assert sum(kept.budgets) == 3 * (2 * 128 + 605 % 16)
-    assert {count % 128 for count in kept.budgets} == {605 % 16}
+    assert sum(kept.budgets) == 3 * (16 + 2 * 128 + 605 % 16)
+    assert {count % 128 for count in kept.budgets} == {16 + 605 % 16}
+    assert all(torch.equal(x[:, :16], torch.arange(16).expand(2, -1)) for x in kept.positions)
+    assert all(x[:, :16].isinf().all() for x in kept.scores)
     positions = [x[..., None].expand(-1, -1, 64) for x in kept.positions]
     plain = compress(q, k, v, policy="cake", budget=1.0)
     plain.keys[:] = [x.gather(1, index) for x, index in zip(plain.keys, positions, strict=True)]
     plain.values[:] = [x.gather(1, index) for x, index in zip(plain.values, positions, strict=True)]
-    assert_stored(kept, plain, [605 % 16] * 3)
+    assert_stored(kept, plain, [605 % 16] * 3, leading=16)
     every = compress(q, k, v, policy=K4V3, budget=1.0, page_size=16)
     assert every.budgets == [605] * 3
-    assert_stored(every, compress(q, k, v, policy="cake", budget=1.0), [605 % 16] * 3)
+    # whole pages of 128 tokens behind the first page
+    exact = compress(q, k, v, policy="cake", budget=1.0)
+    assert_stored(every, exact, [(605 - 16) % 128] * 3, leading=16)
+
+
+@pytest.mark.parametrize("preset", ["d2o", "streamingllm", "global-scores", "lookahead"])
+def test_the_first_page_in_k4v3_is_kept_by_every_method(preset):
+    """It counts towards the budget, is not scored, and nothing is merged into it."""
+    q, k, v = inputs(3, 4, 2, 605, 64, 0.0, seed=2)
+    policy = {
+        "global-scores": {"compress": "layer-defensivekv"},
+        "lookahead": {"compress": "cake-chunk", "lookahead": 20},
+    }.get(preset, {"compress": preset})
+    for protect in ((), [[4, 10], [60, 90]]):
+        kept = compress(
+            q, k, v, policy={**policy, "packed_dtype": "k4v3"}, budget=0.4, page_size=16,
+            protect=protect,
+        )  # fmt: skip
+        assert sum(kept.budgets) == 3 * (16 + 2 * 128 + 605 % 16)
+        always = {*range(16), *(token for span in protect for token in range(*span))}
+        for layer, positions in enumerate(kept.positions):
+            assert torch.equal(kept.keys[layer][:, :16], k[layer, :, :16])
+            assert torch.equal(kept.values[layer][:, :16], v[layer, :, :16])
+            assert all(always <= set(head) for head in positions.tolist())
+            assert all(len(set(head)) == kept.budgets[layer] for head in positions.tolist())
 
 
 def test_k4v3_leaves_a_prompt_as_it_is_if_packing_frees_no_page():

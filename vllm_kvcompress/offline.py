@@ -73,7 +73,7 @@ def compress(
     tokens of a layer and head, in the order of their positions, and returned as the format stores
     them. With a `page_size` of 1, groups cover all kept tokens, at a budget of all tokens too. With
     larger pages, a page holds as many tokens as in an engine, and the tokens after the last full
-    page stay as they are. So does the first page if no token is dropped.
+    page stay as they are. So do those of the first page, as in an engine.
 
     Args:
         queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
@@ -137,7 +137,7 @@ def compress(
     )
     observed = _observe(method, plan, paged, queries)
     kept = _collect(method, plan, paged, observed, keys, values)
-    return _quantised(kept, plan.tail) if packs else kept
+    return _quantised(kept, plan.tail, plan.leading_tokens) if packs else kept
 
 
 def _packed_page_tokens(
@@ -175,6 +175,7 @@ def _plan(
             spans,
             full_share=settings.protection.full_share,
             page_tokens=page_tokens,
+            cell=page_tokens,
         )
     prompt = tokens - lookahead
     if prompt < 1:
@@ -283,7 +284,7 @@ def _collect(
         scores=list(method.protected_scores(observed, plan, pages)),
     )
     protected = torch.zeros(plan.tokens, dtype=torch.bool, device=keys.device)
-    for start, stop in plan.spans:
+    for start, stop in plan.always_kept_spans:
         protected[start:stop] = True
     for layer, count in enumerate(out.budgets):
         kept = stacked[layer, :, :count].long()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.methods import method
 from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
-from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots
+from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, prepend_leading
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.parts.topk import TopK
@@ -23,7 +23,7 @@ def layer_pages(allocator, plan, stats):
 
 
 def kept_positions(scores, plan, pages, selector):
-    """Return the kept positions of one layer."""
+    """Return the positions that one layer keeps, without the tail."""
     in_pages = kept_in_pages(plan, torch.tensor([pages], dtype=torch.int32))
     kept = kept_slots(
         scores[None],
@@ -33,9 +33,11 @@ def kept_positions(scores, plan, pages, selector):
         tail=plan.tail,
         width=int(in_pages),
         selector=selector,
+        leading=plan.leading_tokens,
     )
     assert kept.dtype == torch.int32
-    return kept[0].long()
+    assert ((kept >= plan.leading_tokens) | (kept < 0)).all()
+    return prepend_leading(kept, plan.leading_tokens)[0].long()
 
 
 def plan_of(layers, tokens, block, window, budget, page_tokens=None):
@@ -104,8 +106,8 @@ def slow_positions(row, plan, pages):
     """Return the kept positions of one head by docs/methods.md 1.6 and 1.8, with loops."""
     end = plan.full_blocks * plan.block_size
     past = plan.tokens - plan.window
-    protected = [j for j in range(end) if j >= past]
-    free = [j for j in range(end) if j < past]
+    protected = [j for j in range(end) if j >= past or j < plan.leading_tokens]
+    free = [j for j in range(end) if plan.leading_tokens <= j < past]
     num_best = plan.layer_tokens(pages) - plan.tail - len(protected)
     best = sorted(free, key=lambda j: (-row[j], j))[:num_best]
     return sorted(best + protected)

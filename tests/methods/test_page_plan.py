@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
-from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
+from vllm_kvcompress.methods.page_plan import PagePlan, leading_tokens, page_plan, pages_kept
+from vllm_kvcompress.methods.spans import count_before, token_count
 
 prop = settings(derandomize=True, deadline=None, max_examples=120)
 
@@ -179,16 +180,20 @@ def test_a_prompt_of_one_full_block_stays_uncompressed():
 @pytest.mark.parametrize(
     ("layers", "tokens", "block", "page_tokens", "budget", "pages", "blocks", "layer_tokens"),
     [
-        # 30 * 600 // 64 = 281 pages = 10 blocks, of 375
-        (30, 6000, 16, 64, 600, 300, 10, 640),
-        # every token: 375 blocks of 16 tokens are 6,000 tokens, 94 pages of 64 (the last 48 full)
+        # the first block stays: 30 * (600 - 16) // 64 = 273 pages = 10 blocks, of 375
+        (30, 6000, 16, 64, 600, 300, 10, 16 + 640),
+        # every token: 374 blocks of 16 tokens are 5,984 tokens, 94 pages of 64 (the last 32 full)
         (30, 6000, 16, 64, 6000, 2820, 94, 6000),
         # tail 8, and a budget above the prompt
         (30, 6008, 16, 64, 9999, 2820, 94, 6008),
-        # blocks of 128: 11 full blocks, 1,408 tokens, 3 pages of 512
+        # blocks of 128: 10 full blocks behind the first, 1,280 tokens, 3 pages of 512
         (30, 1500, 128, 512, 1500, 90, 3, 1500),
+        # the first block would be more than a quarter of the 268 tokens before the window:
         # 30 * (300 - 92) // 512 = 12, filled to one block: 512 tokens and the tail
         (30, 1500, 128, 512, 300, 30, 1, 604),
+        # 4 * 128 = 544 - 32: it is a quarter, and 30 * (544 - 128 - 92) // 512 = 18
+        (30, 1500, 128, 512, 544, 30, 1, 128 + 604),
+        (30, 1500, 128, 512, 543, 30, 1, 604),
     ],
 )
 def test_packed_pages_hold_more_tokens(
@@ -208,13 +213,17 @@ def test_bounds_of_packed_pages(case, factor):
     page_tokens, full = block * factor, p.tokens // block
     for budget in (p.budget, p.tokens, p.tokens + 5):
         spec = budget_spec(p.num_layers, p.tokens, p.window, budget)
+        leading = block if 4 * block <= min(budget, p.tokens) - p.window else 0
+        assert leading_tokens(spec, block, page_tokens) == leading
         plan = page_plan(spec, block, page_tokens=page_tokens)
-        all_pages = ceil(Fraction(full * block, page_tokens))
+        all_pages = ceil(Fraction(full * block - leading, page_tokens))
         if plan is None:
-            pages = pages_kept(spec, p.tokens % block, page_tokens)
-            assert full < 2 or p.tokens <= p.window or pages >= p.num_layers * full
+            pages = pages_kept(spec, p.tokens % block, page_tokens, leading)
+            blocks = full - leading // block
+            assert full < 2 or p.tokens <= p.window or pages >= p.num_layers * blocks
             continue
-        assert plan.blocks < full
+        assert plan.leading_tokens == leading
+        assert plan.blocks + plan.leading_blocks < full
         assert p.num_layers * plan.floor_pages <= plan.pages <= p.num_layers * all_pages
         assert plan.max_layer_pages <= plan.full_pages == all_pages
         assert plan.budget_spec.budget <= p.tokens
@@ -223,3 +232,61 @@ def test_bounds_of_packed_pages(case, factor):
         if budget >= p.tokens:
             assert plan.pages == p.num_layers * all_pages
             assert plan.layer_tokens(all_pages) == p.tokens
+
+
+@st.composite
+def protected_cases(draw):
+    """Draw a case with spans of up to half of its tokens."""
+    p, block = draw(cases())
+    edges = sorted(draw(st.sets(st.integers(0, p.tokens), max_size=6)))
+    return p, block, tuple(zip(edges[::2], edges[1::2], strict=False))
+
+
+@prop
+@given(protected_cases(), st.sampled_from([4, 8]), st.booleans())
+def test_every_token_is_leading_packed_or_in_the_tail(case, factor, full_share):
+    """Once each, and all that is always kept has a place. Blocks held and freed add up."""
+    p, block, spans = case
+    for cell in (None, block * factor):
+        plan = page_plan(
+            p, block, spans, full_share=full_share, page_tokens=block * factor, cell=cell
+        )
+        if plan is None:
+            continue
+        assert plan.leading_tokens + plan.max_tokens_in_pages + plan.tail == plan.tokens
+        assert plan.leading_tokens in (0, block)
+        assert plan.held_blocks + plan.freed_blocks == -(-plan.tokens // block)
+        assert plan.freed_blocks > 0 or plan.cell
+        if plan.cell is not None:
+            continue
+        # leading tokens and the window do not overlap
+        assert not plan.leading_tokens or plan.leading_tokens + plan.window <= plan.tokens
+        end = plan.tokens - max(plan.window, plan.tail)
+        always_kept = {*range(plan.leading_tokens), *range(end, plan.tokens)}
+        always_kept |= {token for span in spans for token in range(*span)}
+        assert set(range(p.tokens)) >= always_kept
+        assert plan.layer_tokens(plan.floor_pages) >= len(always_kept) or plan.keeps_all
+        assert plan.budget_spec.always_kept <= plan.budget_spec.budget
+        in_pages = {token for token in always_kept if plan.leading_tokens <= token < end}
+        assert plan.protected_in_pages == len(in_pages)
+        assert token_count(plan.always_kept_spans) == len(
+            {*range(plan.leading_tokens), *(t for span in spans for t in range(*span))}
+        )
+
+
+@prop
+@given(protected_cases(), st.sampled_from([4, 8]))
+def test_a_raised_budget_leaves_other_tokens_their_share(case, factor):
+    """With leading tokens too, which are not protected, but kept."""
+    p, block, spans = case
+    plan = page_plan(p, block, spans, page_tokens=block * factor)
+    if plan is None or plan.keeps_all or not plan.protected_in_pages:
+        return
+    protected = count_before(spans, plan.tokens - plan.kept_after)
+    assert plan.layer_tokens(plan.blocks) >= protected + ceil(Fraction(p.budget, 2))
+    assert plan.pages >= p.num_layers * (plan.floor_pages + 1)
+    if plan.raised:
+        fewer = replace(plan, pages=plan.pages - p.num_layers)
+        assert fewer.layer_tokens(fewer.blocks) < protected + ceil(
+            Fraction(p.budget, 2)
+        ) or fewer.pages < p.num_layers * (plan.floor_pages + 1)

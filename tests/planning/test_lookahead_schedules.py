@@ -213,3 +213,44 @@ def test_window_queries_lie_after_everything_packed_before(rest, m, computed_out
         if (plan := ahead.plan_at(footprint, tokens)) is not None:
             assert plan.intact_from >= intact_from
             assert plan.protected_in_pages == 20
+
+
+@given(
+    prompt=st.integers(1, 3000),
+    m=st.integers(2, 100),
+    cached=st.integers(0, 3000),
+    layers=st.integers(1, 8),
+    size=st.sampled_from([8, 16, 32, 128]),
+    budget=st.floats(0.01, 0.99) | st.integers(60, 2000),
+    factor=st.sampled_from([4, 8]),
+    method=st.sampled_from(["cake-chunk", "snapkv", "cake"]),
+)
+def test_the_first_block_stays_whenever_the_prompt_is_packed(
+    prompt, m, cached, layers, size, budget, factor, method
+):
+    """In k4v3: early, when due, or with the prefill, and never the block of a window token."""
+    raw = {"compress": method, "budget": budget, "min_prompt": 0, "packed_dtype": "k4v3"}
+    config, page_tokens = CompressionConfig.parse({**raw, "lookahead": m}), size * factor
+    ahead = lookahead_of(config, layers, size, prompt, m + 100)
+    ahead = replace(ahead, page_tokens=page_tokens, cached=min(cached, prompt))
+    past = min(config.tokens_per_layer(prompt), prompt) - config.resolved_window
+    leading_blocks = int(4 * size <= past)
+    assert ahead.leading_blocks == leading_blocks
+    assert replace(ahead, page_tokens=None).leading_blocks == 0
+    footprint = KVFootprint(num_layers=layers, block_size=size, leading_blocks=leading_blocks)
+    at_end = config.page_plan(layers, prompt, size, page_tokens=page_tokens)
+    if at_end is not None and at_end.cell is None:
+        assert at_end.leading_blocks == leading_blocks
+    for tokens in {prompt, prompt + 1, prompt + m // 2, ahead.due, ahead.due + 2}:
+        plan = ahead.plan_at(footprint, tokens)
+        if plan is None:
+            continue
+        assert plan.leading_blocks == leading_blocks
+        assert plan.leading_tokens + plan.window <= plan.tokens == tokens
+        assert plan.blocks <= ahead.max_kept_blocks
+        budget_tokens = config.tokens_per_layer(prompt) + tokens - prompt
+        kept_tokens = layers * plan.layer_tokens(plan.blocks)
+        # the budget's blocks, filled
+        assert kept_tokens > layers * min(budget_tokens, tokens) - page_tokens
+        if plan.pages > layers * plan.floor_pages and not plan.keeps_all:
+            assert kept_tokens - (layers - 1) * page_tokens <= layers * budget_tokens

@@ -49,10 +49,11 @@ def kept_slots(
     width: int,
     selector: Selector,
     protected: ProtectedTokens | None = None,
+    leading: int = 0,
 ) -> torch.Tensor:
     """Return the slots that each layer keeps in its pages: the window's and the best before it.
 
-    The engine leaves the tail where it is, so tail tokens do not compete.
+    The engine leaves leading tokens and the tail where they are, so they do not compete.
 
     Args:
         scores: ``[N, Hkv, W]`` float32; the scores before the window come first.
@@ -64,7 +65,9 @@ def kept_slots(
             layer, none larger than the window.
         width: maximum tokens that any layer keeps in its pages, n.
         selector: chooses the slots before the window.
-        protected: slots before the window and the tail that are kept whatever their score.
+        protected: slots before the window and the tail that are kept whatever their score, none of
+            them a leading token's.
+        leading: first tokens of each layer that lie in no page.
 
     Returns:
         ``[N, Hkv, n]`` int32, ascending, with -1 after the last kept slot.
@@ -76,8 +79,11 @@ def kept_slots(
         # Layers with a longer tail have fewer window tokens in pages. Their unused entries may lie
         # past column n, so select with padding and cut it off.
         kept_after, padding, num_window, in_window = window, window, window, window - tail
-    past, keep = lengths - kept_after, in_pages - in_window
-    columns = width + padding
+    # From here on, slots are counted behind the leading tokens.
+    past, keep = lengths - leading - kept_after, in_pages - in_window
+    columns, scores = width + padding, scores[..., leading:]
+    if protected is not None:
+        protected = protected.behind(leading)
     if protected is None:
         best = selector.select(scores, past, keep, kept_after, columns)
     else:
@@ -88,7 +94,23 @@ def kept_slots(
     slots = (past if isinstance(past, int) else past[:, None, None]) + offset
     if isinstance(in_window, torch.Tensor):
         slots = slots.where(offset < in_window[:, None, None], -1)
-    return best.scatter(2, index, slots.expand(shape))[..., :width]
+    kept = best.scatter(2, index, slots.expand(shape))[..., :width]
+    return (kept + leading).where(kept >= 0, -1) if leading else kept
+
+
+def prepend_leading(kept: torch.Tensor, leading: int) -> torch.Tensor:
+    """Return the slots of the leading tokens, followed by the kept slots of each layer.
+
+    Args:
+        kept: ``[N, Hkv, n]`` int32.
+
+    Returns:
+        ``[N, Hkv, leading + n]`` int32.
+    """
+    if not leading:
+        return kept
+    slots = torch.arange(leading, dtype=torch.int32, device=kept.device)
+    return torch.cat([slots.expand(*kept.shape[:2], -1), kept], dim=2)
 
 
 def append_tail(

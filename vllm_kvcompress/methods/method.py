@@ -27,6 +27,7 @@ from vllm_kvcompress.methods.kept_slots import (
     kept_in_pages,
     kept_slots,
     max_kept_in_pages,
+    prepend_leading,
 )
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
@@ -315,7 +316,7 @@ class Method:
         if Reads.SCORES in self.allocator.reads:
             assert layers.scores is not None
             scores, past = layers.scores, plan.tokens - plan.window
-            protected = ProtectedTokens.of(plan.spans, past, scores.device)
+            protected = ProtectedTokens.of(plan.always_kept_spans, past, scores.device)
             if protected is not None:
                 scores = protected.unprotected_scores(scores)
         return LayerStats(
@@ -328,7 +329,7 @@ class Method:
     def select(
         self, layers: LayerObservations, plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Return the positions that the layers of an uncompressed prompt keep, including the tail.
+        """Return the positions that the layers of an uncompressed prompt keep, in pages or not.
 
         Returns:
             ``[L, Hkv, n]`` int32, ascending, with -1 after the `PagePlan.layer_tokens` kept
@@ -344,9 +345,13 @@ class Method:
             tail=plan.tail,
             width=max_kept_in_pages(plan, pages),
             selector=self.selector,
-            protected=ProtectedTokens.of(plan.spans, plan.tokens - plan.kept_after, scores.device),
+            protected=ProtectedTokens.of(
+                plan.spans, plan.tokens - plan.kept_after, scores.device, plan.leading_tokens
+            ),
+            leading=plan.leading_tokens,
         )
-        return append_tail(kept, plan.tokens, in_pages, plan.tail)
+        kept = prepend_leading(kept, plan.leading_tokens)
+        return append_tail(kept, plan.tokens, in_pages + plan.leading_tokens, plan.tail)
 
     def protected_scores(
         self, layers: LayerObservations, plan: PagePlan, pages: torch.Tensor
@@ -358,9 +363,9 @@ class Method:
         """
         scores, kept_after = self.scores(layers), plan.kept_after
         in_pages = kept_in_pages(plan, to_device(pages, torch.int32, scores.device))
-        keep = in_pages - max(plan.window - plan.tail, 0)
+        keep = plan.leading_tokens + in_pages - max(plan.window - plan.tail, 0)
         past = plan.tokens - kept_after
-        protected = ProtectedTokens.of(plan.spans, past, scores.device)
+        protected = ProtectedTokens.of(plan.always_kept_spans, past, scores.device)
         if protected is None:
             best = self.selector.protect(scores[..., :past], keep, kept_after)
         else:
@@ -461,7 +466,8 @@ def layer_pages(
     spec = plan.budget_spec
     past = allocator.allocate(spec, stats)
     if caps is not None:
-        max_past = (caps * plan.page_tokens + plan.tail - spec.always_kept).clamp(min=0)
+        outside_pages = plan.leading_tokens + plan.tail
+        max_past = (caps * plan.page_tokens + outside_pages - spec.always_kept).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
         past = budgets.apportion(past, past.sum(), max_past)
     return round_to_pages(past, plan, caps, always_kept=spec.always_kept)
@@ -499,7 +505,7 @@ def round_to_pages(
         tokens,
         pages=plan.pages,
         page_tokens=plan.page_tokens,
-        tail=plan.tail - always_kept,
+        tail=plan.leading_tokens + plan.tail - always_kept,
         floor_pages=plan.floor_pages,
         max_pages=plan.full_pages if caps is None else caps,
     )

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
-from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.methods.spans import Spans, count_before, merge_spans
+
+_LEADING_DIVISOR = 4
+"""Leading tokens take at most this part of the tokens that a budget keeps before the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,8 @@ class PagePlan:
         raised: whether the budget was raised so that the protected tokens fit.
         packed_page_tokens: tokens in a packed page, if its format packs more than `block_size`
             tokens into it; otherwise None. A layer's last packed page may then be partly filled.
-        leading_tokens: first tokens, which stay in ordinary blocks before the packed pages.
+        leading_tokens: first tokens, which stay in ordinary blocks before the packed pages, and are
+            always kept (`leading_tokens`).
         cell: for a plan that packs every token in whole cells of packed pages, the tokens of a
             cell. The tokens after the last whole cell belong to the tail. None for any other plan.
     """
@@ -77,7 +81,7 @@ class PagePlan:
         With pages of more than one token, it is what the kept pages and the tail hold, since blocks
         are filled completely.
         """
-        protected = self._protected_before(self.window)
+        protected = self.leading_tokens + self._protected_before(self.window)
         # The tail is kept whatever the budget.
         always_kept = self.window + protected
         budget, total = self.budget, self.total
@@ -101,8 +105,18 @@ class PagePlan:
 
     @property
     def protected_in_pages(self) -> int:
-        """Return the protected tokens before the last `kept_after` tokens. They lie in pages."""
+        """Return the protected tokens that lie in pages.
+
+        They are those behind the leading tokens and before the last `kept_after` tokens.
+        """
         return self._protected_before(self.kept_after)
+
+    @property
+    def always_kept_spans(self) -> Spans:
+        """Return the protected spans and the leading tokens."""
+        if not self.leading_tokens:
+            return self.spans
+        return merge_spans(((0, self.leading_tokens), *self.spans))
 
     @property
     def intact_from(self) -> int:
@@ -114,7 +128,8 @@ class PagePlan:
         return computed - (self.kept_after - self.probe)
 
     def _protected_before(self, num_last: int) -> int:
-        return count_before(self.spans, self.intact_from + self.kept_after - num_last)
+        before = count_before(self.spans, self.intact_from + self.kept_after - num_last)
+        return before - count_before(self.spans, self.leading_tokens)
 
     @property
     def full_blocks(self) -> int:
@@ -195,7 +210,26 @@ def _floor_pages(window: int, tail: int, page_tokens: int, protected: int = 0) -
     return max(-(-(max(window - tail, 0) + protected) // page_tokens), 1)
 
 
-def pages_kept(budget: BudgetSpec, tail: int, page_tokens: int) -> int:
+def leading_tokens(budget: BudgetSpec, block_size: int, page_tokens: int | None) -> int:
+    """Return how many first tokens of a scored prompt stay in an ordinary block: a block's, or 0.
+
+    They hold the attention sinks, whose keys would stretch the scales of their group in a packed
+    page with a format of its own. Every layer keeps them, and they count towards the budget. An
+    ordinary block takes the bytes of several times as many packed tokens. So they stay only if they
+    are at most a quarter of the tokens that the budget keeps before the window:
+    ``4 * block_size <= min(B, S) - w``.
+
+    Args:
+        budget: the prompt's budget.
+        block_size: tokens in a block.
+        page_tokens: tokens in a packed page; None if it has the format of an ordinary page.
+    """
+    if page_tokens is None or _LEADING_DIVISOR * block_size > min(budget.base, budget.past):
+        return 0
+    return block_size
+
+
+def pages_kept(budget: BudgetSpec, tail: int, page_tokens: int, leading: int = 0) -> int:
     """Return the pages kept over all layers, P, for a prompt with `tail` tokens after them.
 
     Pages of one token hold the budget exactly. With larger pages, every block is filled. A budget
@@ -203,13 +237,14 @@ def pages_kept(budget: BudgetSpec, tail: int, page_tokens: int) -> int:
 
     Args:
         page_tokens: tokens in a packed page.
+        leading: tokens in ordinary blocks before the pages.
     """
-    layers = budget.num_layers
+    layers, outside = budget.num_layers, leading + tail
     if budget.budget >= budget.tokens:
-        return layers * -(-max(budget.tokens - tail, 0) // page_tokens)
+        return layers * -(-max(budget.tokens - outside, 0) // page_tokens)
     kept = budget.kept if page_tokens == 1 else layers * budget.budget
     floor = _floor_pages(budget.window, tail, page_tokens)
-    pages = max((kept - layers * tail) // page_tokens, layers * floor)
+    pages = max((kept - layers * outside) // page_tokens, layers * floor)
     return pages if page_tokens == 1 else round_up_to_blocks(pages, layers)
 
 
@@ -227,12 +262,13 @@ def page_plan(
     share_budget: int | None = None,
     page_tokens: int | None = None,
     cell: int | None = None,
+    leading: int | None = None,
 ) -> PagePlan | None:
     """Return the plan for a prompt, or None if no block would become free.
 
-    ``P = L * ceil(floor(L * (B - t) / page_tokens) / L)``: the blocks that the budget needs are
-    filled. Every layer keeps at least the pages of its window, or one page. With pages of one token
-    the plan holds `budget.kept` tokens exactly.
+    ``P = L * ceil(floor(L * (B - l - t) / page_tokens) / L)``, with l leading tokens: the blocks
+    that the budget needs are filled. Every layer keeps at least the pages of its window, or one
+    page. With pages of one token the plan holds `budget.kept` tokens exactly.
 
     Args:
         budget: the prompt's budget.
@@ -244,6 +280,7 @@ def page_plan(
             tokens then frees blocks too, and drops none.
         cell: as in `PagePlan.in_cells`, for a plan that turns out to keep all tokens. With 0, such
             a plan packs from the first block on.
+        leading: first tokens that stay in an ordinary block; None for `leading_tokens`.
     """
     layers, tokens = budget.num_layers, budget.tokens
     full_blocks, tail = divmod(tokens, block_size)
@@ -254,23 +291,26 @@ def page_plan(
         return None
     if mostly_protected(spans, tokens) and not keeps_all:
         return None
+    if leading is None:
+        leading = leading_tokens(budget, block_size, page_tokens)
     plan = PagePlan(
         num_layers=layers,
         tokens=tokens,
         block_size=block_size,
         window=budget.window,
         budget=budget.budget,
-        pages=pages_kept(budget, tail, page_tokens or block_size),
+        pages=pages_kept(budget, tail, page_tokens or block_size, leading),
         total=budget.total,
         spans=spans,
         packed_page_tokens=page_tokens,
+        leading_tokens=leading,
     )
     plan = replace(plan, pages=min(plan.pages, layers * plan.full_pages))
     plan = raise_for_protected(plan, full_share=full_share, share_budget=share_budget)
     if plan.keeps_all and cell:
         plan = plan.in_cells(cell)
         return plan if plan.pages else None
-    return plan if plan.pages < layers * full_blocks else None
+    return plan if plan.pages < layers * (full_blocks - plan.leading_blocks) else None
 
 
 def raise_for_protected(
@@ -292,15 +332,17 @@ def raise_for_protected(
             the budget.
         share_budget: the budget of which other tokens get a share; None for the plan's budget.
     """
-    if not plan.protected_in_pages:
+    protected = count_before(plan.spans, plan.intact_from)
+    if not protected:
         return plan
     length = plan.tokens if plan.computed is None else plan.computed
     budget = plan.budget if share_budget is None else share_budget
     unprotected = -(-budget // 2)
     if full_share:
-        unprotected = -(-budget * (length - plan.protected_in_pages) // length)
-    min_tokens = plan.protected_in_pages + unprotected
-    min_pages = max(plan.floor_pages + 1, -(-(min_tokens - plan.tail) // plan.page_tokens))
+        unprotected = -(-budget * (length - protected) // length)
+    outside = plan.leading_tokens + plan.tail
+    min_tokens = protected + unprotected - outside
+    min_pages = max(plan.floor_pages + 1, -(-min_tokens // plan.page_tokens))
     if plan.packed_page_tokens is not None:
         min_pages = min(min_pages, plan.full_pages)
     if plan.pages >= plan.num_layers * min_pages:
@@ -308,7 +350,7 @@ def raise_for_protected(
     pages = plan.num_layers * min_pages
     if max_pages is not None and (pages := min(pages, max_pages)) <= plan.pages:
         return plan
-    budget = pages // plan.num_layers * plan.page_tokens + plan.tail
+    budget = pages // plan.num_layers * plan.page_tokens + outside
     return replace(plan, pages=pages, budget=budget, total=None, raised=True)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.methods.base import Selector
-from vllm_kvcompress.methods.spans import Spans, count_before
+from vllm_kvcompress.methods.spans import Spans, clip_spans
 
 _LAST = torch.iinfo(torch.int32).max
 _MAX_PARTS = 8
@@ -35,12 +35,19 @@ class ProtectedTokens:
     slots: torch.Tensor
 
     @classmethod
-    def of(cls, spans: Spans, end: int, device: torch.device) -> "ProtectedTokens | None":
-        """Return the protected tokens among the first `end` of an uncompressed prompt, or None."""
-        if not count_before(spans, end):
+    def of(
+        cls, spans: Spans, end: int, device: torch.device, first: int = 0
+    ) -> "ProtectedTokens | None":
+        """Return the protected tokens from `first` to `end` of an uncompressed prompt, or None."""
+        clipped = clip_spans(spans, first, end)
+        if not clipped:
             return None
-        parts = [torch.arange(start, min(stop, end)) for start, stop in spans if start < end]
+        parts = [torch.arange(start, stop) for start, stop in clipped]
         return cls(slots=to_device(torch.cat(parts), torch.int32, device)[None, None])
+
+    def behind(self, leading: int) -> "ProtectedTokens":
+        """Return these tokens with slots counted from the first token behind `leading` tokens."""
+        return ProtectedTokens(slots=self.slots - leading) if leading else self
 
     def unprotected_slots(self, width: int) -> torch.Tensor:
         """Return the other slots, ascending: ``[N, Hkv, width - G]`` int64, or ``[1, 1, ...]``."""

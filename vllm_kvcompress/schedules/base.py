@@ -14,6 +14,11 @@ class Schedule(ABC):
     settings: CompressionConfig
     """Settings of the request's method."""
 
+    @property
+    def leading_blocks(self) -> int:
+        """Return the ordinary blocks before the packed tokens, which are never packed."""
+        return 0
+
     @abstractmethod
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None."""

@@ -69,6 +69,11 @@ class GroupSchedule(PrefillSchedule):
     """None: packing between pieces drops no token, so no page limit applies."""
 
     @property
+    def leading_blocks(self) -> int:
+        """Return the ordinary blocks before the packed tokens, which are never packed."""
+        return self.page_plan.leading_blocks
+
+    @property
     def in_pieces(self) -> bool:
         """Return whether the prompt is packed before its prefill ends."""
         return self.first_end < self.tokens

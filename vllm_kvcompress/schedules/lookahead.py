@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.page_plan import (
     PagePlan,
+    leading_tokens,
     page_plan,
     pages_kept,
     raise_for_protected,
@@ -48,6 +49,20 @@ class LookaheadSchedule(Schedule):
     def due(self) -> int:
         """Return the number of computed tokens at which the request is packed."""
         return self.prompt + self.settings.resolved_lookahead
+
+    @property
+    def _leading(self) -> int:
+        """Return the leading tokens of a page plan. They depend on the prompt's budget alone.
+
+        So whenever the prompt is packed, as many stay as were reserved when it was admitted.
+        """
+        budget = self.settings.budget_spec(self.num_layers, self.prompt)
+        return leading_tokens(budget, self.block_size, self.page_tokens)
+
+    @property
+    def leading_blocks(self) -> int:
+        """Return the ordinary blocks before the packed tokens, which are never packed."""
+        return self._leading // self.block_size
 
     def output_tokens(self, tokens: int) -> int:
         """Return how many of the request's first `tokens` tokens are output tokens."""
@@ -135,6 +150,7 @@ class LookaheadSchedule(Schedule):
                 full_share=full_share,
                 share_budget=share_budget,
                 page_tokens=self.page_tokens,
+                leading=self._leading,
             )
         else:
             blocks, tail = divmod(tokens, size)

@@ -21,6 +21,11 @@ class PromptSchedule(PrefillSchedule):
     settings: CompressionConfig
     page_plan: PagePlan
 
+    @property
+    def leading_blocks(self) -> int:
+        """Return the ordinary blocks before the packed tokens, which are never packed."""
+        return self.page_plan.leading_blocks
+
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None."""
         return self.page_plan if tokens >= self.page_plan.tokens else None

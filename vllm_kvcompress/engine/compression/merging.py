@@ -6,7 +6,7 @@ import torch
 
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages
-from vllm_kvcompress.methods.kept_slots import append_tail
+from vllm_kvcompress.methods.kept_slots import append_tail, prepend_leading
 from vllm_kvcompress.methods.protected import indices_in_kept
 
 
@@ -18,12 +18,13 @@ class Merging:
 
     Args:
         values_only: merge values and leave keys unchanged.
+        leading: number of first tokens in each row that keep their slots. They are protected.
         tail: number of last tokens in each row that keep their slots; dropped tokens may be merged
             into them.
         tail_pages: ``[N]`` int64, the flat page of each row's tail.
         thresholds: ``[N, Hkv]`` float32, the similarity that a dropped token has needed so far; NaN
             where a row has dropped no token; None if no row has.
-        min_tokens: lower bound on the tokens that a row keeps, tail included.
+        min_tokens: lower bound on the tokens that a row keeps, leading tokens and tail included.
         protected: ``[N, Hkv, G]`` int32, ascending slots that no token is merged into; None to
             allow all.
     """
@@ -33,6 +34,7 @@ class Merging:
     tail_pages: torch.Tensor
     thresholds: torch.Tensor | None
     min_tokens: int
+    leading: int = 0
     protected: torch.Tensor | None = None
 
     def slice_rows(self, rows: slice) -> "Merging":
@@ -61,8 +63,8 @@ def merge_dropped_tokens(
         cache: the cache, with the rows' pages ``[n, W]``.
         max_tokens: upper bound on a row's tokens.
         lengths: ``[n]`` int32, tokens of each row; None if all have `max_tokens`.
-        kept: ``[n, Hkv, P * bs]`` int32, slots of the kept tokens, without the tail.
-        kept_in_pages: ``[n]`` int32, number of kept tokens of each row, without the tail.
+        kept: ``[n, Hkv, P * bs]`` int32, slots of the kept tokens, without leading tokens and tail.
+        kept_in_pages: ``[n]`` int32, number of kept tokens of each row, counted in the same way.
 
     Returns:
         * Keys and values in pages ``[n * P, Hkv, bs, D]``, P consecutive pages per row, of which
@@ -70,7 +72,9 @@ def merge_dropped_tokens(
         * Keys and values of the tails ``[n, Hkv, tail, D]``.
         * The similarity threshold ``[n, Hkv]`` of each row and head (`merge_evicted`).
     """
-    width, ends = kept.shape[2], kept_in_pages
+    leading = merging.leading
+    kept, ends = prepend_leading(kept, leading), kept_in_pages + leading
+    width = kept.shape[2]
     num_tokens = max_tokens if lengths is None else lengths
     kept_and_tail = append_tail(kept, num_tokens, ends, merging.tail)
     protected = merging.protected
@@ -97,7 +101,7 @@ def merge_dropped_tokens(
             unmerged = _tokens_in(part, cache.pages, protected, block_size)
             index = places.long()[..., None].expand_as(unmerged)
             tokens = tokens.scatter(2, index, unmerged)
-        full_pages = tokens[:, :, :width].unflatten(2, (-1, block_size))
+        full_pages = tokens[:, :, leading:width].unflatten(2, (-1, block_size))
         pages.append(full_pages.transpose(1, 2).flatten(0, 1))
         tails.append(tokens.gather(2, tail_index[..., None].expand(*shape, tokens.shape[3])))
     return (pages[0], pages[1]), (tails[0], tails[1]), result.threshold

@@ -48,8 +48,8 @@ class Move:
 
     Args:
         source: the pages that the rows are read from.
-        kept: ``[N, Hkv, n]`` int32, slots of the kept tokens, without the tail.
-        counts: ``[N]`` int32, pages that each row keeps, without the tail.
+        kept: ``[N, Hkv, n]`` int32, slots of the kept tokens, without leading tokens and tail.
+        counts: ``[N]`` int32, pages that each row keeps, without those of leading tokens and tail.
         targets: ``[N, n // bs]`` int32, flat pages to write.
         total: sum of `counts`.
         in_place: whether a target page may also be a source page.

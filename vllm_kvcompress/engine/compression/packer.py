@@ -70,8 +70,8 @@ class PackJob:
 Observer = Callable[[PackRequest, torch.Tensor, torch.Tensor], None]
 """Called after a request is packed.
 
-Its arguments are the plan's entry, the kept slots ``[L, Hkv, n]`` int32 (-1 after a layer's last
-slot), and the number of pages ``[L]`` int32 of each layer.
+Its arguments are the plan's entry, the slots kept in pages ``[L, Hkv, n]`` int32 (-1 after a
+layer's last slot), and the number of pages ``[L]`` int32 of each layer.
 """
 
 
@@ -243,8 +243,9 @@ class Packer:
         """Return the key on which requests must agree to share kernel launches.
 
         It consists of the method, how the tokens are read, the source and number of queries,
-        the number of last tokens that are always kept, and the number of protected tokens (before
-        these, and in total). With merging it also has the tail length.
+        the number of first and of last tokens that are always kept, and the number of protected
+        tokens (between these, and in total with the first ones). With merging it also has the tail
+        length.
         """
         pack_request, plan = job.pack_request, job.pack_request.plan
         method = job.method
@@ -259,10 +260,11 @@ class Packer:
             plan.allocator_window or plan.window,
             plan.scored_by_output,
             plan.kept_after,
+            plan.leading_tokens,
             plan.tail if job.method.merge else 0,
             plan.page_tokens,
             plan.protected_in_pages,
-            count_before(plan.spans, pack_request.tokens),
+            count_before(plan.always_kept_spans, pack_request.tokens),
         )
 
     def _pack(self, jobs: Sequence[PackJob]) -> dict[str, torch.Tensor]:
@@ -293,6 +295,7 @@ class Packer:
             pack_requests,
             counts.view(-1, layers),
             None if group_tokens is None else group_tokens.view(-1, layers),
+            source.pages[:, 0].view(-1, layers) if plan.leading_tokens else None,
         )
         protected = self.protected.before(pack_requests, source, heads=scores.shape[1])
         guarded = None if protected is None else ProtectedTokens(slots=protected)
@@ -308,6 +311,7 @@ class Packer:
             ),
             selector=method.selector,
             protected=guarded,
+            leading=plan.leading_tokens,
         )
         del scores
         move = Move(
@@ -550,6 +554,7 @@ class Packer:
         pack_requests: Sequence[PackRequest],
         counts: torch.Tensor,
         group_tokens: torch.Tensor | None,
+        leading: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Assign the requests' new pages; return each request's pages ``[L, max_blocks]`` int32.
 
@@ -558,6 +563,7 @@ class Packer:
         Args:
             counts: ``[R, L]`` int32, pages of each layer.
             group_tokens: ``[R, L]`` int32, tokens of each layer, if the pages hold groups.
+            leading: as in `PagePool.assign`.
         """
         pool, assigned = self.pool, list[PackedBlocks]()
         for pack_request in pack_requests:
@@ -570,7 +576,7 @@ class Packer:
                 )
                 assigned.append(blocks)
         if len(assigned) == len(pack_requests):
-            return pool.assign(assigned, counts, group_tokens)
+            return pool.assign(assigned, counts, group_tokens, leading)
         assert not assigned, "a batch must not mix requests with and without a destination"
         return [pool.packed(pack_request.request_id)[0] for pack_request in pack_requests]
 
@@ -592,6 +598,7 @@ class Packer:
             min_tokens = plan.layer_tokens(plan.floor_pages)
         return Merging(
             values_only=method.values_only,
+            leading=plan.leading_tokens,
             tail=plan.tail,
             tail_pages=tail_pages,
             thresholds=thresholds,

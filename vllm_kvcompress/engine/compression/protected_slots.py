@@ -56,7 +56,7 @@ class ProtectedSlots:
     def before(
         self, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
     ) -> torch.Tensor | None:
-        """Return the protected slots before each row's window and tail.
+        """Return the protected slots before each row's window and tail, without leading tokens.
 
         Args:
             pack_requests: requests with equally many protected tokens.
@@ -74,17 +74,21 @@ class ProtectedSlots:
             source,
             [pack_request.plan.intact_from for pack_request in pack_requests],
             heads,
+            with_leading=False,
         )
 
     def all_slots(
         self, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
     ) -> torch.Tensor | None:
-        """Return all protected slots ``[N, Hkv, G]`` int32, ascending; None if there are none."""
-        if not pack_requests[0].plan.spans:
+        """Return all protected and leading slots, ascending; None if there are none.
+
+        Returns:
+            ``[N, Hkv, G]`` int32.
+        """
+        if not pack_requests[0].plan.always_kept_spans:
             return None
-        slots = self._slots(
-            pack_requests, source, [pack_request.tokens for pack_request in pack_requests], heads
-        )
+        ends = [pack_request.tokens for pack_request in pack_requests]
+        slots = self._slots(pack_requests, source, ends, heads, with_leading=True)
         return slots.expand(len(source.pages), heads, -1)
 
     def note(
@@ -121,18 +125,24 @@ class ProtectedSlots:
         source: SourcePages,
         ends: Sequence[int],
         heads: int,
+        *,
+        with_leading: bool,
     ) -> torch.Tensor:
-        """Return the protected slots among the first ``ends[r]`` tokens of each request r."""
+        """Return the protected slots among the first ``ends[r]`` tokens of each request r.
+
+        Args:
+            with_leading: whether to return all slots of leading tokens; otherwise none of them.
+        """
         request_slots, device = [], source.pages.device
         for index, (pack_request, end) in enumerate(zip(pack_requests, ends, strict=True)):
             packed = self._packed.get(pack_request.request_id)
             first_unpacked = 0 if packed is None else packed.intact_from
             assert first_unpacked <= end, "packed tokens come before the window"
-            positions = to_device(
-                _positions(clip_spans(pack_request.plan.spans, first_unpacked, end)),
-                torch.int32,
-                device,
-            )
+            plan = pack_request.plan
+            spans, first = plan.spans, max(first_unpacked, plan.leading_tokens)
+            if with_leading:
+                spans, first = plan.always_kept_spans, first_unpacked
+            positions = to_device(_positions(clip_spans(spans, first, end)), torch.int32, device)
             if source.lengths is None:
                 return positions[None, None]
             lengths = source.lengths[index * self._num_layers :][: self._num_layers]

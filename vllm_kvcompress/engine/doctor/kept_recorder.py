@@ -97,8 +97,8 @@ def _counted(
     Args:
         pack_request: the prompt's entry in the scheduler's plan.
         pages: ``[L]``, pages that each layer keeps.
-        kept: ``[L, Hkv, n]``, kept positions, -1 after a layer's last. The tail always counts as
-            kept, whether or not it is included.
+        kept: ``[L, Hkv, n]``, kept positions, -1 after a layer's last. Leading tokens and the tail
+            always count as kept, whether or not they are included.
         buckets, parts: as in `_Recorder`.
 
     Returns:
@@ -112,6 +112,7 @@ def _counted(
     # The modulus maps -1 to an extra column at the end, which is cut off.
     is_kept.scatter_(2, kept.long().cpu() % (pack_request.tokens + 1), True)
     is_kept = is_kept[..., :-1]
+    is_kept[..., : pack_request.plan.leading_tokens] = True
     is_kept[..., pack_request.plan.packed_end :] = True
     is_kept = is_kept[..., :prompt_tokens]
     bucket = torch.arange(prompt_tokens) * buckets // prompt_tokens

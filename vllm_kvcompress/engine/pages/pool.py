@@ -321,18 +321,21 @@ class PagePool:
         requests: Sequence[PackedBlocks],
         counts: torch.Tensor,
         group_tokens: torch.Tensor | None = None,
+        leading: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Assign packed pages to R requests from their blocks, with one upload and one launch.
 
-        Each request reads its packed pages, then its blocks starting at `first_block`. The pages of
-        its blocks, block by block, go to the layers in order: the first ``counts[r, 0]`` to layer
-        0, and so on.
+        Each request reads its packed pages, then its leading page if it has one, then its blocks
+        starting at `first_block`. The pages of its blocks, block by block, go to the layers in
+        order: the first ``counts[r, 0]`` to layer 0, and so on.
 
         Args:
             requests: the requests.
             counts: ``[R, L]`` int32, pages of each layer. A request's sum is at most the pages of
                 its blocks.
             group_tokens: ``[R, L]`` int32, tokens of each layer, if the pages hold groups.
+            leading: ``[R, L]`` int, flat pages of the requests' first blocks, if these stay
+                ordinary blocks before pages of groups; None without such blocks.
 
         Returns:
             Per request a view ``[L, max_blocks]`` int32 of each layer's pages, padded with 0.
@@ -359,6 +362,10 @@ class PagePool:
             group_tokens=group_tokens,
             out_group_tokens=self._group_tokens,
         )
+        if leading is not None:
+            slot_indices = uploaded[:rows].view(-1, 3)[:, 0]
+            self._packed[:, :, 0].index_copy_(0, slot_indices, leading.int())
+            self._num_packed.index_fill_(0, slot_indices, 1)
         self._slots_with_pages.update(slots)
         if group_tokens is not None:
             self._slots_with_groups.update(slots)

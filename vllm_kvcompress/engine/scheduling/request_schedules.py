@@ -83,15 +83,16 @@ class RequestSchedules:
         if prefill is not None and lookahead is not None:
             # Pieces are packed during the prefill, and the look-ahead packs the prompt's end.
             prefill = prefill.before_lookahead()
-        if prefill is None:
+        first_schedule = lookahead or prefill
+        if first_schedule is None:
             output_settings = state.decision.output_settings
-            packs_groups = (
+            leading_blocks = int(
                 output_settings is not None
                 and self._admissions.packed_page_tokens(output_settings) is not None
             )
         else:
-            packs_groups = prefill.adds_groups
-        footprint = self._footprint(leading_blocks=int(packs_groups))
+            leading_blocks = first_schedule.leading_blocks
+        footprint = self._footprint(leading_blocks)
         return RequestSchedule(footprint=footprint, prefill=prefill, lookahead=lookahead)
 
     def fix_schedule(self, state: RequestState, cached_tokens: int) -> bool:

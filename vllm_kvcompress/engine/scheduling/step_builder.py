@@ -115,11 +115,11 @@ class StepBuilder:
         plan, counts_required_only = schedule.plan(num_tokens), num_tokens < prompt_tokens
         if plan is None and schedule.lookahead is not None and num_tokens >= prompt_tokens:
             # Reserved from now on, and allocated when the look-ahead is packed.
-            full_blocks = num_tokens // self._block_size
-            unshared = self._unshared_blocks(request_id, full_blocks, new_computed_blocks)
+            full_blocks, first = num_tokens // self._block_size, schedule.footprint.first_block
+            unshared = self._unshared_blocks(request_id, full_blocks, new_computed_blocks, first)
             counts_required_only = True
             # If no block is shared, the prompt is packed in place and needs no reservation.
-            if unshared < full_blocks:
+            if unshared < full_blocks - first:
                 plan = state.budget_plan(num_tokens)
         if plan is None:
             return NO_DESTINATIONS
