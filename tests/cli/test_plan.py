@@ -236,8 +236,8 @@ def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
     load = dict(dtype="bfloat16", block_size=16)
     config = {"compress": "cake", "packed_dtype": "k4v3", "min_prompt": 128}
     some = make_forecast(wide, 1000, 8, {**config, "budget": 0.3}, **load)
-    assert (some.page_tokens, some.pages, some.on.decoding) == (64, 3 * 5, 5 + 1)
-    assert (some.budget_tokens, some.kept_tokens) == (300, 5 * 64 + 8)
+    assert (some.page_tokens, some.pages, some.on.decoding) == (64, 3 * 4, 1 + 4 + 1)
+    assert (some.budget_tokens, some.kept_tokens) == (300, 16 + 4 * 64 + 8)
     assert some.auto.on == make_forecast(wide, 1000, 8, {**config, "budget": 0.3,
         "packed_dtype": "auto"}, **load).on  # fmt: skip
     every = make_forecast(wide, 1000, 8, {**config, "budget": 1.0}, **load)

@@ -180,7 +180,7 @@ def test_usage_and_metrics_of_both_formats(checkpoints_folder):
     for (packed_dtype, budget), report in usage.items():
         assert (report["packed_dtype"], report["budget"]) == (packed_dtype, budget)
         assert report["kept_tokens"] == sum(report["layer_tokens"]) / 3
-    assert usage["k4v3", 0.4]["kept_bytes"] == (2 + 1) * block_bytes
+    assert usage["k4v3", 0.4]["kept_bytes"] == (1 + 2 + 1) * block_bytes
     assert usage["k4v3", 1.0]["kept_bytes"] == (1 + 3 + 7) * block_bytes
     assert usage["k4v3", 1.0]["layer_tokens"] == [1000] * 3
     assert usage["auto", 0.4]["kept_bytes"] == (12 + 1) * block_bytes
@@ -258,8 +258,9 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
         assert report["uncompressed_bytes"] == -(-computed // BLOCK) * block_bytes
         if not pack_request.reads_page_tables and pack_request.plan.kept_after >= lookahead:
             in_pages = ((kept >= 0) & (kept < prompt)).sum((1, 2)) / kept.shape[1]
-            tail = max(pack_request.plan.tail - lookahead, 0)
-            assert (in_pages + tail).tolist() == layer_tokens
+            unpacked = pack_request.plan.leading_tokens
+            unpacked += max(pack_request.plan.tail - lookahead, 0)
+            assert (in_pages + unpacked).tolist() == layer_tokens
         assert report.get("protected_tokens", 0) == (87 if extra_args else 0)
     log = "".join(f"INFO 01-02 03:04:05 [reports.py:160] {line}\n" for line in lines)
     by_request = {line.request: line for line in compressed_requests(log)}

@@ -89,16 +89,16 @@ def test_decoding_requests_hold_a_quarter_of_the_blocks_or_less(checkpoints_fold
             held.append(free - llm.free_blocks)
         itemsize = llm.compressor.pool.itemsize
         page_tokens = k4v3.page_tokens(BLOCK, itemsize)
-        # float32: pages of 256 tokens; 0.5 of 1,500 tokens is 750, in 3 blocks
+        # float32: pages of 256 tokens; 0.5 of 1,500 tokens is 750, in 3 blocks behind the first
         assert page_tokens == 256
-        assert held[2] == 3 + 1
+        assert held[2] == 1 + 3 + 1
         # 1,500 + 400 tokens in vLLM's 60 blocks; the last output token is never computed
         unpacked = math.ceil((1500 + 399) / BLOCK) - 1500 // BLOCK
         if name == "cake":
-            assert held[-2] == 3 + unpacked
+            assert held[-2] == 1 + 3 + unpacked
         else:
             # the interval of 128 tokens is rounded up to a page: one packing, of 8 blocks
-            assert held[-2] == 3 + 1 + unpacked - 8
+            assert held[-2] == 1 + 3 + 1 + unpacked - 8
 
 
 @model_runner_v1_only
@@ -126,9 +126,10 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
                 (result := results[0]).pack_request.plan.layer_tokens(n)
                 for n in results[0].counts.tolist()
             ]
-            kept = [n - result.pack_request.plan.tail for n in kept]
+            kept = [n - result.pack_request.plan.tail - block for n in kept]
         assert total == [n + sum(each.tokens for each in added) for n in kept]
-        # an unpacked prompt's first block stays in 16 bits
+        assert pool._num_packed[slot].tolist() == [1] * SHAPE.layers
+        # an unpacked prompt's groups begin behind its first block, which stays in the cache's dtype
         first_end = (len(prompt) // block * block) if results else block
         assert added[0].end - added[0].tokens == first_end
         every_page = {page for each in added for page in each.pages.flatten().tolist()}
@@ -148,8 +149,7 @@ def test_output_groups_are_packed_once_and_every_step_reads_them(checkpoints_fol
     positions = [*range(len(prompt), len(prompt) + count, 37), len(prompt) + count - 2]
     for layer in range(SHAPE.layers):
         first = (len(prompt), first_end if results else 0, prompt_groups[layer])
-        leading = 0 if results else block
-        assert_replay_matches(SHAPE, seen, added, layer, first, positions, leading)
+        assert_replay_matches(SHAPE, seen, added, layer, first, positions)
 
 
 def test_trap_23_blocks_that_held_groups_are_zeroed(checkpoints_folder):

@@ -108,8 +108,11 @@ def assert_decode_reads_kept_tokens(seen, held, shape, tokens: int) -> None:
                 assert (out[position, head] - weights @ all_v).abs().amax() <= bound
 
 
-def packed_groups(llm):
+def packed_groups(llm, leading_blocks):
     """Step until a prompt is packed in k4v3, and return each layer's tokens, keys and values.
+
+    Args:
+        leading_blocks: ordinary blocks that each layer must read before its other ordinary blocks.
 
     Returns:
         number of packed tokens of each layer, its groups, and the keys and values ``[Hkv, n, D]``
@@ -120,7 +123,7 @@ def packed_groups(llm):
     pool = llm.compressor.pool
     (slot,) = pool._slots.values()
     counts, groups, held = pool._group_tokens[slot].tolist(), [], []
-    assert not pool._num_packed[slot].any()
+    assert pool._num_packed[slot].tolist() == [leading_blocks] * len(counts)
     page_tokens = k4v3.page_tokens(pool.block_size, pool.itemsize)
     for layer, count in enumerate(counts):
         pages = pool._packed[slot, layer, 1 : 1 - (-count // page_tokens)].long()
@@ -199,7 +202,7 @@ def assert_selection_equals_reference(config, seen, counts, held, shape, plan) -
     past = ALLOCATORS[config.compress].allocate(
         plan.budget_spec, LayerStats(entropy=entropy, shift=shift)
     )
-    assert counts == round_to_pages(past + WINDOW, plan).tolist()
+    assert counts == round_to_pages(past + WINDOW + plan.leading_tokens, plan).tolist()
     for layer, (keys, values) in enumerate(held):
         mean, variance, _ = found[layer]
         scores = scores_of(config.compress, mean, variance, shape.kv_heads)
@@ -209,10 +212,11 @@ def assert_selection_equals_reference(config, seen, counts, held, shape, plan) -
             kept = [where[row.numpy().tobytes()] for row in keys[head].float()]
             assert kept == sorted(kept)
             assert torch.equal(values[head].float(), v[layer][kept, head])
-            protected = set(range(tokens - WINDOW, full_block_tokens))
+            protected = {*range(tokens - WINDOW, full_block_tokens), *range(plan.leading_tokens)}
             assert protected <= set(kept)
             ranked = scores[head][: min(full_block_tokens, tokens - WINDOW)]
-            order = sorted(range(len(ranked)), key=lambda j: (-ranked[j].item(), j))
+            scored = range(plan.leading_tokens, len(ranked))
+            order = sorted(scored, key=lambda j: (-ranked[j].item(), j))
             best = order[: len(kept) - len(protected)]
             # float32 and float64 may rank only equal scores differently
             boundary = ranked[best[-1]].item()
@@ -284,23 +288,24 @@ def test_groups_hold_the_tokens_that_the_method_selects(
         seen = llm.record_attention()
         results = llm.watch_packing(lambda result: result)
         llm.submit("r", prompt, 8)
-        counts, groups, held = packed_groups(llm)
         itemsize = llm.compressor.pool.itemsize
-        shape = replace(shape, layers=len(seen))
         config = CompressionConfig.parse(config["kvcompress"])
         plan = page_plan(
-            config.budget_spec(shape.layers, len(prompt)),
+            config.budget_spec(len(llm.compressor.pool.layer_offset), len(prompt)),
             block,
             page_tokens=k4v3.page_tokens(block, itemsize),
         )
+        assert plan.leading_blocks == 1
+        counts, groups, held = packed_groups(llm, plan.leading_blocks)
+        shape = replace(shape, layers=len(seen))
         (request_id,) = llm.scheduler.requests
-        assert llm.num_blocks_held(request_id) == plan.blocks + 1
+        assert llm.num_blocks_held(request_id) == plan.leading_blocks + plan.blocks + 1
         llm.drain()
 
     (result,) = results
-    assert counts == [plan.layer_tokens(pages) - plan.tail for pages in result.counts.tolist()]
-    assert_decode_reads_kept_tokens(seen, held, shape, len(prompt))
-    exact = []
+    unpacked = plan.leading_tokens + plan.tail
+    assert counts == [plan.layer_tokens(pages) - unpacked for pages in result.counts.tolist()]
+    exact, read = [], []
     for layer in range(shape.layers):
         k, v = (
             torch.cat(seen[layer][name])[: len(prompt)].view(len(prompt), -1, shape.head_dim)
@@ -308,7 +313,15 @@ def test_groups_hold_the_tokens_that_the_method_selects(
         )
         kept, count = result.kept[layer], counts[layer]
         assert_groups_equal_reference(groups[layer], kept, count, k.double(), v.double())
-        index = kept[:, :count].long()
+        leading = torch.arange(plan.leading_tokens).expand(len(kept), -1)
+        index = torch.cat([leading, kept[:, :count].long()], 1)
         head = torch.arange(len(kept))[:, None]
         exact.append((k[index, head], v[index, head]))
+        read.append(
+            [
+                torch.cat([part[leading, head].double(), stored], 1)
+                for part, stored in zip((k, v), held[layer], strict=True)
+            ]
+        )
+    assert_decode_reads_kept_tokens(seen, read, shape, len(prompt))
     assert_selection_equals_reference(config, seen, result.counts.tolist(), exact, shape, plan)

@@ -244,7 +244,7 @@ def test_kept_tokens_are_exact_once_the_workers_report():
     """In k4v3, a page of 16 tokens holds 64. A layer that keeps all 250 leaves one partly empty."""
     settings = CompressionConfig.parse({"compress": "cake", "budget": 0.8, "packed_dtype": "k4v3"})
     plan = page_plan(settings.budget_spec(2, 250), 16, page_tokens=64)
-    assert (plan.pages, plan.blocks, plan.tail) == (6, 3, 10)
+    assert (plan.leading_blocks, plan.pages, plan.blocks, plan.tail) == (1, 6, 3, 10)
     pack = PackPrompt(
         request_id="a", settings=settings, plan=plan, tokens=250, reads_page_tables=False
     )
@@ -253,8 +253,8 @@ def test_kept_tokens_are_exact_once_the_workers_report():
     (first,) = outputs("a")
     notes.attach_to([first])
     merge(kept, usage_of(first))
-    assert (kept["packed_dtype"], kept["kept_tokens"]) == ("k4v3", 3 * 64 + 10)
-    assert kept["kept_bytes"] == 4 * BLOCK_BYTES
+    assert (kept["packed_dtype"], kept["kept_tokens"]) == ("k4v3", 16 + 3 * 64 + 10)
+    assert kept["kept_bytes"] == 5 * BLOCK_BYTES
     notes.add_packed([packed("a", 250, (250, 138))])
     (second,) = outputs("a")
     notes.attach_to([second])

@@ -1,5 +1,7 @@
 """Pages per layer and kept positions of one prompt."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -11,6 +13,7 @@ from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, prepen
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.parts.allocators import Uniform
 from vllm_kvcompress.methods.parts.topk import TopK
+from vllm_kvcompress.methods.protected import ProtectedTokens
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
 from vllm_kvcompress.methods.published.streamingllm import StreamingLLM
@@ -127,6 +130,42 @@ def test_kept_positions_are_the_windows_and_the_best(plan, heads, seed, data):
     window = torch.arange(min(plan.tokens - plan.window, end), end)
     assert all(torch.isin(window, row).all() for row in kept)
     assert kept.tolist() == [slow_positions(row, plan, pages) for row in scores.tolist()]
+
+
+@prop
+@given(plans(), st.integers(1, 3), st.integers(0, 2**31 - 1), st.data())
+def test_protected_tokens_are_kept_beside_the_leading_ones(plan, heads, seed, data):
+    """One length per layer gives the same slots as one length for all."""
+    edges = sorted(data.draw(st.sets(st.integers(0, plan.tokens), max_size=6)))
+    plan = replace(plan, spans=tuple(zip(edges[::2], edges[1::2], strict=False)))
+    if plan.floor_pages > plan.full_pages:
+        return
+    pages = data.draw(st.integers(plan.floor_pages, plan.full_pages))
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 5, (2, heads, plan.tokens - plan.window), generator=rng).float()
+    in_pages = kept_in_pages(plan, torch.tensor([pages, pages], dtype=torch.int32))
+    protected = ProtectedTokens.of(
+        plan.spans, plan.tokens - plan.kept_after, scores.device, plan.leading_tokens
+    )
+    same = dict(
+        window=plan.window, width=int(in_pages[0]), selector=TopK(), leading=plan.leading_tokens
+    )
+    kept = kept_slots(scores, plan.tokens, in_pages, tail=plan.tail, protected=protected, **same)
+    assert (kept.diff(dim=2) > 0).all()
+    assert kept.min() >= plan.leading_tokens
+    end = plan.full_blocks * plan.block_size
+    always_kept = {token for span in plan.spans for token in range(*span)}
+    always_kept |= set(range(plan.tokens - plan.kept_after, plan.tokens))
+    for row in kept.flatten(0, 1).tolist():
+        assert {token for token in always_kept if plan.leading_tokens <= token < end} <= set(row)
+    if plan.tail > plan.window:
+        return
+    slots = None
+    if protected is not None:
+        slots = ProtectedTokens(slots=protected.slots.expand(2, heads, -1))
+    lengths, tails = torch.tensor([[plan.tokens] * 2, [plan.tail] * 2], dtype=torch.int32)
+    by_layer = kept_slots(scores, lengths, in_pages, tail=tails, protected=slots, **same)
+    assert torch.equal(by_layer, kept)
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,8 @@ class Packer:
         """Return the kept slots and page counts, as for `Observer`, if a plan keeps all tokens."""
         device, layers = self.pool.pages.device, self.num_layers
         counts = torch.full((layers,), plan.full_pages, dtype=torch.int32, device=device)
-        slots = torch.arange(plan.tokens - plan.tail, dtype=torch.int32, device=device)
+        end = plan.tokens - plan.tail
+        slots = torch.arange(plan.leading_tokens, end, dtype=torch.int32, device=device)
         return slots.expand(layers, self.pool.pages.shape[1], -1), counts
 
     def _notify(self, pack_request: PackRequest, kept: torch.Tensor, counts: torch.Tensor) -> None:
