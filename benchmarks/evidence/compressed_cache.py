@@ -244,10 +244,13 @@ class PromptCompressor:
                 keys[layer] = keys[layer].gather(1, gathered)
                 values[layer] = values[layer].gather(1, gathered)
             if is_packed:
-                keys[layer], values[layer] = packed(keys[layer], values[layer], plan.tail)
+                keys[layer], values[layer] = packed(
+                    keys[layer], values[layer], plan.tail, plan.leading_tokens
+                )
         stored_tokens = counts
         if is_packed:
-            stored_tokens = [n * self.block_size + plan.tail for n in pages.tolist()]
+            unpacked = plan.leading_tokens + plan.tail
+            stored_tokens = [n * self.block_size + unpacked for n in pages.tolist()]
         return CompressedCache(
             keys=keys,
             values=values,
@@ -260,12 +263,11 @@ class PromptCompressor:
         """Return the cache of a plan that packs all tokens behind the first block."""
         keys = [k if n is None else k[:, -n:] for k, n in self._with_windows(self.prompt.keys)]
         values = [v if n is None else v[:, -n:] for v, n in self._with_windows(self.prompt.values)]
-        first = plan.leading_tokens
         for layer in self.layers:
-            stored = packed(keys[layer][:, first:], values[layer][:, first:], plan.tail)
-            keys[layer] = torch.cat([keys[layer][:, :first], stored[0]], 1)
-            values[layer] = torch.cat([values[layer][:, :first], stored[1]], 1)
-        stored_tokens = plan.blocks * self.block_size + first + plan.tail
+            keys[layer], values[layer] = packed(
+                keys[layer], values[layer], plan.tail, plan.leading_tokens
+            )
+        stored_tokens = plan.blocks * self.block_size + plan.leading_tokens + plan.tail
         return CompressedCache(
             keys=keys,
             values=values,
@@ -298,6 +300,8 @@ class PromptCompressor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values ``[Hkv, n, D]`` at positions `kept`, dropped tokens merged in.
 
+        No token is merged into the leading ones.
+
         Args:
             index: index among the full-attention layers.
             kept: ``[Hkv, n]`` int64.
@@ -313,17 +317,29 @@ class PromptCompressor:
             count,
             values_only=method.values_only,
         )
-        return merged.keys[0], merged.values[0]
+        first, layer = plan.leading_tokens, self.layers[index]
+        exact = self.prompt.keys[layer][:, :first], self.prompt.values[layer][:, :first]
+        return (
+            torch.cat([exact[0], merged.keys[0, :, first:]], 1),
+            torch.cat([exact[1], merged.values[0, :, first:]], 1),
+        )
 
 
 def packed(
-    keys: torch.Tensor, values: torch.Tensor, tail: int
+    keys: torch.Tensor, values: torch.Tensor, tail: int, leading: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values ``[Hkv, n, D]`` as packed pages in the format k4v3 hold them.
 
     Args:
         tail: tokens at the end that stay in an ordinary page.
+        leading: tokens at the start that stay in ordinary pages.
     """
+    if leading:
+        stored_keys, stored_values = packed(keys[:, leading:], values[:, leading:], tail)
+        return (
+            torch.cat([keys[:, :leading], stored_keys], 1),
+            torch.cat([values[:, :leading], stored_values], 1),
+        )
     in_pages = keys.shape[1] - tail
     num_groups = -(-in_pages // k4v3.GROUP)
     padding = (0, 0, 0, num_groups * k4v3.GROUP - in_pages)

@@ -271,30 +271,31 @@ def wide_model(tmp_path_factory):
 
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 def test_a_packed_cache_has_the_numbers_and_bytes_of_packed_pages(wide_model, budget):
-    """Of 333 tokens, the last 13 lie after the last full block and stay at 16 bits."""
+    """Of 333 tokens, the first 16 and the 13 after the last full block stay at 16 bits."""
     prompt = wide_model.prefill(IDS, with_column_sums=False)
     compressor = PromptCompressor(prompt)
     raw = '{"compress": "snapkv", "packed_dtype": "k4v3"}'
     cache = compressor.compress(settings_at(raw, budget))
     plan = compressor.plan(settings_at(raw, budget))
     pages = plan.pages // 3
-    assert (plan.page_tokens, pages) == (64, {1.0: 5, 0.5: 3}[budget])
-    assert cache.tokens == 3 * (64 * pages + 13)
-    assert cache.share_of_bytes == pytest.approx((16 * pages + 13) / 333)
-    exact_keys, exact_values = prompt.keys, prompt.values
-    if budget < 1.0:
-        exact = PromptCompressor(prompt, 64)  # pages of 64 tokens that are not packed
-        (kept,) = {len(k[0]) for k in cache.keys}
-        same_tokens = exact.compress(settings_at('{"compress": "snapkv"}', (kept + 0.5) / 333))
-        exact_keys, exact_values = same_tokens.keys, same_tokens.values
-        assert exact_keys[0].shape == cache.keys[0].shape
+    assert (plan.page_tokens, pages) == (64, {1.0: 5, 0.5: 2}[budget])
+    in_pages = {1.0: 333 - 16 - 13, 0.5: 2 * 64}[budget]
+    assert cache.tokens == 3 * (16 + in_pages + 13)
+    assert cache.share_of_bytes == pytest.approx((16 + 16 * pages + 13) / 333)
+    method = settings_at(raw, budget).method.method_for(scored_by_output=False)
+    observations = compressor.observations(method, plan)
+    positions = method.select(observations, plan, method.layer_pages(plan, observations)).long()
     for layer in range(3):
-        for start in range(0, 64 * pages, 64):
+        index = positions[layer, ..., None].expand(-1, -1, 64)
+        exact_keys = prompt.keys[layer].gather(1, index)
+        exact_values = prompt.values[layer].gather(1, index)
+        for start in range(16, 16 + in_pages // 64 * 64, 64):
             group = slice(start, start + 64)
-            packed = k4v3.quantise(exact_keys[layer][:, group], exact_values[layer][:, group], 64)
+            packed = k4v3.quantise(exact_keys[:, group], exact_values[:, group], 64)
             keys, values = k4v3.dequantise(k4v3.from_bytes(k4v3.to_bytes(packed)))
             assert torch.equal(cache.keys[layer][:, group], keys)
             assert torch.equal(cache.values[layer][:, group], values)
+        assert torch.equal(cache.keys[layer][:, :16], prompt.keys[layer][:, :16])
         assert torch.equal(cache.keys[layer][:, -13:], prompt.keys[layer][:, -13:])
         assert torch.equal(cache.values[layer][:, -13:], prompt.values[layer][:, -13:])
 
@@ -303,15 +304,15 @@ def test_the_last_group_of_a_packed_cache_may_be_partly_filled(wide_model):
     prompt = wide_model.prefill(IDS[:300], with_column_sums=False)
     raw = '{"compress": "snapkv", "packed_dtype": "k4v3"}'
     cache = PromptCompressor(prompt).compress(settings_at(raw, 1.0))
-    assert cache.share_of_bytes == pytest.approx((5 * 16 + 12) / 300)
+    assert cache.share_of_bytes == pytest.approx((16 + 5 * 16 + 12) / 300)
     last = k4v3.quantise(
-        *(torch.nn.functional.pad(part[1][:, 256:288], (0, 0, 0, 32))
+        *(torch.nn.functional.pad(part[1][:, 272:288], (0, 0, 0, 48))
           for part in (prompt.keys, prompt.values)),
-        32,
+        16,
     )  # fmt: skip
     keys, values = k4v3.dequantise(last)
-    assert torch.equal(cache.keys[1][:, 256:288], keys[:, :32])
-    assert torch.equal(cache.values[1][:, 256:288], values[:, :32])
+    assert torch.equal(cache.keys[1][:, 272:288], keys[:, :16])
+    assert torch.equal(cache.values[1][:, 272:288], values[:, :16])
 
 
 def test_a_model_that_k4v3_cannot_pack_is_an_error(prompt):
