@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 CEILINGS = {
     "cake": 28,
     "cake-chunk": 45,
-    "cake-chunk in k4v3": 46,
+    "cake-chunk in k4v3": 51,
     "caote": 31,
     "chunkkv": 20,
     "d2o": 57,

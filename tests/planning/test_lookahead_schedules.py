@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.spans import count_before
+from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 from vllm_kvcompress.schedules.pieces import PieceSchedule
@@ -254,3 +255,39 @@ def test_the_first_block_stays_whenever_the_prompt_is_packed(
         assert kept_tokens > layers * min(budget_tokens, tokens) - page_tokens
         if plan.pages > layers * plan.floor_pages and not plan.keeps_all:
             assert kept_tokens - (layers - 1) * page_tokens <= layers * budget_tokens
+
+
+@given(
+    prompt=st.integers(100, 5000),
+    output=st.integers(40, 900),
+    lookahead=st.sampled_from([0, 32]),
+    budget=st.floats(0.02, 0.99) | st.integers(60, 2000),
+    size=st.sampled_from([16, 32, 128]),
+    interval=st.sampled_from([None, 256]),
+)
+def test_planned_blocks_count_the_first_block(prompt, output, lookahead, budget, size, interval):
+    """Before and after a prompt is packed in k4v3, and when its output ends."""
+    raw = {"compress": "cake-chunk", "budget": budget, "min_prompt": 0, "packed_dtype": "k4v3"}
+    raw |= {"lookahead": lookahead} | ({"decode_interval": interval} if interval else {})
+    request = PlannedRequest(
+        settings=CompressionConfig.parse(raw),
+        num_layers=4,
+        block_size=size,
+        page_tokens=4 * size,
+        prompt=prompt,
+        output=output,
+    )
+    plan = request.plan
+    if plan is None or plan.cell is not None:
+        return
+    assert plan.tokens == prompt + lookahead
+    assert request.blocks_held(plan.tokens - 1) == -(-(plan.tokens - 1) // size)
+    assert request.blocks_held(plan.tokens) == plan.held_blocks
+    assert request.first_packed_at == plan.packed_end
+    kept_tokens = plan.leading_tokens + plan.pages * plan.page_tokens / 4 + plan.tail
+    assert request.kept_tokens == min(kept_tokens, plan.tokens) - lookahead
+    unpacked_end = -(-request.cached // size) - plan.freed_blocks
+    if interval is None:
+        assert request.end_blocks == request.blocks_held(request.cached) == unpacked_end
+    else:
+        assert plan.held_blocks <= request.end_blocks <= unpacked_end
