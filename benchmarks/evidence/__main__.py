@@ -51,6 +51,7 @@ from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD, systems
 from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.field import FIELD_TASKS, field_items
 from benchmarks.field.data import FieldData
+from benchmarks.field.harm import chance_score
 from benchmarks.jsonl import append, lines
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import loops, similarity
@@ -292,8 +293,9 @@ def needs_full_answer(item: Item) -> bool:
     """Return whether a prompt counts only if the full cache gives an expected answer.
 
     An answer with reasons is also compared with the full cache's own answer, so it always counts.
+    So do the tasks of `field.harm`: a compressed cache may also correct what the full cache does.
     """
-    return item.known and item.match != "f1"
+    return item.known and item.match not in ("f1", "number", "refusal", "mrcr")
 
 
 def with_max_tokens(item: Item, max_tokens: int | None) -> Item:
@@ -394,6 +396,7 @@ def measure(
             "prompt_tokens": length,
             "kept": 1.0,
             "bytes": 1.0,
+            **({} if (chance := chance_score(item)) is None else {"chance": chance}),
         }
     ]
     if needs_full_answer(item) and not full_score:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.evidence import harm_table
 from benchmarks.evidence.cells import FULL, REASONS, RULER, SECOND_TURNS, Cell, cells, read
 from benchmarks.evidence.report import late_kl, late_top1
 from benchmarks.evidence.systems import (
@@ -21,7 +22,7 @@ from benchmarks.evidence.systems import (
     RANDOM,
     SIXTEEN_BITS,
 )
-from benchmarks.field import FIELD_TASKS
+from benchmarks.field import FIELD_TASKS, harm
 from benchmarks.jsonl import Line
 from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.tables import markdown_table, with_interval
@@ -53,20 +54,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="where to write .md")
     args = parser.parse_args(argv)
     results = [line for line in read(args.results) if line["task"] in FIELD_TASKS]
-    found = cells(results)
-    args.out.with_suffix(".md").write_text(markdown(found, results))
+    of_harm = [line for line in results if line["task"] in harm.TASKS]
+    others = [line for line in results if line["task"] not in harm.TASKS]
+    parts = [markdown(cells(others), others)] if others else []
+    parts += [harm_markdown(of_harm)] if of_harm else []
+    args.out.with_suffix(".md").write_text("\n".join(parts))
 
 
 def markdown(found: Sequence[Cell], results: Sequence[Line]) -> str:
     """Return the report: for each model a table by bytes and a table by task."""
-    origin = {
-        key: ", ".join(sorted({str(line[key]) for line in results}))
-        for key in ("dtype", "machine", "commit", "seed")
-    }
     parts = [
         "# The field's tasks at equal bytes\n",
-        f"{origin['dtype']} with attention in float32, greedy, pages of 16 tokens;"
-        f" {origin['machine']}; commit {origin['commit']}; seed {origin['seed']}.\n",
+        _origin(results),
         _LEGEND,
         summary_table(found),
     ]
@@ -77,6 +76,23 @@ def markdown(found: Sequence[Cell], results: Sequence[Line]) -> str:
         for title, columns in _task_columns(of_model):
             parts += [title, _by_task(of_model, lines, columns)]
     return "\n".join(parts)
+
+
+def harm_markdown(results: Sequence[Line]) -> str:
+    """Return the report of the tasks where compression is known to do harm."""
+    title = "# Where harm is known to sit\n"
+    return "\n".join([title, _origin(results), harm_table.LEGEND, harm_table.harm_tables(results)])
+
+
+def _origin(results: Sequence[Line]) -> str:
+    origin = {
+        key: ", ".join(sorted({str(line[key]) for line in results}))
+        for key in ("dtype", "machine", "commit", "seed")
+    }
+    return (
+        f"{origin['dtype']} with attention in float32, greedy, pages of 16 tokens;"
+        f" {origin['machine']}; commit {origin['commit']}; seed {origin['seed']}.\n"
+    )
 
 
 Columns = Mapping[str, tuple[str, float]]

@@ -14,6 +14,7 @@ from benchmarks.evidence.reference_model import (
     ReferenceModel,
 )
 from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.compare.tasks.matches import has_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +98,10 @@ def is_finished(model: ReferenceModel, item: Item, tokens: Sequence[int]) -> boo
     """Return True if an output has a stop token, its maximum length, or all expected answers."""
     if tokens[-1] in model.stop_tokens or len(tokens) >= item.max_tokens:
         return True
-    if item.match == "f1":
-        return False  # what follows could change the final answer
+    if item.match in ("f1", "refusal", "mrcr"):
+        return False  # what follows could change the score
+    if item.match == "number":
+        return has_result(model.tokenizer.decode(tokens))
     # A number is complete only once another character follows it.
     return bool(item.answers) and item.score(model.tokenizer.decode(tokens)[:-1]) == 1.0
 

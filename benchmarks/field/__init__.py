@@ -1,22 +1,27 @@
-"""The field's long-context tasks, from data that PyPI packages carry.
+"""The field's long-context tasks.
 
 * `ruler`: the 13 tasks of RULER.
 * `reading`: questions of HotpotQA and SQuAD, with quoted sentences or in a second turn.
+* `harm`: arithmetic, refusals and repetitions, where compression is known to do harm, generated.
 
-The data is downloaded when a task is built, and stays in ``.cache/field``. Its licences are those
-of the data sets: RULER Apache-2.0, HotpotQA and SQuAD CC BY-SA 4.0. Paul Graham's essays have no
-licence.
+The data of RULER and of the questions is in PyPI packages. It is downloaded when a task is built,
+and stays in ``.cache/field``. Its licences are those of the data sets: RULER Apache-2.0, HotpotQA
+and SQuAD CC BY-SA 4.0. Paul Graham's essays have no licence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.field import reading, ruler
+from benchmarks.field import harm, reading, ruler
 from benchmarks.field.data import FieldData
 from vllm_kvcompress.compare.tasks import CountTokens, Item
 from vllm_kvcompress.errors import ConfigError
 
-FIELD_TASKS: Mapping[str, Callable[..., list[Item]]] = {**ruler.TASKS, **reading.TASKS}
+FIELD_TASKS: Mapping[str, Callable[..., list[Item]]] = {
+    **ruler.TASKS,
+    **reading.TASKS,
+    **harm.TASKS,
+}
 """Builders by task name. Each takes `FieldData`, the task name and the options of `field_items`."""
 
 

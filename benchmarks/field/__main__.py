@@ -3,9 +3,9 @@
     python -m benchmarks.field --model .cache/smollm2-135m-instruct --tokens 4096 --count 5 \\
         --out ruler.jsonl
 
-RULER's tasks and answers with reasons become RULER's lines (``input``, ``outputs``,
-``answer_prefix``), and second turns become lines with ``turns``. ``match`` says how answers are
-compared.
+RULER's tasks, answers with reasons and arithmetic become RULER's lines (``input``, ``outputs``,
+``answer_prefix``), second turns become lines with ``turns``, and other chats lines with
+``messages``. ``match`` says how answers are compared.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def as_line(index: int, item: Item) -> dict[str, Any]:
-    """Return a prompt as a line of RULER's form, or with ``turns`` if it has several turns."""
+    """Return a prompt as a line of RULER's form, or of a chat's if no assistant message ends it."""
     common: dict[str, Any] = {
         "index": index,
         "task": item.task,
@@ -70,6 +70,8 @@ def as_line(index: int, item: Item) -> dict[str, Any]:
             {"content": message["content"]} for message in messages if message["role"] == "user"
         ]
         return {**common, "turns": [*asked[:-1], {**asked[-1], "answers": list(item.answers)}]}
+    if messages[-1]["role"] == "user":
+        return {**common, "messages": list(messages), "answers": list(item.answers)}
     return {
         **common,
         "input": messages[0]["content"],

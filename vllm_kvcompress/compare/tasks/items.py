@@ -7,19 +7,30 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal, Self
 
+from vllm_kvcompress.compare.tasks.matches import refusal_score, repetition_score, same_number
 from vllm_kvcompress.compare.tasks.rules import Rule
 from vllm_kvcompress.compare.tasks.short_answers import best_f1
 
 QuestionAt = Literal["last", "first"]
 """Where the question stands: after the text, inside the observation window, or before the text."""
-Match = Literal["words", "all", "any", "f1"]
+Match = Literal["words", "all", "any", "f1", "number", "refusal", "mrcr"]
 """How an output is compared with the expected answers.
 
 * words: share of the answers that the output names as whole words, ignoring case.
 * all: share of the answers that the output contains as substrings (RULER's string_match_all).
 * any: 1 if the output contains one of them (RULER's string_match_part).
 * f1: SQuAD's token F1 of the final answer with the best of them (`short_answers`).
+* number: 1 if the output's result is one of them (`matches.same_number`).
+* refusal: 1 if the output does what one of them says: "refused" or "answered".
+* mrcr: similarity to a piece of text that follows a prefix (`matches.repetition_score`).
 """
+_OF_ALL_ANSWERS: Mapping[Match, Callable[[Sequence[str], str], float]] = {
+    "f1": best_f1,
+    "number": same_number,
+    "refusal": refusal_score,
+    "mrcr": repetition_score,
+}
+"""Scores that take all expected answers together."""
 Message = Mapping[str, Any]
 """A chat message in the format of the OpenAI API."""
 CountTokens = Callable[[str], int]
@@ -85,7 +96,7 @@ class Item:
     def score(self, answer: str) -> float:
         """Return the mean over rules and expected answers, or 0 if the prompt has neither.
 
-        With `match` "any" or "f1", all expected answers together count as one.
+        With `match` "words" or "all", each expected answer counts, and else all of them as one.
         """
         checks = [*map(float, self.obeyed(answer).values()), *self.matched(answer)]
         return fmean(checks) if checks else 0.0
@@ -93,15 +104,15 @@ class Item:
     def matched(self, answer: str) -> list[float]:
         """Return how well `answer` matches the expected answers, each number in [0, 1].
 
-        One number for each expected answer, or one for all of them with `match` "any" or "f1".
-        Empty without expected answers.
+        One number for each expected answer with `match` "words" or "all", and else one for all of
+        them. Empty without expected answers.
         """
         if not self.answers:
             return []
         if self.match == "words":
             return [float(_names(expected, answer)) for expected in self.answers]
-        if self.match == "f1":
-            return [best_f1(self.answers, answer)]
+        if self.match in _OF_ALL_ANSWERS:
+            return [_OF_ALL_ANSWERS[self.match](self.answers, answer)]
         contained = [float(expected.lower() in answer.lower()) for expected in self.answers]
         return contained if self.match == "all" else [max(contained)]
 
