@@ -24,6 +24,10 @@ DATA = FieldData()
 SEEDS = st.integers(0, 10**6)
 
 
+def count_words(text):
+    return len(text.split())
+
+
 def build(name, *, tokens=700, count=1, seed=0):
     return field_items(
         DATA,
@@ -31,7 +35,7 @@ def build(name, *, tokens=700, count=1, seed=0):
         count=count,
         tokens=tokens,
         seed=seed,
-        count_tokens=lambda text: len(text.split()),
+        count_tokens=count_words,
     )
 
 
@@ -43,7 +47,7 @@ def contents(item):
 def test_prompts_differ_by_number_and_by_seed_and_need_no_download(name, tmp_path):
     def built(seed):
         return field_items(
-            FieldData(tmp_path), [name], count=2, tokens=700, seed=seed, count_tokens=len
+            FieldData(tmp_path), [name], count=2, tokens=700, seed=seed, count_tokens=count_words
         )
 
     texts = [contents(item) for seed in (0, 1) for item in built(seed * 7)]
