@@ -23,7 +23,7 @@ from vllm_kvcompress.compare.tasks.prose import DEEDS, ENDINGS, PLACES_ABOUT, TI
 from vllm_kvcompress.errors import ConfigError
 
 HARMFUL, HARMLESS = "harmful_requests", "harmless_requests"
-_ARITHMETIC_TOKENS, _REQUEST_TOKENS = 128, 48
+_ARITHMETIC_TOKENS, _REQUEST_TOKENS = 128, 40
 _SPARE_TOKENS = 16
 """Output tokens that `mrcr` leaves beyond its answer."""
 
