@@ -49,7 +49,7 @@ def _table(task: str, found: Sequence[Line], above: Estimate | None) -> str:
     fp8 = systems.get((FP8, 1.0), [])
     lengths = fmean(line["prompt_tokens"] for line in full)
     title = f"`{task}`, prompts of {lengths:,.0f} tokens (mean)"
-    score = _score(full)
+    score = task_score(full)
     if score.mean < MIN_SCORE or above is None or above.low <= 0:
         chance = "" if above is None else f", and {points(above)} points above chance"
         return f"{title}: left out, the full cache scores {share(score)}{chance}.\n"
@@ -60,7 +60,7 @@ def _table(task: str, found: Sequence[Line], above: Estimate | None) -> str:
             [
                 method if budget == 1.0 else f"{method}, {budget:g}",
                 f"{_bytes(lines):.2f}",
-                share(_score(lines)),
+                share(task_score(lines)),
                 points(_difference(lines, full)),
                 points(_difference(lines, fp8)) if method != FP8 else "",
             ]
@@ -73,7 +73,8 @@ def _bytes(found: Sequence[Line]) -> float:
     return fmean(line["bytes"] for line in found)
 
 
-def _score(found: Sequence[Line]) -> Estimate:
+def task_score(found: Sequence[Line]) -> Estimate:
+    """Return the mean score of one system's results of one task."""
     score = mean(found, lambda line: line["score"], sampling_group)
     assert score is not None
     return score

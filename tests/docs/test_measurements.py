@@ -17,6 +17,8 @@ from benchmarks.evidence.cells import (
     read,
 )
 from benchmarks.evidence.field_report import summary_table
+from benchmarks.evidence.harm_table import harm_tables, task_score
+from benchmarks.evidence.harm_table import share as harm_share
 from benchmarks.evidence.systems import FP8_EVICTING, K4V3, K4V3_ALL, SIXTEEN_BITS
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,29 @@ def rows(page, start_of_header):
 def test_the_table_of_the_fields_tasks_matches_the_raw_results():
     found = cells(read([RESULTS / f"field_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]))
     assert summary_table(found) in (RESULTS / "field.md").read_text()
+
+
+def test_the_figures_of_harm_match_the_raw_results():
+    found = read([RESULTS / f"harm_{name}.jsonl.xz" for name in ("smollm2", "qwen2")])
+    assert harm_tables(found) in (RESULTS / "harm.md").read_text()
+    by_system = {}
+    for line in found:
+        if (line["task"], line["model"]) == ("arithmetic", SECOND):
+            by_system.setdefault((line["method"], line["budget"]), []).append(line)
+
+    def solved(method, budget=1.0):
+        """Return a system's number of right results with its interval, as the page writes it."""
+        score = task_score(by_system[method, budget])
+        interval = harm_share(score).partition("(")[2].partition(")")[0].replace("%", "")
+        return f"{round(score.mean * score.prompts)} ({interval} %)"
+
+    text = " ".join((ROOT / "docs" / "measurements.md").read_text().split())
+    prompts = len(by_system["full", 1.0])
+    assert f"Of {prompts} problems of four steps, the second model solved {solved('full')}" in text
+    assert f"{solved('fp8')} with fp8, {solved(K4V3_ALL)} with k4v3" in text
+    assert f"{solved('cake-chunk, k4v3', 0.4)} with k4v3 at 0.4" in text
+    sixteen = " and ".join(solved("cake-chunk", budget) for budget in (0.2, 0.1))
+    assert f"{sixteen} with 16 bits at 0.2 and 0.1" in text
 
 
 def test_the_table_of_formats_to_use_matches_the_raw_results():
