@@ -140,6 +140,7 @@ WIDE = {
         GptOssConfig, 4, 4, 2, 64,
         {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "mistral-windows-d64": replace(HYBRIDS["mistral-windows"], head_dim=64),
     "granite-d64": replace(STATEFUL["granite-96"], head_dim=64),
     "nemotron-d64": replace(STATEFUL["nemotron"], head_dim=64),
 }  # fmt: skip

@@ -1,10 +1,13 @@
 """Read back what a compressed request's pages hold, and what its attention layers received."""
 
+from collections import defaultdict
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
 from engines import BLOCK, engine
+from kvcompress_kernels import k4v3
 
 
 def recorded(model, config, prompt, num_output, extra_args=None, **options) -> SimpleNamespace:
@@ -75,3 +78,51 @@ def prompt_inputs(seen, length: int, dim: int) -> list[torch.Tensor]:
         )
         for name in "qkv"
     ]
+
+
+def packed_bytes(llm, request_id) -> list[torch.Tensor]:
+    """Return each layer's groups in k4v3 as bytes ``[Hkv, groups, 64 * D]``.
+
+    Args:
+        request_id: vLLM's id of a request with packed pages.
+    """
+    pool, layers = llm.compressor.pool, []
+    slot = pool._slots[request_id]
+    for layer, count in enumerate(pool._group_tokens[slot].tolist()):
+        pages = -(-count // k4v3.page_tokens(pool.block_size, pool.itemsize))
+        content = pool.byte_pages[pool._packed[slot, layer, 1 : 1 + pages].long()].flatten(2)
+        content = content.unflatten(
+            2, (-1, k4v3.rows_per_group(pool.itemsize) * pool.byte_pages.shape[-1])
+        )
+        layers.append(content.transpose(0, 1).flatten(1, 2)[:, : -(-count // k4v3.GROUP)])
+    return layers
+
+
+@contextmanager
+def forced_outputs(llm, texts):
+    """Let requests output given tokens, and yield the logits that the model computes for each.
+
+    A request's prompt must be prefilled in one step.
+
+    Args:
+        texts: tokens to output, by the request id passed to `Engine.submit`.
+
+    Yields:
+        a dict that fills with a list of logits ``[vocabulary]`` by request id.
+    """
+    runner, logits_of = llm.worker.model_runner, defaultdict(list)
+    compute_logits = runner.model.compute_logits
+
+    def computing(*args, **kwargs):
+        logits = compute_logits(*args, **kwargs)
+        names = [name.split("-")[0] for name in runner.input_batch.req_ids]
+        assert len(names) == len(logits)
+        for name, row in zip(names, logits, strict=True):
+            token = texts[name][len(logits_of[name])]
+            logits_of[name].append(row.clone())
+            row[token] = torch.inf
+        return logits
+
+    runner.model.compute_logits = computing
+    yield logits_of
+    del runner.model.compute_logits

@@ -1,0 +1,611 @@
+"""Faults that users reported of other low-bit KV caches, looked for in packed pages (k4v3).
+
+Each test names its report. Random models show what shapes and bookkeeping can break; the trained
+demo model shows what quality can.
+"""
+
+import math
+import random
+import shutil
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist, mean, stdev
+
+import pytest
+import torch
+from hypothesis import Phase, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from checkpoints import WIDE, make, tokens
+from engines import BLOCK, engine, model_runner_v1_only, settings
+from group_replay import watch_added_groups
+from kvcompress_kernels import k4v3
+from recordings import forced_outputs, packed_bytes
+from test_hybrids import checked_window_outputs, groups_of
+from test_metrics import samples
+from test_ngram import FOUR_TOKENS, NGRAM, watch_drafts
+from test_reference import assert_decode_reads_kept_tokens, packed_groups
+from vllm_kvcompress.serving.text import english
+
+pytestmark = model_runner_v1_only
+MODEL = "llama-two-layers-d64"
+PAGE = k4v3.page_tokens(BLOCK, 4)
+OFF = {"kv_compress": "off"}
+PACKED = settings("cake", 0.5, packed_dtype="k4v3", allow_override="all", decode_interval=PAGE)
+LARGE_SINK = 6.0
+
+
+def prop(max_examples):
+    """Return hypothesis' settings for tests that run an engine."""
+    phases = Phase.explicit, Phase.generate  # after a failure, the engine has requests left
+    return hypothesis_settings(
+        max_examples=max_examples, derandomize=True, deadline=None, phases=phases
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoints_folder):
+    """An engine that packs outputs too. Its requests may choose their settings."""
+    with engine(
+        make(MODEL, checkpoints_folder),
+        additional_config=PACKED,
+        max_model_len=2048,
+        max_num_batched_tokens=8192,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    ) as llm:
+        yield llm
+
+
+# -- requests side by side -------------------------------------------------------------------------
+
+
+@prop(4)
+@given(
+    long=st.integers(700, 1500),
+    short=st.integers(60, 300),
+    few=st.integers(2, 6),
+    many=st.integers(2 * BLOCK + PAGE, 3 * BLOCK + PAGE),
+    budget=st.sampled_from([0.5, 1.0]),
+)
+def test_a_long_prompt_and_a_long_output_do_not_change_each_other(
+    tiny, long, short, few, many, budget
+):
+    """jundot/omlx#2172. The output grows into blocks that the long prompt has freed."""
+    requests = {"long": (tokens(long, seed=long), few), "short": (tokens(short, seed=short), many)}
+    options, blocks = {"extra_args": {"kv_budget": budget}}, [-(-long // BLOCK), -(-short // BLOCK)]
+    with tiny.lent() as llm:
+        alone = {
+            name: llm.generate([prompt], count, **options)[0]
+            for name, (prompt, count) in requests.items()
+        }
+        repacked = llm.watch_repacking()
+        for size in llm.in_smaller_pools([sum(blocks) + 4] * 2):
+            cuts, order = llm.watch_preemptions(), [*requests]
+            for name in order:
+                llm.submit(name, *requests[name], **options)
+            assert llm.drain() == alone, size
+            assert not cuts
+            requests = dict(reversed(requests.items()))
+
+
+def packed_in_one_step(llm, prompts, packed, options):
+    """Prefill all prompts in one step; return codes and outputs of those packed in k4v3.
+
+    Args:
+        prompts: token ids of the prompts.
+        packed: indices of the prompts to pack; the others stay uncompressed.
+        options: settings of the packed prompts.
+
+    Returns:
+        by index, the bytes of `packed_bytes`, and the output tokens.
+    """
+    llm.compressor.compressed = 0
+    for index, prompt in enumerate(prompts):
+        llm.submit(str(index), prompt, 8, extra_args=options if index in packed else OFF)
+    llm.step()
+    assert llm.compressor.compressed == len(packed)
+    pool = llm.compressor.pool
+    codes = {int(name.split("-")[0]): packed_bytes(llm, name) for name in pool._slots}
+    outputs = llm.drain()
+    return codes, {index: outputs[str(index)] for index in packed}
+
+
+@prop(12)
+@given(
+    lengths=st.lists(st.integers(130, 700), min_size=2, max_size=4),
+    method=st.sampled_from(["cake", "snapkv", "pyramidkv"]),
+    budget=st.sampled_from([0.3, 0.6, 1.0]),
+)
+def test_prompts_that_end_in_one_step_get_their_own_codes(tiny, lengths, method, budget):
+    """KIVI#18. Bit for bit: the codes of each prompt, and the output that reads them.
+
+    Alone, a prompt is packed in the same step, while the others stay uncompressed. So both runs
+    compute the same matrix products, whose rounding may depend on the number of rows.
+    """
+    prompts = [tokens(length, seed=index) for index, length in enumerate(lengths)]
+    options = {"kv_compress": method, "kv_budget": budget}
+    with tiny.lent() as llm:
+        codes, outputs = packed_in_one_step(llm, prompts, range(len(prompts)), options)
+        assert len(codes) == len(prompts)
+        for index, prompt in enumerate(prompts):
+            alone_codes, alone_outputs = packed_in_one_step(llm, prompts, [index], options)
+            for layer, content in enumerate(codes[index]):
+                assert content.any()
+                assert torch.equal(content, alone_codes[index][layer])
+            assert outputs[index] == alone_outputs[index]
+            assert llm.generate([prompt], 8, extra_args=options) == [outputs[index]]
+
+
+# -- packed outputs --------------------------------------------------------------------------------
+
+WHOLE, IN_PIECES = 480, 1100
+PACKED_OUTPUTS = settings(
+    "cake", 1.0, packed_dtype="k4v3", max_whole=512, piece=96, decode_interval=PAGE, usage=True
+)
+
+
+def vllm_usage():
+    """Return the share of the KV cache that vLLM reports as used."""
+    families = REGISTRY.collect()
+    every = [sample for family in families for sample in family.samples]
+    (usage,) = (sample.value for sample in every if sample.name == "vllm:kv_cache_usage_perc")
+    return usage
+
+
+def groups_with_checked_blocks(llm, prompt, count):
+    """Generate `count` tokens, and check after each step that all reports name the blocks held.
+
+    Returns:
+        the groups that were added, as `watch_added_groups` records them, and the output tokens.
+    """
+    cache = llm.scheduler.kv_cache_config
+    block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+    added, free, held_then = watch_added_groups(llm, llm.record_attention()), llm.free_blocks, []
+    llm.submit("r", prompt, count)
+    while not (finished := llm.step()):
+        (request,), values = llm.running(), samples(engine="0")
+        held = llm.num_blocks_held(request.request_id)
+        freed = values["freed_blocks_total",] + values["freed_answer_blocks_total",]
+        allocated = -(-request.num_computed_tokens // BLOCK) + values["packed_blocks_total",]
+        assert held == free - llm.free_blocks == allocated - freed
+        assert vllm_usage() == pytest.approx(held / free)
+        if llm.compressor.compressed:
+            held_then.append(held)
+    output = finished["r"]
+    assert output.kv_compress["kept_bytes"] == held_then[0] * block_bytes
+    assert values["repacked_answers_total",] > 0
+    return added, list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("length", [WHOLE, IN_PIECES])
+def test_packed_outputs_are_counted_and_do_not_depend_on_chunks(checkpoints_folder, length):
+    """VeloxQuant-MLX#162. Blocks held, usage and metrics agree, and codes are the same."""
+    prompt, runs = tokens(length, seed=length), []
+    for chunk in (64, 8192):
+        with engine(
+            make(MODEL, checkpoints_folder),
+            additional_config=PACKED_OUTPUTS,
+            max_model_len=2048,
+            max_num_batched_tokens=chunk,
+        ) as llm:
+            runs.append(groups_with_checked_blocks(llm, prompt, 2 * PAGE))
+    (small, output), (large, expected) = runs
+    assert output == expected
+    where = [(each.computed, each.end, each.tokens) for each in small]
+    assert where == [(each.computed, each.end, each.tokens) for each in large]
+    for one, other in zip(small, large, strict=True):
+        for name, part, expected_part in zip(
+            one.groups._fields, one.groups, other.groups, strict=True
+        ):
+            assert_equal_up_to_rounding(name, part, expected_part)
+
+
+def assert_equal_up_to_rounding(name, part, expected):
+    """Assert that parts of groups are equal, except where rounding decides.
+
+    The rounding of a matrix product may depend on its number of rows. It moves numbers between two
+    steps to the next step.
+    """
+    if "codes" in name:
+        difference = (part.int() - expected.int()).abs()
+        assert difference.amax() <= 1
+        assert difference.float().mean() < 1e-2
+    else:
+        torch.testing.assert_close(part, expected, rtol=2e-3, atol=1e-4)
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+DRAFTED = [
+    (tokens(length, seed=length), count) for length, count in ((417, 330), (640, 60), (150, 90))
+]
+DRAFTED_OPTIONS = [{"kv_budget": budget} for budget in (0.5, 1.0)]
+
+
+def repeated_4grams(output):
+    """Return how many different runs of four tokens occur more than five times in an output."""
+    runs = Counter(zip(*(output[start:] for start in range(4)), strict=False))
+    return sum(count > 5 for count in runs.values())
+
+
+@pytest.fixture(scope="module")
+def outputs_without_drafts(tiny):
+    """The output of each prompt of `DRAFTED` alone, by settings."""
+    with tiny.lent() as llm:
+        return [
+            [
+                llm.generate([prompt], count, extra_args=options, **FOUR_TOKENS)[0]
+                for prompt, count in DRAFTED
+            ]
+            for options in DRAFTED_OPTIONS
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # from the compiler of V1's drafter
+@pytest.mark.parametrize("num_drafts", [2, 4, 8])
+def test_drafts_change_no_output_and_no_repetition(
+    num_drafts, tiny, checkpoints_folder, outputs_without_drafts
+):
+    """vllm#40831 and vllm#52475. Prompts and outputs are packed while drafts are verified."""
+    speculative = {**NGRAM["speculative_config"], "num_speculative_tokens": num_drafts}
+    with engine(
+        make(MODEL, checkpoints_folder),
+        additional_config=PACKED,
+        max_model_len=2048,
+        speculative_config=speculative,
+    ) as llm:
+        free, drafts, repacked = llm.free_blocks, watch_drafts(llm), llm.watch_repacking()
+        for options, expected in zip(DRAFTED_OPTIONS, outputs_without_drafts, strict=True):
+            for index, (prompt, count) in enumerate(DRAFTED):
+                llm.submit(str(index), prompt, count, extra_args=options, **FOUR_TOKENS)
+            outputs = [output for _, output in sorted(llm.drain().items())]
+            repetition = [sum(map(repeated_4grams, each)) for each in (outputs, expected)]
+            assert 0 < repetition[1]
+            assert repetition[0] <= repetition[1]
+            assert outputs == expected
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free
+        assert llm.compressor.compressed == len(DRAFTED) * len(DRAFTED_OPTIONS)
+        assert 0 < drafts["accepted"] < drafts["verified"]
+
+
+# -- sinks and sliding windows ---------------------------------------------------------------------
+
+
+def with_large_sinks(source, folder):
+    """Write a checkpoint whose sinks take about half of the attention; return its path."""
+    for file in Path(source).iterdir():
+        shutil.copy(file, folder)
+    weights = load_file(folder / "model.safetensors")
+    sinks = [name for name in weights if name.endswith("sinks")]
+    assert sinks
+    for name in sinks:
+        weights[name] += LARGE_SINK
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def round_to_format(llm, request_id, num_tokens):
+    """Replace the prompt of an uncompressed request by what its groups in k4v3 would stand for.
+
+    The first block and the last, partly filled one stay as they are.
+    """
+    mover, pool = llm.compressor.packer.mover, llm.compressor.pool
+    blocks = [block.block_id for block in llm.manager.req_to_blocks[request_id]]
+    for layer in range(len(pool.layer_offset)):
+        pages = pool.flat_ids(layer, torch.tensor(blocks[1 : num_tokens // BLOCK]))
+        keys, values = mover.read(pages)
+        exact = [keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)]
+        count = exact[0].shape[1]
+        padding = (0, 0, 0, -count % k4v3.GROUP)
+        padded = [torch.nn.functional.pad(x, padding).unflatten(1, (-1, k4v3.GROUP)) for x in exact]
+        groups = torch.full(padded[0].shape[:2], k4v3.GROUP)
+        groups[:, -1] -= padding[3]
+        read = [x.flatten(1, 2)[:, :count] for x in k4v3.dequantise(k4v3.quantise(*padded, groups))]
+        read = [x.unflatten(1, (-1, BLOCK)).transpose(0, 1) for x in read]
+        mover.keys[pages], mover.values[pages] = read[0].mT, read[1]
+
+
+def test_a_model_with_sinks_predicts_the_same_token_up_to_the_loss_of_the_format(
+    checkpoints_folder, tmp_path
+):
+    """llama-cpp-turboquant#305. The loss is that of an ordinary cache with rounded numbers."""
+    model = with_large_sinks(make("gpt-oss-d64", checkpoints_folder), tmp_path)
+    config = settings("snapkv", 1.0, packed_dtype="k4v3", allow_override="off")
+    prompt, text, seen = tokens(500, seed=8), tokens(60, seed=9), {}
+    with engine(
+        model, additional_config=config, max_model_len=1024, enable_prefix_caching=False
+    ) as llm:
+        for kind, options in (("k4v3", {}), ("rounded", OFF), ("auto", OFF)):
+            with forced_outputs(llm, {"r": text}) as logits:
+                llm.submit("r", prompt, len(text), extra_args=options)
+                llm.step()
+                if kind == "rounded":
+                    round_to_format(llm, llm.running()[0].request_id, len(prompt))
+                llm.drain()
+            seen[kind] = torch.stack(logits["r"]).double()
+        assert llm.compressor.compressed == 1
+    torch.testing.assert_close(seen["k4v3"], seen["rounded"], rtol=0, atol=1e-3)
+    best = {kind: rows.argmax(-1) for kind, rows in seen.items()}
+    first, second = seen["auto"].topk(2).values.unbind(-1)
+    loss = (seen["rounded"] - seen["auto"]).abs().amax(-1)
+    decided = first - second > 2 * loss + 1e-2
+    print(
+        decided.float().mean(),
+        (best["k4v3"] == best["auto"]).float().mean(),
+        loss,
+        first - second,
+        (seen["k4v3"] - seen["rounded"]).abs().max(),
+    )
+    assert torch.equal(best["k4v3"][decided], best["auto"][decided])
+
+
+WINDOWED = ["gpt-oss-d64", "mistral-windows-d64"]
+
+
+@pytest.fixture(scope="module")
+def windowed(checkpoints_folder):
+    """Engines of models with sliding windows, by name. They pack prompts of two blocks or more."""
+    config = settings("snapkv", 1.0, packed_dtype="k4v3", min_prompt=2 * BLOCK)
+    with ExitStack() as engines:
+        yield {
+            name: engines.enter_context(
+                engine(
+                    make(name, checkpoints_folder),
+                    additional_config=config,
+                    max_model_len=512,
+                    max_num_batched_tokens=64,
+                    enable_prefix_caching=False,
+                )
+            )
+            for name in WINDOWED
+        }
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@prop(6)
+@given(offset=st.integers(-BLOCK - 2, 2 * BLOCK + 2))
+@example(offset=-1)
+@example(offset=0)
+@example(offset=1)
+def test_layers_read_their_window_and_packed_tokens_around_the_window(windowed, name, offset):
+    """ik_llama.cpp#1205. The prompt is about as long as the window, and the output passes it."""
+    shape, count = WIDE[name], 2 * BLOCK
+    window = shape.extra_config["sliding_window"]
+    prompt = tokens(window + offset, seed=window + offset)
+    with windowed[name].lent() as llm:
+        full = groups_of(llm).full
+        seen = llm.record_attention(all_layers=True)
+        llm.submit("r", prompt, count)
+        layers, first = len(full), 0
+        if len(prompt) >= 2 * BLOCK:
+            first = BLOCK if len(prompt) >= 4 * BLOCK + 32 else 0
+            _, _, held = packed_groups(llm, first // BLOCK)
+        else:
+            held = [[torch.zeros(shape.kv_heads, 0, shape.head_dim)] * 2] * layers
+        llm.drain()
+    windows = {layer: parts for layer, parts in seen.items() if layer not in full}
+    assert checked_window_outputs(shape, windows, window, every=5) > 100
+    seen = {index: seen[layer] for index, layer in enumerate(full)}
+    exact = [
+        [
+            torch.cat(parts[part])
+            .flatten(1)[:first]
+            .view(first, -1, shape.head_dim)
+            .transpose(0, 1)
+            for part in "kv"
+        ]
+        for parts in seen.values()
+    ]
+    read = [
+        [torch.cat([own.double(), part], 1) for own, part in zip(*each, strict=True)]
+        for each in zip(exact, held, strict=True)
+    ]
+    assert_decode_reads_kept_tokens(seen, read, replace(shape, layers=layers), len(prompt))
+
+
+# -- the trained model -----------------------------------------------------------------------------
+
+LONGEST = 2048
+START, LENGTHS, SCORED = 1025, 64, 8
+
+
+@pytest.fixture(scope="module")
+def trained(demo_model):
+    """The trained demo model, which packs every token of a prompt."""
+    config = settings("snapkv", 1.0, packed_dtype="k4v3", allow_override="off")
+    with engine(
+        demo_model,
+        additional_config=config,
+        blocks=1 + 640,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=LONGEST,
+        max_num_seqs=LENGTHS + 16,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model):
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer, trained):
+    """The tokens of a text as long as the model allows. Its blocks are in the prefix cache."""
+    ids = tokenizer.encode(english()[: LONGEST * 12], add_special_tokens=False)[:LONGEST]
+    trained.generate([ids[:-1]], 1)
+    return ids
+
+
+def logits_after(llm, prompts, options=None):
+    """Return the logits ``[n, vocabulary]`` with which a model predicts each of n given tokens.
+
+    Args:
+        prompts: by name, the tokens of a prompt, and the tokens that follow it.
+    """
+    with forced_outputs(llm, {name: text for name, (_, text) in prompts.items()}) as logits:
+        for name, (prompt, text) in prompts.items():
+            llm.submit(name, prompt, len(text), extra_args=options)
+        llm.drain()
+    return {name: torch.stack(logits[name]) for name in prompts}
+
+
+def divergence(exact, packed):
+    """Return the Kullback-Leibler divergence in nats of predictions ``[n, vocabulary]``."""
+    exact, packed = exact.log_softmax(-1), packed.log_softmax(-1)
+    return (exact.exp() * (exact - packed)).sum(-1)
+
+
+def test_the_loss_does_not_depend_on_the_length_of_the_prompt(trained, text):
+    """vllm#50749. One text is cut to 64 consecutive lengths, which fill their last block,
+    group and page to every degree.
+
+    The loss of a length is the mean divergence from `auto` over 8 tokens. Its logarithm is about
+    normal. A residue class of k lengths then has a mean within ``z * s / sqrt(k)`` of the mean of
+    all 64, where s is their standard deviation. Of all classes, one exceeds that in 1 % of texts.
+    """
+    starts = range(START, START + LENGTHS)
+    whole = {"auto": (text[:START], text[START : START + LENGTHS + SCORED])}
+    auto = logits_after(trained, whole, OFF)["auto"]
+    cuts = {str(at): (text[:at], text[at : at + SCORED + 1]) for at in starts}
+    packed = logits_after(trained, cuts)
+    losses = []
+    for offset, at in enumerate(starts):
+        # The full cache computes the first token.
+        after = slice(offset + 1, offset + 1 + SCORED)
+        losses.append(divergence(auto[after], packed[str(at)][1:]).mean().item())
+    logs = [math.log(loss) for loss in losses]
+    print(losses)
+    assert mean(losses) < 0.03
+    moduli = (16, BLOCK, k4v3.GROUP)
+    quantile = NormalDist().inv_cdf(1 - 0.01 / 2 / sum(moduli))
+    for modulus in moduli:
+        for residue in range(modulus):
+            members = [log for at, log in zip(starts, logs, strict=True) if at % modulus == residue]
+            bound = quantile * stdev(logs) / math.sqrt(len(members))
+            assert abs(mean(members) - mean(logs)) <= bound, (modulus, residue)
+
+
+TEAMS = {
+    "billing": (
+        "I was charged twice for {}.",
+        "The invoice for {} shows the wrong price.",
+        "My card was debited two times for {}.",
+        "Why did I pay more than the listed price for {}?",
+        "Please correct the bill for {}.",
+    ),
+    "shipping": (
+        "The parcel with {} has not arrived.",
+        "Where is the courier with {}?",
+        "The tracking number for {} does not work.",
+        "When will {} be delivered?",
+        "The driver left {} at the wrong address.",
+    ),
+    "returns": (
+        "I want to send {} back.",
+        "How do I return {}?",
+        "{} is the wrong size, and I want to exchange it.",
+        "I changed my mind about {} and want to give it back.",
+        "Which label do I need to return {}?",
+    ),
+    "repair": (
+        "{} is broken.",
+        "{} does not turn on any more.",
+        "The screen of {} is cracked.",
+        "Can you fix {}?",
+        "{} makes a strange noise and then stops working.",
+    ),
+}
+ITEMS = [
+    "the lamp",
+    "my kettle",
+    "the radio",
+    "my phone",
+    "the camera",
+    "the printer",
+    "my watch",
+    "the speaker",
+]
+
+
+def routing_prompts(count, shots, seed):
+    """Return `count` prompts that ask for the team of a message, each with the right team.
+
+    Args:
+        shots: solved examples per team, with which every prompt begins.
+    """
+    rng = random.Random(seed)
+    messages = [
+        (template.format(item), team)
+        for team, templates in TEAMS.items()
+        for template in templates
+        for item in ITEMS
+    ]
+    rng.shuffle(messages)
+    examples = [
+        message
+        for team in TEAMS
+        for message in [each for each in messages if each[1] == team][:shots]
+    ]
+    rng.shuffle(examples)
+    head = "Every message goes to one team.\n\n" + "".join(
+        f"Message: {message[0].upper()}{message[1:]}\nTeam: the {team} team\n\n"
+        for message, team in examples
+    )
+    asked = [each for each in messages if each not in examples][:count]
+    return [
+        (f"{head}Message: {message[0].upper()}{message[1:]}\nTeam:", team)
+        for message, team in asked
+    ]
+
+
+UNDECIDED = 0.5
+
+
+def test_routing_prompts_get_the_same_labels(trained, tokenizer):
+    """transformers#35185. 40 messages with a right team each, after 16 solved examples.
+
+    Another label than that of `auto` is allowed only where `auto` itself prefers its label by less
+    than `UNDECIDED` nats.
+    """
+    prompts = routing_prompts(40, 4, seed=4)
+    first = {team: tokenizer.encode(f" {team}", add_special_tokens=False)[0] for team in TEAMS}
+    assert len({*first.values()}) == len(TEAMS)
+    (article,) = tokenizer.encode(" the", add_special_tokens=False)
+    requests = {
+        str(index): (tokenizer.encode(prompt), [article, first[team]])
+        for index, (prompt, team) in enumerate(prompts)
+    }
+    trained.generate([requests["0"][0]], 1)  # the examples go to the prefix cache
+    packed, auto = (logits_after(trained, requests, options) for options in (None, OFF))
+    hits, undecided = [0, 0], 0
+    for index, (_, team) in enumerate(prompts):
+        labels = [rows[str(index)][1].argmax().item() for rows in (auto, packed)]
+        hits = [count + (label == first[team]) for count, label in zip(hits, labels, strict=True)]
+        best, second = auto[str(index)][1].log_softmax(-1).topk(2).values.tolist()
+        undecided += best - second < UNDECIDED
+        assert labels[0] == labels[1] or best - second < UNDECIDED, prompts[index]
+    print(hits, undecided)
+    assert hits[0] >= 30
+    assert abs(hits[1] - hits[0]) <= undecided
+
+
+def test_no_output_is_one_repeated_token_that_auto_does_not_give(trained, text):
+    """omlx#3777. Prompts up to the model's maximum length, and around the ends of packed pages."""
+    count, rng = 12, random.Random(7)
+    edges = [BLOCK + PAGE * pages + more for pages in (2, 5, 7) for more in (-1, 0, 1)]
+    lengths = [LONGEST - count, *edges, *(rng.randint(128, LONGEST - count) for _ in range(6))]
+    prompts, before = [text[:length] for length in lengths], trained.compressor.compressed
+    packed, auto = (trained.generate(prompts, count, extra_args=options) for options in (None, OFF))
+    assert trained.compressor.compressed - before == len(prompts)
+    looped = [[len({*output[1:]}) == 1 for output in outputs] for outputs in (packed, auto)]
+    print(looped, sum(a == b for a, b in zip(packed, auto)))
+    assert not any(one and not other for one, other in zip(*looped, strict=True))
