@@ -195,7 +195,8 @@ class Engine:
         assert self.llm.reset_prefix_cache()
         self.compressor.compressed, free = 0, self.free_blocks
         context = self.worker.vllm_config.compilation_config.static_forward_context
-        owners = [self.scheduler, *(layer.impl for layer in context.values())]
+        attention = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
+        owners = [self.scheduler, *attention]
         names = [set(vars(owner)) for owner in owners]
         num_observers = len(self.compressor.packer.observers)
         yield self

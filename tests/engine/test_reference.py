@@ -81,9 +81,16 @@ def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: in
     return out
 
 
-def assert_decode_reads_kept_tokens(seen, held, shape, tokens: int) -> None:
-    """Check that every decode step attends exactly to kept tokens, the tail and decoded tokens."""
-    full_block_tokens = tokens // shape.block * shape.block
+def assert_decode_reads_kept_tokens(
+    seen, held, shape, tokens: int, packed_end: int | None = None
+) -> None:
+    """Check that every decode step attends exactly to kept tokens, the tail and decoded tokens.
+
+    Args:
+        packed_end: tokens before the tail; None for those of the full blocks.
+    """
+    if packed_end is None:
+        packed_end = tokens // shape.block * shape.block
     for layer, (keys, values) in enumerate(held):
         q, k, v, out = (
             torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
@@ -95,8 +102,8 @@ def assert_decode_reads_kept_tokens(seen, held, shape, tokens: int) -> None:
         for position in range(tokens, len(q)):
             for head in range(shape.heads):
                 kv = head // (shape.heads // shape.kv_heads)
-                all_k = torch.cat([keys[kv].double(), k[full_block_tokens : position + 1, kv]])
-                all_v = torch.cat([values[kv].double(), v[full_block_tokens : position + 1, kv]])
+                all_k = torch.cat([keys[kv].double(), k[packed_end : position + 1, kv]])
+                all_v = torch.cat([values[kv].double(), v[packed_end : position + 1, kv]])
                 logits = all_k @ q[position, head] / math.sqrt(shape.head_dim)
                 # float32 rounding of logits becomes a relative error of the softmax
                 reach = (all_k.norm(dim=-1).amax() * q[position, head].norm()).item()
