@@ -49,7 +49,7 @@ def prop(max_examples):
 
 
 # -- sinks and sliding windows ---------------------------------------------------------------------
-# These tests come first: vLLM prepares a process for mixtures of experts only with its first engine.
+# These tests come first: only with its first engine does vLLM prepare for mixtures of experts.
 
 
 def with_large_sinks(source, folder):
@@ -90,7 +90,10 @@ def round_to_format(llm, request_id, num_tokens):
 def test_a_model_with_sinks_predicts_the_same_token_up_to_the_loss_of_the_format(
     checkpoints_folder, tmp_path
 ):
-    """llama-cpp-turboquant#305. The loss is that of an ordinary cache with rounded numbers."""
+    """llama-cpp-turboquant#305. That loss is the one of an ordinary cache with rounded numbers.
+
+    With random weights it moves logits by several units, so `auto` itself often prefers others.
+    """
     model = with_large_sinks(make("gpt-oss-d64", checkpoints_folder), tmp_path)
     config = settings("snapkv", 1.0, packed_dtype="k4v3", allow_override="off")
     prompt, text, seen = tokens(1100, seed=8), tokens(60, seed=9), {}
@@ -106,20 +109,15 @@ def test_a_model_with_sinks_predicts_the_same_token_up_to_the_loss_of_the_format
                 llm.drain()
             seen[kind] = torch.stack(logits["r"]).double()
         assert llm.compressor.compressed == 1
-    print("SINKS", (seen["k4v3"] - seen["rounded"]).abs().amax(-1), seen["auto"].abs().max(), seen["auto"].std())
-    ok = torch.allclose(seen["k4v3"], seen["rounded"], rtol=0, atol=1e-3)
-    best = {kind: rows.argmax(-1) for kind, rows in seen.items()}
-    first, second = seen["auto"].topk(2).values.unbind(-1)
     loss = (seen["rounded"] - seen["auto"]).abs().amax(-1)
-    decided = first - second > 2 * loss + 1e-2
-    print(
-        decided.float().mean(),
-        (best["k4v3"] == best["auto"]).float().mean(),
-        loss,
-        first - second,
-        (seen["k4v3"] - seen["rounded"]).abs().max(),
-    )
-    assert torch.equal(best["k4v3"][decided], best["auto"][decided])
+    error = (seen["k4v3"] - seen["rounded"]).abs().amax(-1)
+    assert loss[1:].min() > 1
+    assert (error <= 2e-3 * loss + 1e-4).all()
+    first, second = seen["rounded"].topk(2).values.unbind(-1)
+    decided = first - second > 2 * error
+    assert decided.sum() > len(text) * 0.9
+    best = {kind: rows.argmax(-1) for kind, rows in seen.items()}
+    assert torch.equal(best["k4v3"][decided], best["rounded"][decided])
 
 
 WINDOW = 384
@@ -398,7 +396,7 @@ def test_drafts_change_no_output_and_no_repetition(
 
 # -- the trained model -----------------------------------------------------------------------------
 
-LONGEST = 2048
+LONGEST = 1536
 START, LENGTHS, SCORED = 1025, 64, 8
 
 
@@ -468,7 +466,6 @@ def test_the_loss_does_not_depend_on_the_length_of_the_prompt(trained, text):
         after = slice(offset + 1, offset + 1 + SCORED)
         losses.append(divergence(auto[after], packed[str(at)][1:]).mean().item())
     logs = [math.log(loss) for loss in losses]
-    print(losses)
     assert mean(losses) < 0.03
     moduli = (16, BLOCK, k4v3.GROUP)
     quantile = NormalDist().inv_cdf(1 - 0.01 / 2 / sum(moduli))
@@ -479,118 +476,88 @@ def test_the_loss_does_not_depend_on_the_length_of_the_prompt(trained, text):
             assert abs(mean(members) - mean(logs)) <= bound, (modulus, residue)
 
 
-TEAMS = {
-    "billing": (
-        "I was charged twice for {}.",
-        "The invoice for {} shows the wrong price.",
-        "My card was debited two times for {}.",
-        "Why did I pay more than the listed price for {}?",
-        "Please correct the bill for {}.",
-    ),
-    "shipping": (
-        "The parcel with {} has not arrived.",
-        "Where is the courier with {}?",
-        "The tracking number for {} does not work.",
-        "When will {} be delivered?",
-        "The driver left {} at the wrong address.",
-    ),
-    "returns": (
-        "I want to send {} back.",
-        "How do I return {}?",
-        "{} is the wrong size, and I want to exchange it.",
-        "I changed my mind about {} and want to give it back.",
-        "Which label do I need to return {}?",
-    ),
-    "repair": (
-        "{} is broken.",
-        "{} does not turn on any more.",
-        "The screen of {} is cracked.",
-        "Can you fix {}?",
-        "{} makes a strange noise and then stops working.",
-    ),
+TOPICS = {
+    "music": "guitar piano violin trumpet flute choir opera drums cello concert melody orchestra song"
+    " harp",
+    "food": "soup bread cheese cake rice salad pasta honey sandwich dinner recipe pie butter pizza",
+    "sport": "football tennis goalkeeper marathon hockey basketball cycling swimming boxing referee"
+    " olympics coach volleyball team",
+    "weather": "rain storm snow thunder fog wind hail sunshine clouds hurricane forecast temperature"
+    " rainbow lightning",
 }
-ITEMS = [
-    "the lamp",
-    "my kettle",
-    "the radio",
-    "my phone",
-    "the camera",
-    "the printer",
-    "my watch",
-    "the speaker",
-]
+SENTENCES = (
+    "I have a question about the {}.",
+    "Who can tell me more about the {}?",
+    "Please say something about the {}.",
+    "We talked about the {} all day.",
+    "She wrote a long letter about the {}.",
+)
 
 
-def routing_prompts(count, shots, seed):
-    """Return `count` prompts that ask for the team of a message, each with the right team.
+def routing_prompts(shots, seed):
+    """Yield ten prompts per topic that ask for the desk of a message, each with the right topic.
 
     Args:
-        shots: solved examples per team, with which every prompt begins.
+        shots: words of each topic with which every prompt gives two solved examples.
     """
     rng = random.Random(seed)
-    messages = [
-        (template.format(item), team)
-        for team, templates in TEAMS.items()
-        for template in templates
-        for item in ITEMS
-    ]
-    rng.shuffle(messages)
-    examples = [
-        message
-        for team in TEAMS
-        for message in [each for each in messages if each[1] == team][:shots]
-    ]
-    rng.shuffle(examples)
-    head = "Every message goes to one team.\n\n" + "".join(
-        f"Message: {message[0].upper()}{message[1:]}\nTeam: the {team} team\n\n"
-        for message, team in examples
-    )
-    asked = [each for each in messages if each not in examples][:count]
-    return [
-        (f"{head}Message: {message[0].upper()}{message[1:]}\nTeam:", team)
-        for message, team in asked
-    ]
+    words = {topic: rng.sample(text.split(), 14) for topic, text in TOPICS.items()}
+
+    def message(word):
+        return f"Message: {rng.choice(SENTENCES).format(word)}\nDesk:"
+
+    solved = [(word, topic) for topic in TOPICS for word in words[topic][:shots] * 2]
+    rng.shuffle(solved)
+    examples = [f"{message(word)} the {topic} desk\n\n" for word, topic in solved]
+    head = "Each message goes to one desk.\n\n" + "".join(examples)
+    for topic, own in words.items():
+        for word in own[shots:]:
+            yield head + message(word), topic
 
 
-UNDECIDED = 0.5
+UNDECIDED, LOST = 0.5, 2
 
 
 def test_routing_prompts_get_the_same_labels(trained, tokenizer):
-    """transformers#35185. 40 messages with a right team each, after 16 solved examples.
+    """transformers#35185. 40 messages with one right desk each, after 32 solved examples.
 
-    Another label than that of `auto` is allowed only where `auto` itself prefers its label by less
-    than `UNDECIDED` nats.
+    Packing may change a label only where `auto` prefers its own by less than half a nat, and may
+    lose at most 2 of the hits of `auto`.
     """
-    prompts = routing_prompts(40, 4, seed=4)
-    first = {team: tokenizer.encode(f" {team}", add_special_tokens=False)[0] for team in TEAMS}
-    assert len({*first.values()}) == len(TEAMS)
+    prompts = [*routing_prompts(4, seed=4)]
+    first = {topic: tokenizer.encode(f" {topic}", add_special_tokens=False)[0] for topic in TOPICS}
+    assert (len(prompts), len({*first.values()})) == (40, len(TOPICS))
     (article,) = tokenizer.encode(" the", add_special_tokens=False)
     requests = {
-        str(index): (tokenizer.encode(prompt), [article, first[team]])
-        for index, (prompt, team) in enumerate(prompts)
+        str(index): (tokenizer.encode(prompt), [article, first[topic]])
+        for index, (prompt, topic) in enumerate(prompts)
     }
     trained.generate([requests["0"][0]], 1)  # the examples go to the prefix cache
     packed, auto = (logits_after(trained, requests, options) for options in (None, OFF))
-    hits, undecided = [0, 0], 0
-    for index, (_, team) in enumerate(prompts):
-        labels = [rows[str(index)][1].argmax().item() for rows in (auto, packed)]
-        hits = [count + (label == first[team]) for count, label in zip(hits, labels, strict=True)]
-        best, second = auto[str(index)][1].log_softmax(-1).topk(2).values.tolist()
-        undecided += best - second < UNDECIDED
-        assert labels[0] == labels[1] or best - second < UNDECIDED, prompts[index]
-    print(hits, undecided)
-    assert hits[0] >= 30
-    assert abs(hits[1] - hits[0]) <= undecided
+    hits, lost = 0, []
+    for name, (_, (_, right)) in requests.items():
+        # The full cache computes the article.
+        exact, read = (rows[name][1].log_softmax(-1) for rows in (auto, packed))
+        best, second = exact.topk(2).values
+        label = exact.argmax()
+        assert label == read.argmax() or best - second < UNDECIDED, prompts[int(name)]
+        hits += int(label == right)
+        lost += [name] * int(label == right != read.argmax())
+    assert hits >= 30
+    assert len(lost) <= LOST
 
 
 def test_no_output_is_one_repeated_token_that_auto_does_not_give(trained, text):
     """omlx#3777. Prompts up to the model's maximum length, and around the ends of packed pages."""
     count, rng = 12, random.Random(7)
-    edges = [BLOCK + PAGE * pages + more for pages in (2, 5, 7) for more in (-1, 0, 1)]
-    lengths = [LONGEST - count, *edges, *(rng.randint(128, LONGEST - count) for _ in range(6))]
+    edges = [BLOCK + PAGE * pages + more for pages in (2, 3, 5) for more in (-1, 0, 1)]
+    lengths = [
+        LONGEST - count,
+        *edges,
+        *(rng.randint(BLOCK + PAGE, LONGEST - count) for _ in range(6)),
+    ]
     prompts, before = [text[:length] for length in lengths], trained.compressor.compressed
     packed, auto = (trained.generate(prompts, count, extra_args=options) for options in (None, OFF))
     assert trained.compressor.compressed - before == len(prompts)
     looped = [[len({*output[1:]}) == 1 for output in outputs] for outputs in (packed, auto)]
-    print(looped, sum(a == b for a, b in zip(packed, auto)))
     assert not any(one and not other for one, other in zip(*looped, strict=True))
