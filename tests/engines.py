@@ -199,13 +199,16 @@ class Engine:
         owners = [self.scheduler, *attention]
         names = [set(vars(owner)) for owner in owners]
         num_observers = len(self.compressor.packer.observers)
-        yield self
-        for owner, before in zip(owners, names, strict=True):
-            for name in [name for name in set(vars(owner)) - before if callable(vars(owner)[name])]:
-                delattr(owner, name)
-        del self.compressor.packer.observers[num_observers:]
-        self.llm.llm_engine.abort_request([*self.scheduler.requests], internal=True)
-        self.finish_in_flight_steps()
+        try:
+            yield self
+        finally:
+            for owner, before in zip(owners, names, strict=True):
+                added = [name for name in set(vars(owner)) - before if callable(vars(owner)[name])]
+                for name in added:
+                    delattr(owner, name)
+            del self.compressor.packer.observers[num_observers:]
+            self.llm.llm_engine.abort_request([*self.scheduler.requests], internal=True)
+            self.finish_in_flight_steps()
         assert self.free_blocks == free
 
     def in_smaller_pools(self, sizes: Sequence[int]) -> Iterator[int]:

@@ -37,7 +37,6 @@ MODEL = "llama-two-layers-d64"
 PAGE = k4v3.page_tokens(BLOCK, 4)
 OFF = {"kv_compress": "off"}
 PACKED = {"packed_dtype": "k4v3", "allow_override": "all"}
-LARGE_SINK = 6.0
 
 
 def prop(max_examples):
@@ -53,14 +52,19 @@ def prop(max_examples):
 
 
 def with_large_sinks(source, folder):
-    """Write a checkpoint whose sinks take about half of the attention; return its path."""
+    """Write a checkpoint with smooth attention, of which sinks take a large part; return its path.
+
+    Random queries and keys would otherwise attend to one token, whatever the sink.
+    """
     for file in Path(source).iterdir():
         shutil.copy(file, folder)
     weights = load_file(folder / "model.safetensors")
-    sinks = [name for name in weights if name.endswith("sinks")]
-    assert sinks
-    for name in sinks:
-        weights[name] += LARGE_SINK
+    assert any(name.endswith("sinks") for name in weights)
+    for name, weight in weights.items():
+        if "q_proj" in name:
+            weight *= 0.03
+        elif name.endswith("sinks"):
+            weight += 8.0
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 
@@ -90,9 +94,9 @@ def round_to_format(llm, request_id, num_tokens):
 def test_a_model_with_sinks_predicts_the_same_token_up_to_the_loss_of_the_format(
     checkpoints_folder, tmp_path
 ):
-    """llama-cpp-turboquant#305. That loss is the one of an ordinary cache with rounded numbers.
+    """llama-cpp-turboquant#305. The loss is that of an ordinary cache with rounded numbers.
 
-    With random weights it moves logits by several units, so `auto` itself often prefers others.
+    Where `auto` prefers its token by more than rounding moves two logits, the token is the same.
     """
     model = with_large_sinks(make("gpt-oss-d64", checkpoints_folder), tmp_path)
     config = settings("snapkv", 1.0, packed_dtype="k4v3", allow_override="off")
@@ -109,15 +113,14 @@ def test_a_model_with_sinks_predicts_the_same_token_up_to_the_loss_of_the_format
                 llm.drain()
             seen[kind] = torch.stack(logits["r"]).double()
         assert llm.compressor.compressed == 1
+    assert (seen["k4v3"] - seen["rounded"]).abs().max() < 1e-3
     loss = (seen["rounded"] - seen["auto"]).abs().amax(-1)
-    error = (seen["k4v3"] - seen["rounded"]).abs().amax(-1)
-    assert loss[1:].min() > 1
-    assert (error <= 2e-3 * loss + 1e-4).all()
-    first, second = seen["rounded"].topk(2).values.unbind(-1)
-    decided = first - second > 2 * error
-    assert decided.sum() > len(text) * 0.9
+    assert loss[1:].min() > 0.01
+    first, second = seen["auto"].topk(2).values.unbind(-1)
+    decided = first - second > 2 * loss
+    assert decided.sum() > len(text) // 2
     best = {kind: rows.argmax(-1) for kind, rows in seen.items()}
-    assert torch.equal(best["k4v3"][decided], best["rounded"][decided])
+    assert torch.equal(best["k4v3"][decided], best["auto"][decided])
 
 
 WINDOW = 384
@@ -477,13 +480,13 @@ def test_the_loss_does_not_depend_on_the_length_of_the_prompt(trained, text):
 
 
 TOPICS = {
-    "music": "guitar piano violin trumpet flute choir opera drums cello concert melody orchestra song"
-    " harp",
+    "music": "guitar piano violin trumpet flute choir opera drums cello concert melody orchestra"
+    " song harp",
     "food": "soup bread cheese cake rice salad pasta honey sandwich dinner recipe pie butter pizza",
-    "sport": "football tennis goalkeeper marathon hockey basketball cycling swimming boxing referee"
-    " olympics coach volleyball team",
-    "weather": "rain storm snow thunder fog wind hail sunshine clouds hurricane forecast temperature"
-    " rainbow lightning",
+    "sport": "football tennis goalkeeper marathon hockey basketball cycling swimming boxing"
+    " referee olympics coach volleyball team",
+    "weather": "rain storm snow thunder fog wind hail sunshine clouds hurricane forecast"
+    " temperature rainbow lightning",
 }
 SENTENCES = (
     "I have a question about the {}.",
