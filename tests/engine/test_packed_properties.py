@@ -451,12 +451,12 @@ def divergence(exact, packed):
 
 
 def test_the_loss_does_not_depend_on_the_length_of_the_prompt(trained, text):
-    """vllm#50749. One text is cut to 64 consecutive lengths, which fill their last block,
-    group and page to every degree.
+    """vllm#50749. One text is cut to 64 consecutive lengths, one of which fills a page exactly.
 
     The loss of a length is the mean divergence from `auto` over 8 tokens. Its logarithm is about
     normal. A residue class of k lengths then has a mean within ``z * s / sqrt(k)`` of the mean of
     all 64, where s is their standard deviation. Of all classes, one exceeds that in 1 % of texts.
+    That spread includes the page's own cost: the loss is highest where no exact token follows it.
     """
     starts = range(START, START + LENGTHS)
     whole = {"auto": (text[:START], text[START : START + LENGTHS + SCORED])}
