@@ -44,10 +44,9 @@ def prepare_model_runner() -> None:
     if not V2:
         return
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.backends
+    import interpreter
 
-    driver = type("InterpreterDriver", (), {"is_active": staticmethod(lambda: True)})
-    triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
+    interpreter.install_driver()
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
     import faster_interpreter

@@ -8,15 +8,23 @@ integer if it masks a block.
 """
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import triton.backends
 import triton.language as tl
 from triton.runtime import interpreter
 
 FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 WIDER = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
 BITS = {2: torch.uint16, 4: torch.uint32}
+
+
+def install_driver() -> None:
+    """Let vLLM use Triton without a GPU. Call this before vLLM is first imported."""
+    driver = type("InterpreterDriver", (), {"is_active": staticmethod(lambda: True)})
+    triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
 
 
 @functools.cache

@@ -66,6 +66,7 @@ class Build:
         wide_loads: whether the compiled kernel must use 16-byte loads from global memory.
         tensor_cores: whether the compiled kernel must use tensor-core instructions.
         logits: attention logits in one iteration of the main loop; 0 if it computes none.
+        unpacked: quantised numbers in one iteration of the main loop; 0 if it unpacks none.
         prefetches: whether the main loop must load the next keys while it uses the current ones.
     """
 
@@ -77,6 +78,7 @@ class Build:
     wide_loads: bool = True
     tensor_cores: bool = False
     logits: int = 0
+    unpacked: int = 0
     prefetches: bool = False
 
     @property
@@ -113,3 +115,9 @@ class Build:
     def stages(self) -> int:
         """Return the stages of the pipelined loops. Triton's default is 3."""
         return int(self.config.get("num_stages", 3))
+
+    @property
+    def max_registers(self) -> int | None:
+        """Return the registers that a thread may have; None leaves it to the compiler."""
+        limit: int | None = self.config.get("maxnreg")
+        return limit

@@ -10,8 +10,9 @@ ABSENT = "-"
 """Figure of a kernel that is not built for an architecture."""
 HEAD = (
     "Each cell lists one number per architecture, in the order of the section's title. "
-    '"Shared" is bytes per\nprogram. "Barriers", "per logit" (instructions) and "copies in flight" '
-    "describe one iteration of the kernel's\nmain loop.\n"
+    '"Shared" is bytes per\nprogram. "Barriers", "per logit", "per number" (instructions for each '
+    'logit, for each unpacked number) and\n"copies in flight" describe one iteration of the '
+    "kernel's main loop.\n"
 )
 """First lines of a table file."""
 
@@ -30,6 +31,7 @@ class Compiled:
         programs: programs that fit on one streaming multiprocessor at the same time.
         barriers: barriers in one iteration of the main loop.
         per_logit: instructions of the main loop for each logit; None if it computes no logits.
+        per_number: instructions of the main loop for each unpacked number; None if it unpacks none.
         copies_in_flight: smallest number of asynchronous copies from global memory that the main
             loop leaves in flight when it waits for one; None if it does not wait.
     """
@@ -43,6 +45,7 @@ class Compiled:
     programs: int
     barriers: int
     per_logit: float | None
+    per_number: float | None
     copies_in_flight: int | None
 
 
@@ -57,6 +60,7 @@ HEADINGS = (
     "programs per SM",
     "barriers",
     "per logit",
+    "per number",
     "copies in flight",
 )
 NUMBERS = [field.name for field in fields(Compiled)]

@@ -70,7 +70,8 @@ def compiled(build: Build, sm: int) -> Compiled:
     signature = {name: build.signature.get(name, "constexpr") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in build.aligned}
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=constant, attrs=aligned)
-    options = {"num_warps": build.warps, "num_stages": build.stages}
+    options: dict[str, int | None] = {"num_warps": build.warps, "num_stages": build.stages}
+    options["maxnreg"] = build.max_registers
     kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     usage, listing = (_dumped(flag, kernel.asm["cubin"]) for flag in ("-res-usage", "-sass"))
     usage_match = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", usage)
@@ -95,6 +96,7 @@ def compiled(build: Build, sm: int) -> Compiled:
         programs=programs_per_sm(sm, registers, shared, build.warps),
         barriers=sum(op.startswith("BAR.") for op, _ in loop),
         per_logit=round(issued / build.logits, 1) if build.logits else None,
+        per_number=round(issued / build.unpacked, 1) if build.unpacked else None,
         copies_in_flight=min((int(wait[1], 16) for wait in waits if wait), default=None),
     )
 

@@ -134,12 +134,60 @@ def test_packed_attention_matches_its_reference_in_the_layout_of_cuda(tmp_path):
     stage_report = report.Report("packed-attention", tmp_path, True, "abc", 0)
     packed.run(stage_report, CPU)
     checks = {check["name"]: check["result"] for check in stage_report.data["checks"]}
-    assert checks == {
-        "packed_attention, 2 x 150: largest error": "pass",
-        "packed_attention, 2 x 150: FlashAttention": "absent",
-    }
+    title = "packed_attention, 2 x 150"
+    others = packed.SIXTEEN_BITS, packed.EQUAL_BYTES, packed.FP8, packed.TURBOQUANT
+    assert checks == {f"{title}: largest error": "pass"} | dict.fromkeys(
+        (f"{title}: {name}" for name in others), "absent"
+    )
     (row,) = stage_report.data["tables"]["packed attention of one layer"]
     assert (row["requests"], row["tokens"]) == (2, 150)
+
+
+def flash_attention(*, q, k, v, out, seqused_k, block_table, softmax_scale, **options):
+    """Compute what FlashAttention computes from the same arguments."""
+    assert options["cu_seqlens_q"].tolist() == list(range(len(q) + 1))
+    scales = [options.get(f"{name}_descale", torch.ones(len(q), k.shape[2])) for name in "qkv"]
+    for row, length in enumerate(seqused_k.tolist()):
+        assert length <= options["max_seqlen_k"]
+        pages = block_table[row, : -(-length // k.shape[1])].long()
+        query, keys, values = (
+            x.float() * scale[row].repeat_interleave(x.shape[-2] // k.shape[2])[:, None]
+            for x, scale in zip((q[row], k[pages], v[pages]), scales, strict=True)
+        )
+        keys, values = (x.flatten(0, 1)[None, :length].transpose(1, 2) for x in (keys, values))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[None, :, None], keys, values, scale=softmax_scale, enable_gqa=True
+        )
+        out[row] = attended[0, :, 0].to(out.dtype)
+    return out
+
+
+def test_caches_of_flash_attention_take_turns_with_packed_attention(tmp_path, monkeypatch):
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    stage_report = report.Report("packed-attention", tmp_path, True, "abc", 0)
+    packed.run(stage_report, CPU)
+    title, tables = "packed_attention, 2 x 150", stage_report.data["tables"]
+    figures = {check["name"]: check["figure"] for check in stage_report.data["checks"]}
+    assert figures[f"{title}: {packed.SIXTEEN_BITS}, largest error"] < 1e-5
+    assert figures[f"{title}: {packed.EQUAL_BYTES}, largest error"] < 1e-5
+    assert 1e-3 < figures[f"{title}: {packed.FP8}, largest error"] < packed.RIGHT_TOKENS
+    compared = [packed.SIXTEEN_BITS, packed.EQUAL_BYTES, packed.FP8]
+    assert [row["variant"] for row in tables["requests"]] == [packed.K4V3, *compared]
+    assert [row["than"] for row in tables["differences"]] == compared
+    (row,) = tables["packed attention of one layer"]
+    assert row["over fp8"] > 0
+
+
+def test_attention_over_other_tokens_fails_its_check():
+    step = packed.Step(packed.DRY_LAYER, 2, 150, 32, CPU, 0)
+    keys, values = (step._normal(10, 16, 2, 64) for _ in range(2))
+    exact = step.exact(step.query[0], keys, values, 150)
+    right = packed.Other(lambda: exact[None], exact)
+    wrong = packed.Other(lambda: step.exact(step.query[0], keys.flip(0), values, 150)[None], exact)
+    assert right.error() == 0.0
+    assert wrong.error() > packed.RIGHT_TOKENS
 
 
 def test_packed_pages_hold_four_times_as_many_tokens_as_pages_of_16_bits():
@@ -154,6 +202,7 @@ def test_packed_pages_hold_four_times_as_many_tokens_as_pages_of_16_bits():
 
 def test_every_stage_has_a_function_and_a_limit():
     assert list(stages.functions()) == list(stages.LIMITS)
+    assert next(iter(stages.LIMITS)) == "packed-attention"
 
 
 # -- the machine -------------------------------------------------------------------------------

@@ -74,6 +74,19 @@ def test_an_interrupted_run_continues_with_its_unfinished_stages(tmp_path, capfd
     assert "no figure below is a measurement" in (tmp_path / "summary.md").read_text()
 
 
+@pytest.mark.slow
+def test_turboquant_takes_turns_with_packed_attention(tmp_path):
+    """The kernels of both run in Triton's interpreter; FlashAttention's need CUDA."""
+    arguments = ["packed-attention", "--dry-run", "--seed", "3", "--commit", "abc"]
+    assert command.main(["--out", str(tmp_path), *arguments]) == 0
+    (stage,) = read_json(tmp_path, "summary")["stages"]
+    results = {check["name"].split(": ")[1]: check["result"] for check in stage["checks"]}
+    assert results["turboquant_4bit_nc, largest error"] == "pass"
+    assert results["fp8"] == "absent"
+    (row,) = stage["tables"]["differences"]
+    assert (row["variant"], row["than"]) == ("k4v3", "turboquant_4bit_nc")
+
+
 # -- runs of stages that end at once -----------------------------------------------------------
 
 STAGE = """
@@ -123,7 +136,7 @@ def test_complete_stages_run_again_on_request(ran):
 def test_an_unknown_stage_is_an_error(ran, capsys):
     with pytest.raises(SystemExit):
         ran("serving")
-    assert "unknown stages ['serving']; known are correctness" in capsys.readouterr().err
+    assert "unknown stages ['serving']; known are packed-attention" in capsys.readouterr().err
 
 
 def test_an_unfinished_stage_runs_again(ran, tmp_path):

@@ -82,11 +82,12 @@ def figures(registers):
         programs=16,
         barriers=2,
         per_logit=None,
+        per_number=None,
         copies_in_flight=None,
     )
 
 
-REST = ("0", "0", "4", "0", "64", "16", "2", "none", "none")
+REST = ("0", "0", "4", "0", "64", "16", "2", "none", "none", "none")
 """Figures of `figures` after the registers."""
 SECTION = section(
     "3.9.0",

@@ -2,17 +2,22 @@
 
 A program handles a share of the tokens of one row, for one KV head and a tile of query tokens. All
 query heads of the KV head and all query tokens of the tile are the lines of its matrix products.
-It reads chunks of up to 64 tokens: first packed groups, then ordinary tokens. Tokens and channels
-are on the M side of the products, because a decode step has few lines.
+First it reads packed groups, then ordinary tokens. Tokens and channels are on the M side of the
+products, because a decode step has few lines.
 
-Both products run on tensor cores, and no key or value is dequantised. Codes less 7.5 (keys) and 3.5
-(values) are exact in 16 bits, and the rest is added in float32. Codes around 0 enlarge the rounding
-errors of the other operand least.
+Both products run on tensor cores, and no key or value is dequantised. The query times the key
+scales and the probabilities times the value scales are rounded to 16 bits. Codes are exact in 16
+bits. Whatever makes them codes around 0, which enlarge the rounding errors of the other operand
+least, is added in float32.
 
-* Keys: the query times the key scales is rounded to 16 bits. A byte holds channels j and j + D/2,
-  so there is one product for each half of the channels.
-* Values: the probabilities times the value scales are rounded to 16 bits. A byte of the low bits
-  holds channels j, j + D/4, j + D/2 and j + 3D/4. Four threads read it, and each takes its bits.
+Packed groups are bound by instructions, so that their loop avoids all it can:
+
+* Each of four warps attends to 16 tokens of a group and has its own softmax. The warps are the
+  batch of the products, and are joined after the last group.
+* Copies of the next two groups to shared memory are in flight.
+* Bits that are written around a code make it a float, in both halves of a word at once.
+* Tokens and channels are in an order in which the words that a thread reads are its operands of the
+  tensor cores.
 
 With few rows, several programs share the tokens of a row. Each writes its partial result to the
 workspace and increments a counter. The last one joins the partial results in order, so that equal
@@ -46,6 +51,7 @@ SPLITS = 64
 """Maximum programs that share the tokens of a row."""
 MIN_CHUNKS = tl.constexpr(4)
 """Least chunks of a program that shares a row."""
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @triton.jit
@@ -67,52 +73,164 @@ def _weights(s, live, top, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _key_codes(  # type: ignore[no-untyped-def]
-    q, content, halves, token, s_row, PART: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr
-):
-    """Return the scores ``[tokens, lines]`` of half the channels of packed keys.
+def _stacked(x, y):  # type: ignore[no-untyped-def]
+    """Return ``[A, B, 2 * N]``: the last axis of `x`, then that of `y`."""
+    both = tl.permute(tl.join(x, y), (0, 1, 3, 2))
+    return tl.reshape(both, (x.shape[0], x.shape[1], 2 * x.shape[2]))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _twice(x):  # type: ignore[no-untyped-def]
+    """Return ``[A, B, 2 * N]``: the last axis of `x`, two times."""
+    both = tl.broadcast_to(x[:, :, None, :], (x.shape[0], x.shape[1], 2, x.shape[2]))
+    return tl.reshape(both, (x.shape[0], x.shape[1], 2 * x.shape[2]))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _halves(word):  # type: ignore[no-untyped-def]
+    """Return the low and the high half of each uint32 on a new last axis, as int16."""
+    return tl.join(word.to(tl.int16), (word >> 16).to(tl.int16))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fields(word, zero, START: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return two 16-bit floats in each uint32: an offset plus the code in each of its halves.
+
+    A code that is written into a mantissa needs no conversion. The offset is 16 or 8, or
+    ``2 ** MANTISSA`` for a code of 4 bits that starts at bit 0, which stays where it is.
 
     Args:
-        q: ``[lines, PAD]``: the low half of the channels if PART is 0, else the high half.
-        content, halves: the group, as bytes and as float16.
+        zero: 0, which the compiler does not know. It would copy a constant before each use.
+        START: first bit of the code in a half.
+        MANTISSA: bits of the float's mantissa: 7 in bfloat16, 10 in float16.
     """
-    PAD: tl.constexpr = q.shape[1]
-    dim = tl.arange(0, PAD)
-    real = dim < DIM // 2
-    at = 28 * DIM + PART * (DIM // 2) + dim  # in halves
-    scale = tl.load(halves + in_row(at, s_row // 2, ROW // 2), mask=real, other=0.0)
-    minimum = tl.load(halves + in_row(at + DIM, s_row // 2, ROW // 2), mask=real, other=0.0)
-    at = in_row(token * (DIM // 2), s_row, ROW)[:, None] + dim[None, :]
-    code = tl.load(content + at, mask=real[None, :], other=0)
-    code = ((code >> 4 if PART else code & 15).to(tl.float32) - 7.5).to(q.dtype)
-    scale = scale.to(tl.float32)
-    scaled = (q.to(tl.float32) * scale[None, :]).to(q.dtype)
-    middle = minimum.to(tl.float32) + 7.5 * scale
-    base = tl.sum(q.to(tl.float32) * middle[None, :], 1)
-    return tl.dot(code, tl.trans(scaled), input_precision="ieee") + base[None, :]
+    END: tl.constexpr = 0 if START == 0 and BITS == 4 else MANTISSA - BITS
+    if END > START:
+        word = word << END - START
+    elif END < START:
+        word = word >> START - END
+    MASK: tl.constexpr = (1 << (END + BITS)) - (1 << END)
+    BIAS: tl.constexpr = 127 if MANTISSA == 7 else 15
+    return word & (MASK * 0x10001 + zero) | ((BIAS + MANTISSA - END) << MANTISSA) * 0x10001
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _key_codes(word, zero, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return key codes plus an offset, ``[WARPS, tokens, 8 * N]`` in `dtype`.
+
+    Args:
+        word: four bytes each, ``[WARPS, tokens, N]`` uint32.
+    """
+    KIND: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
+    MANTISSA: tl.constexpr = 10 if dtype == tl.float16 else 7
+    low = _stacked(_fields(word, zero, 0, 4, MANTISSA), _fields(word, zero, 8, 4, MANTISSA))
+    high = _stacked(_fields(word, zero, 4, 4, MANTISSA), _fields(word, zero, 12, 4, MANTISSA))
+    codes = _halves(_stacked(low, high))
+    codes = tl.reshape(codes, (word.shape[0], word.shape[1], 8 * word.shape[2]))
+    return codes.to(KIND, bitcast=True).to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pairs(first, second, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return half PART of `first` below half PART of `second`."""
+    if PART == 0:
+        return first & 0xFFFF | second << 16
+    return first >> 16 | second & 0xFFFF0000
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quarters(even, odd, zero, BYTE: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of one byte's four channels, quarter by quarter on the last axis."""
+    START: tl.constexpr = 8 * BYTE
+    first = _stacked(
+        _fields(even, zero, START, 3, MANTISSA), _fields(odd, zero, START, 3, MANTISSA)
+    )
+    second = _stacked(
+        _fields(even, zero, START + 4, 3, MANTISSA), _fields(odd, zero, START + 4, 3, MANTISSA)
+    )
+    return _stacked(first, second)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bytes(low, high, zero, UNIT: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of the bytes in `low`'s halves.
+
+    In `even` and `odd`, a nibble holds the code of an even and of an odd quarter.
+    """
+    mask = 0x33333333 + zero
+    even = low & mask | (high << 2) & ~mask
+    odd = (low >> 2) & mask | high & ~mask
+    codes = _quarters(even, odd, zero, 0, MANTISSA)
+    if UNIT > 1:
+        codes = _stacked(codes, _quarters(even, odd, zero, 1, MANTISSA))
+    return codes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _value_codes(  # type: ignore[no-untyped-def]
-    content, token, s_row, DIM: tl.constexpr, ROW: tl.constexpr, PAD: tl.constexpr
+    low, low_next, high, high_next, zero, UNIT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Return the codes of packed values less 3.5, ``[tokens, 4 * PAD]`` float32.
+    """Return value codes plus 8, ``[WARPS, 4 * UNIT * N, tokens]`` in `dtype`.
 
     Args:
-        PAD: a quarter of the channels, padded.
+        low, low_next: low bits of every second token, and of the tokens between them,
+            ``[WARPS, tokens / 2, N]`` uint32. Each holds UNIT bytes.
+        high, high_next: their high bits. Bit 2i of a byte belongs to quarter i.
     """
-    column = tl.arange(0, 4 * PAD)
-    part, dim = column // PAD, column % PAD
-    real = (dim < DIM // 4)[None, :]
-    at = in_row(32 * DIM + token * (DIM // 4), s_row, ROW)[:, None] + dim[None, :]
-    low = tl.load(content + at, mask=real, other=0).to(tl.int32)
-    at = in_row(48 * DIM + token * (DIM // 8), s_row, ROW)[:, None] + (dim % (DIM // 8))[None, :]
-    high = tl.load(content + at, mask=real, other=0).to(tl.int32)
-    # The second half of a quarter has the next bit of the same byte.
-    bit = 2 * part + (dim >= DIM // 8).to(tl.int32)
-    low = (low >> (2 * part)[None, :]) & 3
-    high = (high >> bit[None, :]) & 1
-    return (low | high << 2).to(tl.float32) - 3.5
+    KIND: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
+    MANTISSA: tl.constexpr = 10 if dtype == tl.float16 else 7
+    codes = _bytes(_pairs(low, low_next, 0), _pairs(high, high_next, 0), zero, UNIT, MANTISSA)
+    if UNIT == 4:
+        more = _bytes(_pairs(low, low_next, 1), _pairs(high, high_next, 1), zero, UNIT, MANTISSA)
+        codes = _stacked(codes, more)
+    codes = _halves(tl.permute(codes, (0, 2, 1)))
+    codes = tl.reshape(codes, (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
+    return codes.to(KIND, bitcast=True).to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _key_numbers(word):  # type: ignore[no-untyped-def]
+    """Return the float16 of each channel as float32, in the order of `_key_codes`.
+
+    Args:
+        word: two channels of each half of the channels, ``[2, N]`` uint32.
+    """
+    both = tl.permute(_halves(word), (0, 2, 1))
+    both = tl.reshape(both, (4 * word.shape[1],))
+    # A sum of one number keeps Triton from scaling the query in each warp.
+    return tl.sum(both.to(tl.float16, bitcast=True).to(tl.float32)[None, :], 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _as_codes(q):  # type: ignore[no-untyped-def]
+    """Return ``[lines, channels]`` in the order of `_key_codes`: even channels of a half first."""
+    parts = tl.reshape(q, (q.shape[0], 2, q.shape[1] // 4, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (q.shape[0], q.shape[1]))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _token_numbers(word):  # type: ignore[no-untyped-def]
+    """Return the float16 of each token as float32 ``[WARPS, 16]``, from uint32 ``[WARPS, 8]``."""
+    both = tl.permute(_halves(word), (0, 2, 1))
+    both = tl.reshape(both, (word.shape[0], 2 * word.shape[1]))
+    return both.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _words(x):  # type: ignore[no-untyped-def]
+    """Return the bits of integers as uint32."""
+    if x.dtype == tl.int32:
+        return x.to(tl.uint32, bitcast=True)
+    if x.dtype == tl.int16:
+        x = x.to(tl.uint16, bitcast=True)
+    return x.to(tl.uint32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _natural(sums, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return ``[channels, lines]`` in the order of `_channels`, from that of `_value_codes`."""
+    parts = tl.reshape(sums, (UNIT, 4, sums.shape[0] // (4 * UNIT), sums.shape[1]))
+    return tl.reshape(tl.permute(parts, (1, 2, 0, 3)), (sums.shape[0], sums.shape[1]))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -126,11 +244,146 @@ def _key_rows(q, rows, live, PART: tl.constexpr, DIM: tl.constexpr):  # type: ig
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _channels(DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the channel of each column of quarters that are padded to PAD, and which exist."""
-    column = tl.arange(0, 4 * PAD)
-    if DIM == 4 * PAD:
+    """Return the channel of each column of eighths that are padded to PAD, and which exist."""
+    column = tl.arange(0, 8 * PAD)
+    if DIM == 8 * PAD:
         return column, column < DIM
-    return column // PAD * (DIM // 4) + column % PAD, column % PAD < DIM // 4
+    return column // PAD * (DIM // 8) + column % PAD, column % PAD < DIM // 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_to_groups(  # type: ignore[no-untyped-def]
+    query,  # [LINES] pointers
+    real,  # [LINES]: which lines exist
+    words,  # the pages of one head, as int32
+    units,  # the same memory as integers of UNIT bytes
+    packed,  # [C]
+    counted,  # [], `count` in memory
+    count,
+    first,
+    last,
+    factor,
+    s_page,
+    s_row,
+    DIM: tl.constexpr,
+    LINES: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    QUARTER: tl.constexpr,
+):
+    """Return the lines' tops and totals over the groups from `first` to `last`, and their sums.
+
+    The sums are ``[4 * QUARTER, LINES]`` in the order of `_channels`.
+    """
+    GROUP_TOKENS: tl.constexpr = 16 * WARPS
+    ROW: tl.constexpr = 2 * DIM * ITEMSIZE
+    GROUP_ROWS: tl.constexpr = 32 // ITEMSIZE
+    PAGE_GROUPS: tl.constexpr = BLOCK // GROUP_ROWS
+    q_dtype: tl.constexpr = query.dtype.element_ty
+    part = tl.arange(0, 4 * QUARTER)
+    channel = part // (2 * QUARTER) * (DIM // 2) + part % (2 * QUARTER)
+    inside = real[:, None] & (part % (2 * QUARTER) < DIM // 2)[None, :]
+    scored = tl.load(query[:, None] + channel[None, :], mask=inside, other=0.0)
+    # What `_key_codes` adds to the codes less 7.5.
+    offset = tl.where(part < QUARTER, 1031.5 if q_dtype == tl.float16 else 135.5, 23.5)
+    scored = _as_codes(scored.to(tl.float32))
+    # Far above the score of a missing token, whose weight is thus 0 even if a warp has no token.
+    highest = tl.full([WARPS, LINES], -1e25, tl.float32)
+    parts = tl.zeros([WARPS, 16, LINES], tl.float32)
+    bases = tl.zeros([WARPS, 16, LINES], tl.float32)
+    sums = tl.zeros([WARPS, 4 * QUARTER, LINES], tl.float32)
+    PER_WORD: tl.constexpr = 4 // ITEMSIZE
+    s_words = s_row // PER_WORD
+    s_units = s_row * ITEMSIZE // UNIT
+    s_page_words = s_page // PER_WORD
+
+    warp = tl.arange(0, WARPS)[:, None] * 16
+    spot = tl.arange(0, 16)[None, :]
+    number = warp + spot % 8 * 2 + spot // 8
+    word = tl.arange(0, QUARTER // 2)
+    key_at = number[:, :, None] * (DIM // 8) + word[None, None, :]
+    key_at = in_row(key_at, s_words, ROW // 4)
+    known_word = (word < DIM // 8)[None, None, :]
+
+    twin = tl.arange(0, 8)[None, :]
+    twin = (warp + twin % 4 * 4 + twin // 4)[:, :, None]
+    # Columns of the value codes' tiles: the first and the second eighth of each quarter.
+    UNITS: tl.constexpr = DIM // 8 // UNIT
+    WIDTH: tl.constexpr = QUARTER // 2 // UNIT
+    unit = tl.arange(0, WIDTH)[None, None, :]
+    column = tl.arange(0, 2 * WIDTH)[None, None, :]
+    second, known_column = column // WIDTH, column % WIDTH < UNITS
+    low_at = (32 * DIM + twin * (DIM // 4)) // UNIT + second * UNITS + column % WIDTH
+    high_at = (48 * DIM + twin * (DIM // 8)) // UNIT + unit
+    low_next = in_row(low_at + 4 * UNITS, s_units, ROW // UNIT)
+    high_next = in_row(high_at + 2 * UNITS, s_units, ROW // UNIT)
+    low_at = in_row(low_at, s_units, ROW // UNIT)
+    high_at = in_row(high_at, s_units, ROW // UNIT)
+    known_unit = unit < UNITS
+
+    kind = tl.arange(0, 2)[None, None, :]
+    scale_at = tl.arange(0, QUARTER)[None, :, None]
+    known_scale = scale_at < DIM // 4
+    scale_at += tl.arange(0, 2)[:, None, None] * (DIM // 4)
+    scale_at = in_row(14 * DIM + scale_at + kind * (DIM // 2), s_words, ROW // 4)
+    range_at = (warp // 2 + tl.arange(0, 8)[None, :])[:, :, None] + kind * 32
+    range_at = in_row(15 * DIM + range_at, s_words, ROW // 4)
+
+    # Operands of codes may depend on loads, but not on a lane's number: a layout could not follow.
+    shift = tl.load(counted + tl.zeros_like(column), mask=second > 0, other=0)
+    shift = (shift > 0).to(tl.uint32)
+    zero = tl.load(counted + tl.zeros_like(warp)[:, :, None], mask=warp[:, :, None] > 0, other=0)
+    zero = (zero >> 31).to(tl.uint32, bitcast=True)
+    upcoming = tl.load(packed + tl.minimum(first, last - 1) // PAGE_GROUPS)
+    for group in tl.range(first, last, num_stages=STAGES):
+        page = upcoming.to(tl.int64)
+        upcoming = tl.load(packed + tl.minimum(group + 1, last - 1) // PAGE_GROUPS)
+        at = page * s_page_words + group % PAGE_GROUPS * GROUP_ROWS * s_words
+        in_words = words + at
+        in_units = in_words if UNIT == 4 else units + at * (4 // UNIT)
+        key = tl.load(in_words + key_at, mask=known_word, other=0).to(tl.uint32, bitcast=True)
+        bounds = tl.load(in_words + scale_at, mask=known_scale, other=0)
+        bounds = tl.split(bounds.to(tl.uint32, bitcast=True))
+        ranges = tl.split(tl.load(in_words + range_at).to(tl.uint32, bitcast=True))
+        low = _words(tl.load(in_units + low_at, mask=known_column, other=0))
+        low2 = _words(tl.load(in_units + low_next, mask=known_column, other=0))
+        high = _words(tl.load(in_units + high_at, mask=known_unit, other=0))
+        high2 = _words(tl.load(in_units + high_next, mask=known_unit, other=0))
+        high, high2 = _twice(high) >> shift, _twice(high2) >> shift
+
+        scale, minimum = _key_numbers(bounds[0]), _key_numbers(bounds[1])
+        scaled = (scored * scale[None, :]).to(q_dtype)
+        middle = minimum + 7.5 * scale
+        base = tl.sum(scored * middle[None, :] - offset[None, :] * scaled.to(tl.float32), 1)
+        scaled = tl.broadcast_to(tl.trans(scaled)[None, :, :], (WARPS, 4 * QUARTER, LINES))
+        s = tl.dot(_key_codes(key, zero, q_dtype), scaled, input_precision="ieee")
+        s += base[None, None, :]
+
+        filled = number < count - group * GROUP_TOKENS
+        s = tl.where(filled[:, :, None], s, LOWEST)
+        new = tl.maximum(highest, tl.max(s, 1) * factor)
+        rise = tl.exp2(highest - new)[:, None, :]
+        p = tl.exp2(s * factor - new[:, None, :])
+        highest, parts = new, parts * rise + p
+        # Memory after the last token may hold NaN.
+        scale = tl.where(filled, _token_numbers(ranges[0]), 0.0)
+        minimum = tl.where(filled, _token_numbers(ranges[1]), 0.0)
+        w = (p * scale[:, :, None]).to(q_dtype)
+        # Codes carry an offset of 8.
+        bases = bases * rise + p * (minimum + 3.5 * scale)[:, :, None] - 11.5 * w.to(tl.float32)
+        codes = _value_codes(low, low2, high, high2, zero, UNIT, q_dtype)
+        sums = tl.dot(codes, w, sums * rise, input_precision="ieee")
+
+    top = tl.max(highest, 0)
+    weight = tl.exp2(highest - top[None, :])[:, None, :]
+    total = tl.sum(tl.sum(parts * weight, 0), 0)
+    base = tl.sum(tl.sum(bases * weight, 0), 0)
+    sums = _natural(tl.sum(sums * weight, 0), UNIT) + base[None, :]
+
+    return top, total, sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -138,14 +391,14 @@ def _joined(  # type: ignore[no-untyped-def]
     shares, size, used, lines, real, tops, DIM: tl.constexpr, PAD: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums ``[4 * PAD, lines]`` of all shares, relative to the lines' tops.
+    """Return the sums ``[8 * PAD, lines]`` of all shares, relative to the lines' tops.
 
     Args:
         lines: the place of each line in a share.
         real: which lines exist.
     """
     channel, known = _channels(DIM, PAD)
-    result = tl.zeros([4 * PAD, tops.shape[0]], tl.float32)
+    result = tl.zeros([8 * PAD, tops.shape[0]], tl.float32)
     for start in range(0, used, JOINED):
         share = start + tl.arange(0, JOINED)
         at = share[:, None] * size + lines[None, :]
@@ -165,8 +418,8 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     query,  # [T, Hq, D]
     output,  # [T, Hq, D]
     elements,  # [N, Hkv, BLOCK, 2 * D]
-    content,  # the same memory as bytes
-    halves,  # the same memory as float16
+    words,  # the same memory as int32
+    units,  # the same memory as integers of UNIT bytes
     packed,  # [S, C]
     packed_tokens,  # [S]
     tables,  # [R, W]
@@ -195,8 +448,10 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
-    GROUP_TOKENS: tl.constexpr,  # 64
-    CHUNK: tl.constexpr,  # tokens that are read at once, a part of a group
+    WARPS: tl.constexpr,  # 16 tokens of a group each
+    UNIT: tl.constexpr,  # bytes of value codes that are read at once
+    STAGES: tl.constexpr,  # groups that are read ahead
+    CHUNK: tl.constexpr,  # ordinary tokens that are read at once
     BLOCK: tl.constexpr,
     ITEMSIZE: tl.constexpr,
     HALF: tl.constexpr,  # DIM / 2, padded
@@ -212,9 +467,6 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     if count == 0:
         return
     TILE: tl.constexpr = LINES // GROUP
-    ROW: tl.constexpr = 2 * DIM * ITEMSIZE
-    GROUP_ROWS: tl.constexpr = 32 // ITEMSIZE
-    PAGE_GROUPS: tl.constexpr = BLOCK // GROUP_ROWS
     split = tl.program_id(0)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     start = tl.load(query_start + row)
@@ -222,10 +474,10 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     if tile * TILE >= queries:
         return
     length = tl.load(lengths + row)
-    packed_chunks = tl.cdiv(count, GROUP_TOKENS) * (GROUP_TOKENS // CHUNK)  # in chunks
+    packed_groups = tl.cdiv(count, 16 * WARPS)
     # Ordinary tokens that the tile's last query attends to.
     seen = length - queries + tl.minimum(tile * TILE + TILE, queries)
-    chunks = packed_chunks + tl.cdiv(seen, CHUNK)
+    chunks = packed_groups + tl.cdiv(seen, CHUNK)
     used = tl.minimum(splits, tl.cdiv(chunks, MIN_CHUNKS))
     if split >= used:
         return
@@ -237,41 +489,22 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     real = (line < TILE * GROUP) & (i < queries)
     token = (start + i).to(tl.int64)
     from_query = query + token * s_query_token + q_head * s_query_head
+    group_first, group_last = tl.minimum(first, packed_groups), tl.minimum(stop, packed_groups)
+    of_head = head.to(tl.int64) * s_head * ITEMSIZE
+    top, total, sums = _attend_to_groups(
+        from_query, real, words + of_head // 4, units + of_head // UNIT, packed + slot * s_packed,
+        packed_tokens + slot * s_packed_tokens, count, group_first, group_last, factor,
+        s_page, s_row, DIM, LINES, WARPS, UNIT, STAGES, BLOCK, ITEMSIZE, QUARTER,
+    )  # fmt: skip
+
     dim = tl.arange(0, HALF)
     inside = real[:, None] & (dim < DIM // 2)[None, :]
     q_low = tl.load(from_query[:, None] + dim[None, :], mask=inside, other=0.0)
     q_high = tl.load(from_query[:, None] + (DIM // 2 + dim)[None, :], mask=inside, other=0.0)
-
-    top = tl.full([LINES], LOWEST, tl.float32)
-    total = tl.zeros([LINES], tl.float32)
-    sums = tl.zeros([4 * QUARTER, LINES], tl.float32)
     each = tl.arange(0, CHUNK)
-    channel, known = _channels(DIM, QUARTER)
-    s_bytes = s_row * ITEMSIZE
-    for chunk in range(tl.minimum(first, packed_chunks), tl.minimum(stop, packed_chunks)):
-        group = chunk // (GROUP_TOKENS // CHUNK)
-        number = chunk % (GROUP_TOKENS // CHUNK) * CHUNK + each
-        page = tl.load(packed + slot * s_packed + group // PAGE_GROUPS).to(tl.int64)
-        at = page * s_page + head.to(tl.int64) * s_head + group % PAGE_GROUPS * GROUP_ROWS * s_row
-        at = at * ITEMSIZE
-        half = halves + at // 2
-        s = _key_codes(q_low, content + at, half, number, s_bytes, 0, DIM, ROW)
-        s += _key_codes(q_high, content + at, half, number, s_bytes, 1, DIM, ROW)
-        filled = number < count - group * GROUP_TOKENS
-        p, top, total, rise = _weights(s * factor, filled[:, None], top, total)
-        # Memory after the last token may hold NaN.
-        place = half + in_row(30 * DIM + number, s_bytes // 2, ROW // 2)
-        scale = tl.load(place, mask=filled, other=0.0).to(tl.float32)
-        place = half + in_row(30 * DIM + 64 + number, s_bytes // 2, ROW // 2)
-        minimum = tl.load(place, mask=filled, other=0.0).to(tl.float32)
-        base = tl.sum(p * (minimum + 3.5 * scale)[:, None], 0)
-        w = (p * scale[:, None]).to(q_low.dtype)
-        code = _value_codes(content + at, number, s_bytes, DIM, ROW, QUARTER).to(w.dtype)
-        sums = sums * rise[None, :] + base[None, :]
-        sums = tl.dot(tl.trans(code), w, sums, input_precision="ieee")
-
-    for chunk in range(tl.maximum(first, packed_chunks), tl.maximum(stop, packed_chunks)):
-        place = (chunk - packed_chunks) * CHUNK + each
+    channel, known = _channels(DIM, QUARTER // 2)
+    for chunk in range(tl.maximum(first, packed_groups), tl.maximum(stop, packed_groups)):
+        place = (chunk - packed_groups) * CHUNK + each
         listed = place < seen
         page = tl.load(tables + row * s_tables + place // BLOCK, mask=listed, other=0)
         at = page.to(tl.int64) * s_page + head.to(tl.int64) * s_head
@@ -313,7 +546,7 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
                 total = total * tl.exp2(top - new)
                 total += tl.sum(totals * tl.exp2(tops - new[None, :]), 0)
                 top = new
-            sums = _joined(shares, size, used, lines, real, top, DIM, QUARTER, JOINED)
+            sums = _joined(shares, size, used, lines, real, top, DIM, QUARTER // 2, JOINED)
 
     if last:
         inverse = 1.0 / tl.where(real, total, 1.0)
@@ -371,8 +604,8 @@ def run(
         query,
         output,
         pages,
-        pages.view(torch.uint8),
-        pages.view(torch.float16),
+        pages.view(torch.int32),
+        pages.view(_UNITS[config["UNIT"]]),
         packed,
         packed_tokens,
         tables,
@@ -400,7 +633,7 @@ def run(
     )
 
 
-def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[str, int]:
+def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[str, int | None]:
     """Return the configuration and launch options.
 
     Args:
@@ -409,8 +642,10 @@ def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[
         max_query_tokens: upper bound of a row's query tokens.
         itemsize: bytes of a number of the query. Float32 is multiplied without tensor cores.
     """
-    lines = min(16 if itemsize == 4 else 32, triton.next_power_of_2(group * max_query_tokens))
-    lines = max(16, lines, triton.next_power_of_2(group))
+    # Each warp holds sums of all lines and channels.
+    most = 8 if dim > 128 or itemsize == 4 else 16
+    lines = min(most, triton.next_power_of_2(group * max_query_tokens))
+    lines = max(8, lines, triton.next_power_of_2(group))
     quarter = triton.next_power_of_2(dim // 4)
     return {
         "DIM": dim,
@@ -418,11 +653,15 @@ def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[
         "LINES": lines,
         "HALF": triton.next_power_of_2(dim // 2),
         "QUARTER": quarter,
-        "GROUP_TOKENS": GROUP,
-        "CHUNK": 32 if dim > 128 or itemsize == 4 else 64,
+        "WARPS": GROUP // 16,
+        "UNIT": next(u for u in (4, 2, 1) if dim % (8 * u) == 0 and dim > 16 * u),
+        "STAGES": 3,
+        "CHUNK": 32,
         "JOINED": max(1, 1024 // (quarter * lines)),
-        "num_warps": 4 if lines == 16 and dim in (64, 128) else 8,
+        "num_warps": GROUP // 16,
         "num_stages": 3,
+        # Three programs per SM
+        "maxnreg": 168 if lines == 8 and dim in (64, 128) and itemsize == 2 else None,
     }
 
 
@@ -439,6 +678,7 @@ def builds(sm: int) -> list[Build]:
 def _build(dim: int, group: int, kind: str, sm: int, *, queries: int = 1) -> Build:
     float32 = kind == "*fp32"
     itemsize = 4 if float32 else 2 if kind == "*bf16" else 1
+    config = _config(dim, group, queries, 4 if float32 else 2)
     integers: Sequence[str] = (
         "packed", "packed_tokens", "tables", "lengths", "query_start", "slots", "live", "counters",
     )  # fmt: skip
@@ -447,8 +687,8 @@ def _build(dim: int, group: int, kind: str, sm: int, *, queries: int = 1) -> Bui
         **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(("factor", "key_factor", "value_scale"), "fp32"),
         "elements": kind,
-        "content": "*u8",
-        "halves": "*fp16",
+        "words": "*i32",
+        "units": {1: "*u8", 2: "*i16", 4: "*i32"}[config["UNIT"]],
         "partials": "*fp32",
     }
     suffix = " float32" if float32 else float8_suffix(kind)
@@ -458,10 +698,11 @@ def _build(dim: int, group: int, kind: str, sm: int, *, queries: int = 1) -> Bui
         kernel=_packed_attention_kernel,
         config={
             "sinks": None,
-            "BLOCK": 2 * 32 // itemsize,
+            "BLOCK": max(16, 32 // itemsize),
             "ITEMSIZE": itemsize,
-            **_config(dim, group, queries, 4 if float32 else 2),
+            **config,
         },
         types=types,
         tensor_cores=not float32,
+        unpacked=2 * GROUP * dim,
     )
