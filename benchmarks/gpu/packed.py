@@ -5,6 +5,7 @@ caches: FlashAttention over 16 bits and over fp8, and TurboQuant, with as many t
 with as many bytes. Requests and tokens are those of vllm#53060.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -261,7 +262,7 @@ def hadamard(dim: int, device: torch.device) -> torch.Tensor:
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / dim**0.5
+    return matrix / math.sqrt(dim)
 
 
 def run(report: Report, device: torch.device) -> None:

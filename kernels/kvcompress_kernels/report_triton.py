@@ -6,7 +6,7 @@ Compiles each `Build` with Triton's own ptxas for each architecture and disassem
 cuobjdump. Exits with 1 if a kernel does not compile, spills registers, needs more shared memory
 than the GPU has, or lacks the 16-byte loads, tensor-core instructions or prefetches that it was
 written for. The main loop of a kernel is its largest loop that copies asynchronously from global
-memory, or else its largest loop.
+memory, or else its largest loop. In a kernel that unpacks numbers, it is the first that copies.
 
 Triton caches compiled kernels, so a second run takes seconds.
 """
@@ -83,7 +83,7 @@ def compiled(build: Build, sm: int) -> Compiled:
         return sum(n for op, n in operations.items() if op.startswith(starts) and part in op)
 
     registers, shared = int(usage_match[1]), int(kernel.metadata.shared)
-    loop = main_loop(listing)
+    loop = main_loop(listing, first=build.unpacked > 0)
     waits = [re.search(r"SB0, 0x([0-9a-f]+)", rest) for op, rest in loop if op == "DEPBAR.LE"]
     issued = len(loop) * build.warps * 32
     return Compiled(
@@ -116,11 +116,12 @@ def programs_per_sm(sm: int, registers: int, shared: int, warps: int) -> int:
     return min(by_registers, by_shared, WARPS_PER_SM // warps, PROGRAMS_PER_SM)
 
 
-def main_loop(listing: str) -> list[tuple[str, str]]:
+def main_loop(listing: str, *, first: bool = False) -> list[tuple[str, str]]:
     """Return the name and operands of each instruction of the main loop; empty without a loop.
 
     Args:
         listing: disassembled kernel.
+        first: choose the first loop that copies asynchronously instead of the largest.
     """
     lines = [(int(at, 16), op, rest.strip()) for at, op, rest in INSTRUCTION.findall(listing)]
     loops = []
@@ -132,6 +133,8 @@ def main_loop(listing: str) -> list[tuple[str, str]]:
     # Skip the padding after EXIT, which branches to itself.
     loops = [loop for loop in loops if all(op != "EXIT" for op, _ in loop)]
     copying = [loop for loop in loops if any(op.startswith("LDGSTS") for op, _ in loop)]
+    if first:
+        copying = copying[:1]
     return max(copying or loops, key=len, default=[])
 
 

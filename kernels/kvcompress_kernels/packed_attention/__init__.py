@@ -58,7 +58,7 @@ def packed_attention(
         query_start: ``[>= R + 1]`` int32: first query token of each row.
         slots: ``[>= R]`` int32: slot of each row.
         live: ``[]`` int32: rows of this step, at most R.
-        scale: factor on all logits.
+        scale: factor on all logits, positive on a GPU.
         max_query_tokens: upper bound of a row's query tokens, 1 in a decode step.
         key_scale, value_scale: factors on the stored K and V of ordinary pages (float8 caches).
         sinks: ``[Hq]`` float32: an extra logit of each head's softmax without a value.

@@ -27,6 +27,7 @@ work exit at once.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -72,21 +73,21 @@ def _weights(s, live, top, total):  # type: ignore[no-untyped-def]
     return p, new, total * rise + tl.sum(p, 0), rise
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _stacked(x, y):  # type: ignore[no-untyped-def]
     """Return ``[A, B, 2 * N]``: the last axis of `x`, then that of `y`."""
     both = tl.permute(tl.join(x, y), (0, 1, 3, 2))
     return tl.reshape(both, (x.shape[0], x.shape[1], 2 * x.shape[2]))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _twice(x):  # type: ignore[no-untyped-def]
     """Return ``[A, B, 2 * N]``: the last axis of `x`, two times."""
     both = tl.broadcast_to(x[:, :, None, :], (x.shape[0], x.shape[1], 2, x.shape[2]))
     return tl.reshape(both, (x.shape[0], x.shape[1], 2 * x.shape[2]))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _halves(word):  # type: ignore[no-untyped-def]
     """Return the low and the high half of each uint32 on a new last axis, as int16."""
     return tl.join(word.to(tl.int16), (word >> 16).to(tl.int16))
@@ -188,7 +189,7 @@ def _value_codes(  # type: ignore[no-untyped-def]
     return codes.to(KIND, bitcast=True).to(dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _key_numbers(word):  # type: ignore[no-untyped-def]
     """Return the float16 of each channel as float32, in the order of `_key_codes`.
 
@@ -201,14 +202,14 @@ def _key_numbers(word):  # type: ignore[no-untyped-def]
     return tl.sum(both.to(tl.float16, bitcast=True).to(tl.float32)[None, :], 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _as_codes(q):  # type: ignore[no-untyped-def]
     """Return ``[lines, channels]`` in the order of `_key_codes`: even channels of a half first."""
     parts = tl.reshape(q, (q.shape[0], 2, q.shape[1] // 4, 2))
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (q.shape[0], q.shape[1]))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _token_numbers(word):  # type: ignore[no-untyped-def]
     """Return the float16 of each token as float32 ``[WARPS, 16]``, from uint32 ``[WARPS, 8]``."""
     both = tl.permute(_halves(word), (0, 2, 1))
@@ -216,7 +217,7 @@ def _token_numbers(word):  # type: ignore[no-untyped-def]
     return both.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _words(x):  # type: ignore[no-untyped-def]
     """Return the bits of integers as uint32."""
     if x.dtype == tl.int32:
@@ -450,7 +451,7 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr,
     WARPS: tl.constexpr,  # 16 tokens of a group each
     UNIT: tl.constexpr,  # bytes of value codes that are read at once
-    STAGES: tl.constexpr,  # groups that are read ahead
+    STAGES: tl.constexpr,  # one group is computed while the others are read
     CHUNK: tl.constexpr,  # ordinary tokens that are read at once
     BLOCK: tl.constexpr,
     ITEMSIZE: tl.constexpr,
@@ -583,6 +584,7 @@ def run(
 ) -> None:
     name, rows = "packed_attention", len(lengths)
     check_cache(name, pages)
+    require(scale > 0, name, "scale must be positive", scale)
     (count, heads, dim), (_, kv_heads, block, _) = query.shape, pages.shape
     if rows == 0 or count == 0:
         return
@@ -633,7 +635,7 @@ def run(
     )
 
 
-def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[str, int | None]:
+def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[str, Any]:
     """Return the configuration and launch options.
 
     Args:
@@ -655,7 +657,7 @@ def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[
         "QUARTER": quarter,
         "WARPS": GROUP // 16,
         "UNIT": next(u for u in (4, 2, 1) if dim % (8 * u) == 0 and dim > 16 * u),
-        "STAGES": 3,
+        "STAGES": 4,
         "CHUNK": 32,
         "JOINED": max(1, 1024 // (quarter * lines)),
         "num_warps": GROUP // 16,
