@@ -220,6 +220,18 @@ def test_every_cache_layout(layout):
     Batch(shape).check()
 
 
+@pytest.mark.parametrize("dim", [72, 160, 192])
+def test_bytes_of_value_codes_that_are_read_at_once(dim, triton_runs):
+    """1 byte for a head dim of 72, and 4 for 160 and 192. `SIZES` has head dims with 2."""
+    Batch(Shape(packed=(130,), ordinary=(20,), queries=(2,), dim=dim)).check()
+
+
+@pytest.mark.parametrize("packed", [1, 15, 17, 48, 64])
+def test_warps_without_tokens(packed):
+    """Each warp of the Triton kernel attends to 16 tokens of a group."""
+    Batch(Shape(packed=(packed,), ordinary=(1,), queries=(1,), kv_heads=1)).check()
+
+
 @pytest.mark.parametrize("block", [16, 48])
 def test_blocks_of_other_sizes(block):
     """Blocks of 16 hold one group, and chunks of 64 ordinary tokens cross blocks of 48."""
