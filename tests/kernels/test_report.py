@@ -4,11 +4,19 @@ import dataclasses
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from kvcompress_kernels.compiled_table import Compiled, differences, numbers, section, sections
+from kvcompress_kernels.compiled_table import (
+    NUMBERS,
+    Compiled,
+    differences,
+    numbers,
+    section,
+    sections,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +49,24 @@ def test_scoring_a_window_leaves_no_part_of_a_gpu_idle():
         assert kernel.copies_in_flight >= 1
         assert kernel.barriers <= barriers
         assert kernel.per_logit <= per_logit
+
+
+def test_packed_attention_reads_ahead_and_unpacks_with_few_instructions():
+    """A group is copied as seven tiles. `copies_in_flight` counts them."""
+    table = numbers(sections((ROOT / "kernels" / "compiled.md").read_text())["3.9.0"])
+    rows = {
+        key: dict(zip(NUMBERS, figures, strict=True))
+        for key, figures in table.items()
+        if key[0].startswith("packed_attention")
+    }
+    assert {sm for _, sm in rows} == {80, 90, 100}
+    assert [key for key, row in rows.items() if row["spills"] != "0"] == []
+    for group, (sm, per_number) in product((4, 7, 8), {80: 4.1, 90: 4.1, 100: 4.0}.items()):
+        row = rows[f"packed_attention D128 G{group}", sm]
+        assert int(row["programs"]) >= 3
+        assert int(row["barriers"]) <= 8
+        assert int(row["copies_in_flight"]) >= 2 * 7
+        assert float(row["per_number"]) <= per_number
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels do not compile")
