@@ -658,7 +658,7 @@ def _config(dim: int, group: int, max_query_tokens: int, itemsize: int) -> dict[
         "WARPS": GROUP // 16,
         "UNIT": next(u for u in (4, 2, 1) if dim % (8 * u) == 0 and dim > 16 * u),
         "STAGES": 4,
-        "CHUNK": 32,
+        "CHUNK": 16 if itemsize == 4 else 32,
         "JOINED": max(1, 1024 // (quarter * lines)),
         "num_warps": GROUP // 16,
         "num_stages": 3,
