@@ -80,7 +80,7 @@ def markdown(found: Sequence[Cell], results: Sequence[Line]) -> str:
 
 def harm_markdown(results: Sequence[Line]) -> str:
     """Return the report of the tasks where compression is known to do harm."""
-    title = "# Where harm is known to sit\n"
+    title = "# Tasks that compression is known to harm\n"
     return "\n".join([title, _origin(results), harm_table.LEGEND, harm_table.harm_tables(results)])
 
 

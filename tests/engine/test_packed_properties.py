@@ -389,7 +389,6 @@ def test_drafts_change_no_output_and_no_repetition(
             outputs = llm.generate(DRAFTED, DRAFTED_TOKENS, extra_args=options, **TWO_TOKENS)
             repetition = [sum(map(repeated_4grams, each)) for each in (outputs, expected)]
             assert repetition[1] > 0
-            assert repetition[0] <= repetition[1]
             assert outputs == expected
         llm.finish_in_flight_steps()
         assert llm.free_blocks == free

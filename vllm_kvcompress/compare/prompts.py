@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.compare.tasks.items import Match
+from vllm_kvcompress.compare.tasks.matches import answers_rule
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
@@ -161,15 +162,18 @@ def _item(body: dict[str, Any], number: int, max_tokens: int, names: Sequence[st
     # Longer texts are no names of tasks.
     named = (name for name in map(body.get, _TASK_FIELDS) if isinstance(name, str))
     task = next((name for name in named if _TASK_NAME.fullmatch(name)), None)
+    answers, match = _answers(body, form), _match(body, form, [task] if task else names)
+    if (rule := answers_rule(match, answers)) is not None:
+        raise _InvalidLine(f": with match {match}, {rule}")
     return Item(
         name=f"{TASK}/{number}",
         task=task or TASK,
         messages=messages,
-        answers=_answers(body, form),
+        answers=answers,
         max_tokens=limit,
         tools=_tools(body, form),
         turns=tuple(range(1, len(messages))) if form == "turns" else (),
-        match=_match(body, form, [task] if task else names),
+        match=match,
     )
 
 

@@ -278,8 +278,7 @@ def page_plan(
         full_share, share_budget: as in `raise_for_protected`.
         page_tokens: tokens in a packed page, if they are more than `block_size`. A budget of all
             tokens then frees blocks too, and drops none.
-        cell: as in `PagePlan.in_cells`, for a plan that turns out to keep all tokens. With 0, such
-            a plan packs from the first block on.
+        cell: as in `PagePlan.in_cells`, for a plan that turns out to keep all tokens.
         leading: first tokens that stay in an ordinary block; None for `leading_tokens`.
     """
     layers, tokens = budget.num_layers, budget.tokens

@@ -16,6 +16,23 @@ _REFUSAL = re.compile(
 )
 _BEGINNING = 200
 """Characters of an output in which a refusal begins."""
+_COMPARED = 4
+"""Lengths of a piece that are compared with it. `SequenceMatcher` may take quadratic time."""
+
+
+def answers_rule(match: str, answers: Sequence[str]) -> str | None:
+    """Return the rule that the `answers` of a prompt break if no output could match them, or None.
+
+    Args:
+        match: as in `Item.match`; only "number", "refusal" and "mrcr" have a rule.
+    """
+    if match == "number" and not all(_last_number(answer) is not None for answer in answers):
+        return "each answer must contain a number"
+    if match == "refusal" and not {*answers} <= {"refused", "answered"}:
+        return 'each answer must be "refused" or "answered"'
+    if match == "mrcr" and len(answers) == 1:
+        return "answers must be the prefix, then one or more pieces"
+    return None
 
 
 def same_number(answers: Sequence[str], text: str) -> float:
@@ -63,7 +80,8 @@ def repetition_score(answers: Sequence[str], text: str) -> float:
     """Return the score of openai/mrcr: how similar `text` is to a piece behind a prefix.
 
     It is 0 if `text` does not begin with the prefix. Otherwise it is the ratio of difflib's
-    SequenceMatcher, in [0, 1], of the rest of `text` and the most similar piece.
+    SequenceMatcher, in [0, 1], of the rest of `text` and the most similar piece. Text behind four
+    times the length of a piece is ignored.
 
     Args:
         answers: the prefix, then one or more pieces.
@@ -72,4 +90,7 @@ def repetition_score(answers: Sequence[str], text: str) -> float:
     if not text.startswith(prefix):
         return 0.0
     rest = text.removeprefix(prefix)
-    return max((SequenceMatcher(None, rest, piece).ratio() for piece in pieces), default=0.0)
+    ratios = (
+        SequenceMatcher(None, rest[: _COMPARED * len(piece)], piece).ratio() for piece in pieces
+    )
+    return max(ratios, default=0.0)
