@@ -111,7 +111,7 @@ def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     assert lines["cake", 0.5]["bytes"] == pytest.approx(lines["cake", 0.5]["kept"], abs=1e-5)
     assert 0.25 < lines["packed", 1.0]["bytes"] < 0.32
     assert lines["packed", 1.0]["kept"] == 1.0
-    assert lines["packed", 0.5]["bytes"] < 0.2
+    assert 0.2 < lines["packed", 0.5]["bytes"] < 0.24  # the first block is in 16 bits
     assert 0.25 < lines["evicting", 0.5]["bytes"] < 0.35
     assert all(len(line["kl_at"]) == 43 for line in lines.values())
     for name in ("packed", "evicting"):
