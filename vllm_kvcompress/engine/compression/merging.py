@@ -73,7 +73,9 @@ def merge_dropped_tokens(
         * The similarity threshold ``[n, Hkv]`` of each row and head (`merge_evicted`).
     """
     leading = merging.leading
-    kept, ends = prepend_leading(kept, leading), kept_in_pages + leading
+    ends = kept_in_pages
+    if leading:
+        kept, ends = prepend_leading(kept, leading), kept_in_pages + leading
     width = kept.shape[2]
     num_tokens = max_tokens if lengths is None else lengths
     kept_and_tail = append_tail(kept, num_tokens, ends, merging.tail)
