@@ -176,6 +176,7 @@ def _plan(
             full_share=settings.protection.full_share,
             page_tokens=page_tokens,
             cell=page_tokens,
+            recent_tokens=settings.recent_tokens,
         )
     prompt = tokens - lookahead
     if prompt < 1:

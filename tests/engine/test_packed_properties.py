@@ -30,11 +30,13 @@ from test_hybrids import checked_window_outputs, groups_of
 from test_metrics import samples
 from test_ngram import NGRAM, watch_drafts
 from test_reference import assert_decode_reads_kept_tokens, packed_groups
+from vllm_kvcompress.methods.page_plan import RECENT_TOKENS
 from vllm_kvcompress.serving.text import english
 
 pytestmark = model_runner_v1_only
 MODEL = "llama-two-layers-d64"
 PAGE = k4v3.page_tokens(BLOCK, 4)
+SHORTEST_PACKED = BLOCK + PAGE + RECENT_TOKENS
 OFF = {"kv_compress": "off"}
 PACKED = {"packed_dtype": "k4v3", "allow_override": "all"}
 
@@ -71,7 +73,8 @@ def with_large_sinks(source, folder):
 
 def packed_end(num_tokens):
     """Return the tokens of a prompt before the first one that is not packed, if all are kept."""
-    return BLOCK + (num_tokens - BLOCK) // PAGE * PAGE if num_tokens >= BLOCK + PAGE else 0
+    packable = num_tokens - BLOCK - RECENT_TOKENS
+    return BLOCK + packable // PAGE * PAGE if packable >= PAGE else 0
 
 
 def round_to_format(llm, request_id, num_tokens):
@@ -146,7 +149,7 @@ def windowed(request, checkpoints_folder):
 @example(offset=-1)
 @example(offset=0)
 @example(offset=1)
-@example(offset=BLOCK + PAGE - WINDOW)
+@example(offset=SHORTEST_PACKED - WINDOW)
 def test_layers_read_their_window_and_packed_tokens_around_the_window(windowed, offset):
     """ik_llama.cpp#1205. The prompt is about as long as the window, and the output passes it."""
     (engine_, shape), prompt = windowed, tokens(WINDOW + offset, seed=WINDOW + offset)
@@ -208,7 +211,7 @@ def test_a_long_prompt_and_a_long_output_do_not_change_each_other(
     small, long, few, short, past_page, budget
 ):
     """jundot/omlx#2172. The output grows into blocks that the long prompt freed, and is packed."""
-    many = BLOCK + PAGE - short + past_page
+    many = SHORTEST_PACKED - short + past_page
     requests = {"long": (tokens(long, seed=long), few), "short": (tokens(short, seed=short), many)}
     options = {"extra_args": {"kv_budget": budget}}
     with small.lent() as llm:
@@ -250,7 +253,7 @@ def packed_in_one_step(llm, prompts, packed, options):
 
 @prop(6)
 @given(
-    lengths=st.lists(st.integers(BLOCK + PAGE, 1200), min_size=2, max_size=3),
+    lengths=st.lists(st.integers(SHORTEST_PACKED, 1200), min_size=2, max_size=3),
     method=st.sampled_from(["cake", "snapkv", "pyramidkv"]),
     budget=st.sampled_from([0.3, 0.5, 1.0]),
 )
@@ -552,11 +555,11 @@ def test_routing_prompts_get_the_same_labels(trained, tokenizer):
 def test_no_output_is_one_repeated_token_that_auto_does_not_give(trained, text):
     """omlx#3777. Prompts up to the model's maximum length, and around the ends of packed pages."""
     count, rng = 12, random.Random(7)
-    edges = [BLOCK + PAGE * pages + more for pages in (2, 3, 5) for more in (-1, 0, 1)]
+    edges = [SHORTEST_PACKED + PAGE * pages + more for pages in (1, 2, 4) for more in (-1, 0, 1)]
     lengths = [
         LONGEST - count,
         *edges,
-        *(rng.randint(BLOCK + PAGE, LONGEST - count) for _ in range(6)),
+        *(rng.randint(SHORTEST_PACKED, LONGEST - count) for _ in range(6)),
     ]
     prompts, before = [text[:length] for length in lengths], trained.compressor.compressed
     packed, auto = (trained.generate(prompts, count, extra_args=options) for options in (None, OFF))

@@ -126,6 +126,7 @@ def packed_groups(llm, leading_blocks):
         in float64 that they stand for.
     """
     while not llm.compressor.compressed:
+        assert llm.running(), "the request ended without being packed"
         llm.step()
     pool = llm.compressor.pool
     (slot,) = pool._slots.values()

@@ -10,7 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
-from vllm_kvcompress.methods.page_plan import PagePlan, leading_tokens, page_plan, pages_kept
+from vllm_kvcompress.methods.page_plan import (
+    RECENT_TOKENS,
+    PagePlan,
+    leading_tokens,
+    page_plan,
+    pages_kept,
+)
 from vllm_kvcompress.methods.spans import count_before, token_count
 
 prop = settings(derandomize=True, deadline=None, max_examples=120)
@@ -180,11 +186,11 @@ def test_a_prompt_of_one_full_block_stays_uncompressed():
 @pytest.mark.parametrize(
     ("layers", "tokens", "block", "page_tokens", "budget", "pages", "blocks", "layer_tokens"),
     [
-        # the first block stays: 30 * (600 - 16) // 64 = 273 pages = 10 blocks, of 375
-        (30, 6000, 16, 64, 600, 300, 10, 16 + 640),
+        # the first and last blocks stay: 30 * (600 - 32) // 64 = 266 pages = 9 blocks, of 375
+        (30, 6000, 16, 64, 600, 270, 9, 16 + 576 + 16),
         # every token: 374 blocks of 16 tokens are 5,984 tokens, 94 pages of 64 (the last 32 full)
         (30, 6000, 16, 64, 6000, 2820, 94, 6000),
-        # tail 8, and a budget above the prompt
+        # tail 24, and a budget above the prompt
         (30, 6008, 16, 64, 9999, 2820, 94, 6008),
         # blocks of 128: 10 full blocks behind the first, 1,280 tokens, 3 pages of 512
         (30, 1500, 128, 512, 1500, 90, 3, 1500),
@@ -210,7 +216,8 @@ def test_packed_pages_hold_more_tokens(
 def test_bounds_of_packed_pages(case, factor):
     """At the budget of all tokens nothing is dropped, and blocks become free if any can."""
     p, block = case
-    page_tokens, full = block * factor, p.tokens // block
+    page_tokens, full = block * factor, max(p.tokens - RECENT_TOKENS, 0) // block
+    tail = p.tokens - full * block
     for budget in (p.budget, p.tokens, p.tokens + 5):
         spec = budget_spec(p.num_layers, p.tokens, p.window, budget)
         leading = block if 4 * block <= min(budget, p.tokens) - p.window else 0
@@ -218,11 +225,11 @@ def test_bounds_of_packed_pages(case, factor):
         plan = page_plan(spec, block, page_tokens=page_tokens)
         all_pages = ceil(Fraction(full * block - leading, page_tokens))
         if plan is None:
-            pages = pages_kept(spec, p.tokens % block, page_tokens, leading)
+            pages = pages_kept(spec, tail, page_tokens, leading)
             blocks = full - leading // block
             assert full < 2 or p.tokens <= p.window or pages >= p.num_layers * blocks
             continue
-        assert plan.leading_tokens == leading
+        assert (plan.leading_tokens, plan.tail) == (leading, tail)
         assert plan.blocks + plan.leading_blocks < full
         assert p.num_layers * plan.floor_pages <= plan.pages <= p.num_layers * all_pages
         assert plan.max_layer_pages <= plan.full_pages == all_pages

@@ -51,26 +51,30 @@ def test_every_token_is_packed_once_within_max_blocks(case):
         return
     assert isinstance(pieces, GroupSchedule)
     cell, interval = prompt_config.grid_cell(page_tokens), pieces.interval
+    recent = prompt_config.recent_tokens
+    recent_in_blocks = -(-recent // size) * size
+    assert recent == (0 if cell else 16)
     assert cell or prompt_config.pieces.max_whole < tokens
     footprint, computed, held, ends = footprint_of(layers, size), 0, [], []
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
-        assert start < computed <= start + interval + size * (start == 0)
-        assert (computed - size) % interval == 0 or computed == tokens
+        first_block = (size + recent_in_blocks) * (start == 0)
+        assert start < computed <= start + interval + first_block
+        assert (computed - size - recent_in_blocks) % interval == 0 or computed == tokens
         for between in {start + 1, (start + computed) // 2, computed - 1} - {start, computed}:
             assert pieces.plan(footprint, between) is None
         unpacked = -(-computed // size) - footprint.first_block
         held.append(1 + footprint.pages // layers + unpacked)
         plan = pieces.plan(footprint, computed)
         if plan is None:
-            assert computed - footprint.first_block * size < page_tokens
+            assert computed - footprint.first_block * size < page_tokens + recent_in_blocks
             continue
         ends.append(computed)
         # whole pages, from the first unpacked block on; the packing fits into the blocks it reads
         first, end = footprint.first_block, plan.packed_end
         assert (end - first * size) % page_tokens == 0
         assert (plan.pages - footprint.pages) * page_tokens == layers * (end - first * size)
-        assert 0 <= computed - end < (cell or page_tokens)
+        assert recent <= computed - end < (cell or page_tokens) + recent_in_blocks
         if computed < tokens:
             assert plan.tokens == end - first * size
         footprint.pack(plan, end // size)
@@ -101,7 +105,9 @@ def test_chunks_end_at_boundaries_whatever_the_steps_limits(case, data):
         assert probe == 0
         computed += chunk
         seen.add(computed)
-    assert seen >= {*range(size + interval, tokens, interval), tokens}
+    recent_blocks = -(-prompt_config.recent_tokens // size)
+    first_end = size * (1 + recent_blocks) + interval
+    assert seen >= {*range(first_end, tokens, interval), tokens}
 
 
 @prop
@@ -183,21 +189,21 @@ def test_worked_example():
     """6,000 tokens in 16-bit blocks of 128, pieces of 1,024: 512 tokens fill a packed page."""
     pieces = piece_schedule(config(max_whole=2000, piece=1024), 30, 128, 6000, page_tokens=512)
     footprint, packed = footprint_of(30, 128), []
-    for end in (*range(1152, 6000, 1024), 6000):
+    for end in (*range(1280, 6000, 1024), 6000):
         plan = pieces.plan(footprint, end)
         packed.append((end, plan.packed_end, plan.blocks))
         footprint.pack(plan, plan.packed_end // 128)
-    # the first block and the last 240 tokens stay in 16 bits
+    # the first block and the last 240 tokens stay in 16 bits, and between pieces a recent block
     assert packed == [
-        (1152, 1152, 2), (2176, 2176, 4), (3200, 3200, 6), (4224, 4224, 8), (5248, 5248, 10),
+        (1280, 1152, 2), (2304, 2176, 4), (3328, 3200, 6), (4352, 4224, 8), (5376, 5248, 10),
         (6000, 5760, 11),
     ]  # fmt: skip
-    assert (pieces.first_end, pieces.longest_prefix_hit(10_000)) == (1152, 1151)
-    # the first block, 8 packed blocks and 8 of the fifth piece; the last piece has 10 + 6
-    assert (pieces.blocks_at_end, pieces.max_blocks) == (17, 17)
-    assert uncompressed_prompt_blocks(config(max_whole=2000, piece=1024), 30, 128, 6000) == 17
-    # float32: 1,024 tokens fill a page; 4 pages and 1,152 tokens in 16-bit blocks before the fifth
-    assert uncompressed_prompt_blocks(config(max_whole=600, piece=512), 30, 128, 6000, 4) == 13
+    assert (pieces.first_end, pieces.longest_prefix_hit(10_000)) == (1280, 1152)
+    # the first block, 8 packed blocks, a recent block and 8 of the fifth piece; the last has 10 + 6
+    assert (pieces.blocks_at_end, pieces.max_blocks) == (17, 18)
+    assert uncompressed_prompt_blocks(config(max_whole=2000, piece=1024), 30, 128, 6000) == 18
+    # float32: 1,024 tokens fill a page; 4 pages and 1,280 tokens in 16-bit blocks before the fifth
+    assert uncompressed_prompt_blocks(config(max_whole=600, piece=512), 30, 128, 6000, 4) == 14
 
 
 def test_nothing_scores_a_piece():
@@ -212,9 +218,9 @@ def test_the_pool_covers_aliases_in_both_formats():
     """An alias may drop tokens in the cache's dtype beside an engine that keeps all in k4v3."""
     options = {"max_whole": 256, "piece": 64, "window": 8, "probe": 0}
     engine = config(**options)
-    assert uncompressed_prompt_blocks(engine, 2, 16, 4096) == 63 + 4
+    assert uncompressed_prompt_blocks(engine, 2, 16, 4096) == 1 + 62 + 1 + 4
     with_alias = config(alias={"small": "cake:512:auto"}, **options)
-    assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == 63 + 4
+    assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == 1 + 62 + 1 + 4
     with_override = config(
         alias={"small": "cake:2048:auto"}, allow_override="snapkv,off", **options
     )

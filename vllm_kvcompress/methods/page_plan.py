@@ -8,6 +8,9 @@ from vllm_kvcompress.methods.spans import Spans, count_before, merge_spans
 _LEADING_DIVISOR = 4
 """Leading tokens take at most this part of the tokens that a budget keeps before the window."""
 
+RECENT_TOKENS = 16
+"""Minimum of the last tokens that packing in a format of its own leaves in ordinary blocks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
@@ -40,6 +43,7 @@ class PagePlan:
             always kept (`leading_tokens`).
         cell: for a plan that packs every token in whole cells of packed pages, the tokens of a
             cell. The tokens after the last whole cell belong to the tail. None for any other plan.
+        recent_tokens: minimum tokens of the tail, if packed pages have a format of their own.
     """
 
     num_layers: int
@@ -58,6 +62,7 @@ class PagePlan:
     packed_page_tokens: int | None = None
     leading_tokens: int = 0
     cell: int | None = None
+    recent_tokens: int = 0
 
     def in_cells(self, cell: int) -> "PagePlan":
         """Return the plan that packs the tokens behind the first block in whole cells.
@@ -134,7 +139,7 @@ class PagePlan:
     @property
     def full_blocks(self) -> int:
         """Return the number of blocks before the tail, F: full blocks, or those of whole cells."""
-        computed = self.tokens - self.probe
+        computed = max(self.tokens - self.probe - self.recent_tokens, 0)
         if self.cell is None:
             return computed // self.block_size
         in_cells = max(computed - self.leading_tokens, 0) // self.cell * self.cell
@@ -147,7 +152,7 @@ class PagePlan:
 
     @property
     def tail(self) -> int:
-        """Return the number of tokens after the last full block, probe rows included."""
+        """Return the number of tokens after the full blocks, probe rows included."""
         return self.tokens - self.full_blocks * self.block_size
 
     @property
@@ -262,6 +267,7 @@ def page_plan(
     share_budget: int | None = None,
     page_tokens: int | None = None,
     cell: int | None = None,
+    recent_tokens: int = RECENT_TOKENS,
     leading: int | None = None,
 ) -> PagePlan | None:
     """Return the plan for a prompt, or None if no block would become free.
@@ -279,10 +285,13 @@ def page_plan(
         page_tokens: tokens in a packed page, if they are more than `block_size`. A budget of all
             tokens then frees blocks too, and drops none.
         cell: as in `PagePlan.in_cells`, for a plan that turns out to keep all tokens.
+        recent_tokens: minimum of the last tokens that stay in ordinary blocks, with `page_tokens`.
         leading: first tokens that stay in an ordinary block; None for `leading_tokens`.
     """
     layers, tokens = budget.num_layers, budget.tokens
-    full_blocks, tail = divmod(tokens, block_size)
+    recent_tokens = 0 if page_tokens is None else recent_tokens
+    full_blocks = max(tokens - recent_tokens, 0) // block_size
+    tail = tokens - full_blocks * block_size
     keeps_all = tokens <= budget.budget
     if full_blocks == 0 or (keeps_all and page_tokens is None):
         return None
@@ -303,6 +312,7 @@ def page_plan(
         spans=spans,
         packed_page_tokens=page_tokens,
         leading_tokens=leading,
+        recent_tokens=recent_tokens,
     )
     plan = replace(plan, pages=min(plan.pages, layers * plan.full_pages))
     plan = raise_for_protected(plan, full_share=full_share, share_budget=share_budget)

@@ -416,7 +416,7 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
         page_tokens = packed_page_tokens(chosen, sizes.block_size, sizes.key_itemsize)
         if piecewise and page_tokens is not None:
             return min(_max_added_pages(sizes, chosen, page_tokens), all_pages)
-        plan = page_plan(spec, sizes.block_size, page_tokens=page_tokens)
+        plan = page_plan(spec, sizes.block_size, page_tokens=page_tokens, recent_tokens=0)
         if plan is None:
             return uncompressed_pages
         # A boundary before the end has no tail, so all kept tokens are in pages.

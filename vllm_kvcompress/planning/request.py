@@ -161,7 +161,7 @@ class PlannedRequest:
         footprint = self._footprint(int(not self.output_schedule.scored))
         for tokens in range(self.prompt + 1, self.cached + 1):
             if (packing := self.output_schedule.plan(footprint, tokens)) is not None:
-                return max(tokens - packing.blocks * self.block_size, 0)
+                return max(packing.packed_end - packing.blocks * self.block_size, 0)
         return self.cached
 
     @property

@@ -18,7 +18,9 @@ from vllm_kvcompress.schedules.kv_footprint import KVFootprint, PlanAt
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
-def added_pages_plan(footprint: KVFootprint, tokens: int, page_tokens: int) -> PagePlan | None:
+def added_pages_plan(
+    footprint: KVFootprint, tokens: int, page_tokens: int, recent_tokens: int
+) -> PagePlan | None:
     """Return the plan that packs the unpacked tokens that fill whole pages, or None if none do.
 
     The rest of them stays in ordinary blocks.
@@ -27,11 +29,12 @@ def added_pages_plan(footprint: KVFootprint, tokens: int, page_tokens: int) -> P
         footprint: footprint of the request.
         tokens: tokens computed so far.
         page_tokens: tokens in a packed page.
+        recent_tokens: minimum of the last tokens that stay unpacked.
     """
     start = footprint.first_block * footprint.block_size
-    pages = (tokens - start) // page_tokens
+    pages = (tokens - start - recent_tokens) // page_tokens
     added = pages * page_tokens
-    if not pages:
+    if pages <= 0:
         return None
     return PagePlan(
         num_layers=footprint.num_layers,
@@ -49,9 +52,10 @@ def added_pages_plan(footprint: KVFootprint, tokens: int, page_tokens: int) -> P
 class GroupSchedule(PrefillSchedule):
     """The schedule of a prompt that is packed in k4v3 with all its tokens.
 
-    With an `interval`, boundaries lie at its multiples behind the first block, whatever chunks the
-    scheduler makes. At each boundary, and when the prefill ends, the tokens that fill whole pages,
-    or whole cells of `page_plan`, are packed. Later tokens are computed from the quantised ones.
+    With an `interval`, boundaries lie at its multiples behind the first block and the blocks of the
+    plan's `recent_tokens`, whatever chunks the scheduler makes. At each boundary, and when the
+    prefill ends, the tokens that fill whole pages, or whole cells of `page_plan`, are packed,
+    except the recent ones. Later tokens are computed from the quantised ones.
 
     Args:
         settings: settings of the method, with a budget that keeps every token.
@@ -89,7 +93,7 @@ class GroupSchedule(PrefillSchedule):
         if self.interval is None:
             return self.tokens
         intervals = -(-self.page_plan.page_tokens // self.interval)
-        return min(self._leading + intervals * self.interval, self.tokens)
+        return min(self._start + intervals * self.interval, self.tokens)
 
     def longest_prefix_hit(self, max_tokens: int) -> int:
         """Return how many tokens may come from ordinary blocks of the prefix cache.
@@ -100,15 +104,16 @@ class GroupSchedule(PrefillSchedule):
         if not self.in_pieces:
             return max_tokens
         page_tokens = self.page_plan.page_tokens
-        packed_end = (self.first_end - self._leading) // page_tokens * page_tokens + self._leading
+        packed_tokens = (self.first_end - self._start) // page_tokens * page_tokens
+        packed_end = self.page_plan.leading_tokens + packed_tokens
         return min(packed_end, self.first_end - 1, max_tokens)
 
     def next_end(self, computed: int) -> int:
         """Return where a chunk that starts after `computed` tokens must end at the latest."""
         if self.interval is None:
             return self.tokens
-        intervals = max(computed - self._leading, 0) // self.interval + 1
-        return min(self._leading + intervals * self.interval, self.tokens)
+        intervals = max(computed - self._start, 0) // self.interval + 1
+        return min(self._start + intervals * self.interval, self.tokens)
 
     def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
         """Return the tokens of a chunk that starts after `computed` tokens, and 0 probe tokens."""
@@ -128,9 +133,10 @@ class GroupSchedule(PrefillSchedule):
         """
         if tokens >= self.tokens:
             return self.page_plan
-        if self.interval is None or (tokens - self._leading) % self.interval:
+        if self.interval is None or (tokens - self._start) % self.interval:
             return None
-        return added_pages_plan(footprint, tokens, self.page_plan.page_tokens)
+        recent_tokens = self.page_plan.recent_tokens
+        return added_pages_plan(footprint, tokens, self.page_plan.page_tokens, recent_tokens)
 
     @property
     def max_blocks(self) -> int:
@@ -140,9 +146,9 @@ class GroupSchedule(PrefillSchedule):
         # A page has the tokens of `ratio` blocks. After so many boundaries, the number of unpacked
         # blocks repeats with more packed pages, so the last boundaries hold the most blocks.
         ratio = -(-self.page_plan.page_tokens // self.page_plan.block_size)
-        last = max(self.tokens - 1 - self._leading, 0) // self.interval
+        last = max(self.tokens - 1 - self._start, 0) // self.interval
         ends = (
-            self._leading + index * self.interval
+            self._start + index * self.interval
             for index in range(max(last - ratio, 0) + 1, last + 1)
         )
         return max([self.blocks_at_end, *map(self._blocks_at, ends)])
@@ -156,10 +162,13 @@ class GroupSchedule(PrefillSchedule):
         """Return the blocks held when `tokens` are computed, before they are packed."""
         pages, page_tokens = 0, self.page_plan.page_tokens
         if self.interval is not None:
-            computed = max(tokens - 1 - self._leading, 0)
+            computed = max(tokens - 1 - self._start, 0)
             pages = computed // self.interval * self.interval // page_tokens
         return pages - (-(tokens - pages * page_tokens) // self.page_plan.block_size)
 
     @property
-    def _leading(self) -> int:
-        return self.page_plan.leading_tokens
+    def _start(self) -> int:
+        """Return where the first interval starts."""
+        plan = self.page_plan
+        recent_blocks = -(-plan.recent_tokens // plan.block_size)
+        return plan.leading_tokens + recent_blocks * plan.block_size

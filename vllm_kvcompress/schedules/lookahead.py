@@ -150,6 +150,7 @@ class LookaheadSchedule(Schedule):
                 full_share=full_share,
                 share_budget=share_budget,
                 page_tokens=self.page_tokens,
+                recent_tokens=self.settings.recent_tokens,
                 leading=self._leading,
             )
         else:

@@ -169,16 +169,17 @@ class OutputGroupSchedule(Schedule):
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None.
 
-        The step must fill a block and hold an interval of unpacked tokens. The plan packs as many
-        of them as fill whole pages. After the last step, only later requests can read the pages.
+        The step must fill a block and hold an interval of unpacked tokens before the recent ones.
+        The plan packs as many of them as fill whole pages. After the last step, only later requests
+        can read the pages.
         """
-        size = footprint.block_size
+        size, recent = footprint.block_size, self.settings.recent_tokens
         unpacked = tokens - footprint.first_block * size
-        if tokens % size or unpacked < self.interval:
+        if tokens % size or unpacked < self.interval + recent:
             return None
         if tokens + 1 >= self.max_tokens and not self.settings.reuses_pages:
             return None
-        return added_pages_plan(footprint, tokens, self.page_tokens)
+        return added_pages_plan(footprint, tokens, self.page_tokens, recent)
 
     def advance_sums(self, tokens: int, block_size: int, *, packs: bool) -> int:
         """Return 0: no attention is summed."""

@@ -14,7 +14,7 @@ from vllm_kvcompress.methods.base import Reads, build, closest
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.entry_points import Kind
 from vllm_kvcompress.methods.method import Method
-from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.page_plan import RECENT_TOKENS, PagePlan, page_plan
 from vllm_kvcompress.methods.parts.topk import TopK
 from vllm_kvcompress.methods.preset import MAX_WINDOW, Preset, scores_by_window
 from vllm_kvcompress.methods.published.chunkkv import Chunks
@@ -346,6 +346,17 @@ class CompressionConfig(SettingsGroup):
         return -(-_REUSE_INTERVAL // page_tokens) * page_tokens
 
     @property
+    def recent_tokens(self) -> int:
+        """Return the minimum of the last tokens that k4v3 leaves in 16 bits.
+
+        It is 0 on the grid, where a token's position alone decides which tokens before it are
+        packed, and where tokens are merged, because that may write to the last block only.
+        """
+        is_grid = self.reuses_pages and self.packed.reuse == GRID
+        merges = self.method.merge and not self.keeps_all_tokens
+        return 0 if is_grid or merges else RECENT_TOKENS
+
+    @property
     def keeps_all_tokens(self) -> bool:
         """Return whether compression drops no token: at a budget of 1.0 in k4v3."""
         # A budget of 1 is one token.
@@ -581,6 +592,7 @@ class CompressionConfig(SettingsGroup):
             full_share=self.protection.full_share,
             page_tokens=page_tokens,
             cell=self.grid_cell(page_tokens) or page_tokens,
+            recent_tokens=self.recent_tokens,
         )
 
     def budget_spec(self, num_layers: int, tokens: int) -> BudgetSpec:

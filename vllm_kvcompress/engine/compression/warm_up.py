@@ -92,7 +92,13 @@ class WarmUp:
         lengths = sorted({min(short + extra, max_tokens) for extra in (3, 4096, 32768, max_tokens)})
         for tokens in lengths:
             spec = settings.budget_spec(self._packer.num_layers, tokens)
-            plan = page_plan(spec, block, page_tokens=self._page_tokens, cell=self._page_tokens)
+            plan = page_plan(
+                spec,
+                block,
+                page_tokens=self._page_tokens,
+                cell=self._page_tokens,
+                recent_tokens=settings.recent_tokens,
+            )
             if plan is None:
                 continue
             if plan.cell is None:
@@ -120,7 +126,12 @@ class WarmUp:
         if total is not None:
             total = max(total, layers * budget)
         spec = replace(spec, window=window, budget=budget, total=total)
-        return page_plan(spec, block, page_tokens=self._page_tokens)
+        return page_plan(
+            spec,
+            block,
+            page_tokens=self._page_tokens,
+            recent_tokens=self._settings.recent_tokens,
+        )
 
     def _lookahead_windows(self) -> list[tuple[int, int | None]]:
         """Return the windows at the end of a look-ahead, each with the output queries in it.

@@ -225,7 +225,8 @@ class Admissions:
         page_tokens = self.packed_page_tokens(settings)
         if page_tokens is None or not settings.keeps_all_tokens:
             return 0
-        return self._block_size + (settings.grid_cell(page_tokens) or page_tokens)
+        cell = settings.grid_cell(page_tokens) or page_tokens
+        return self._block_size + cell + settings.recent_tokens
 
     def _is_packed_with_output(self, settings: CompressionConfig, prompt_tokens: int) -> bool:
         """Return whether an uncompressed prompt is packed once its output fills a page or cell.

@@ -47,6 +47,7 @@ class PackedPrefixes:
         block_size: tokens in a block.
         page_tokens: tokens in a packed page.
         cell: tokens of a cell of the grid; None off the grid. Packed hits end with a cell.
+        recent_tokens: minimum of a request's last tokens that are not read from packed pages.
         zero_blocks: gets the ids of blocks that the workers must fill with zeros before this step.
     """
 
@@ -60,11 +61,12 @@ class PackedPrefixes:
         block_size: int,
         page_tokens: int,
         cell: int | None,
+        recent_tokens: int,
         zero_blocks: list[int],
     ) -> None:
         self._pool, self._group_id, self._block_size = pool, group_id, block_size
         self.page_tokens, self._pages_of_cell = page_tokens, (cell or page_tokens) // page_tokens
-        self._blocks_of_page = page_tokens // block_size
+        self._blocks_of_page, self._recent_tokens = page_tokens // block_size, recent_tokens
         # Off the grid, tokens may be computed from any mixture of packed and ordinary ones.
         self._tail_groups = (_TAILS,) if cell else (_TAILS, group_id)
         self._zero_blocks = zero_blocks
@@ -98,7 +100,7 @@ class PackedPrefixes:
         keys = block_hashes[self._blocks_of_page :: self._blocks_of_page] if leading else ()
         for pages, key in enumerate(keys, 1):
             blocks = self._pool.get_cached_block(key, [_PAGES])
-            if not blocks or self.tokens(pages) > max_tokens:
+            if not blocks or self.tokens(pages) + self._recent_tokens > max_tokens:
                 break
             packed += blocks
         packed = packed[: len(packed) // self._pages_of_cell * self._pages_of_cell]

@@ -98,6 +98,7 @@ class _CompressingMixin:
                     int(manager.block_size),
                     page_tokens,
                     variant.grid_cell(page_tokens),
+                    variant.recent_tokens,
                     deferred_free.zero_blocks,
                 )
         return None
