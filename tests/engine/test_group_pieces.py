@@ -12,6 +12,7 @@ from engines import BLOCK, engine, settings
 from group_replay import assert_never_written_again, assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
+from vllm_kvcompress.methods.page_plan import RECENT_TOKENS
 from vllm_kvcompress.schedules.pieces import piece_schedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -57,10 +58,10 @@ def test_every_chunk_and_step_reads_groups_and_ordinary_tokens(checkpoints_folde
         pages = pool._packed[slot, :, :6].tolist()
         assert len({page for layer in pages for page in layer}) == 6 * SHAPE.layers
         llm.drain()
-    # 256 tokens of prompt and output, from token 1,056 on, fill another page
-    assert [each.computed for each in added] == [320, 608, 800, 1088, 1312]
+    # 256 tokens of prompt and output, from token 1,056 on, fill another page, and 32 follow it
+    assert [each.computed for each in added] == [352, 640, 832, 1100, 1344]
     assert [each.end for each in added] == [288, 544, 800, 1056, 1312]
-    edges = [edge + offset for edge in (320, 608, 1088, 1100, 1312) for offset in (-1, 0)]
+    edges = [edge + offset for edge in (352, 640, 832, 1100, 1344) for offset in (-1, 0)]
     positions = sorted({*range(0, len(prompt) + count - 2, 61), *edges})
     nothing = [torch.zeros(SHAPE.kv_heads, 0, SHAPE.head_dim, dtype=torch.float64)] * 2
     for layer in range(SHAPE.layers):
@@ -78,7 +79,7 @@ def stats_of_all_steps(monkeypatch):
 def test_a_pool_smaller_than_the_prompt_serves_and_reports_it(checkpoints_folder, length):
     """Blocks held, counts and the report; after 770 tokens nothing is left to pack at the end."""
     prompt, schedule = tokens(length, seed=1), schedule_of(length)
-    packed_blocks, held = (length - BLOCK) // PAGE_TOKENS, []
+    packed_blocks, held = (length - BLOCK - RECENT_TOKENS) // PAGE_TOKENS, []
     with group_engine(checkpoints_folder, blocks=1 + schedule_of(LONGEST).max_blocks) as llm:
         free, stats = llm.free_blocks, llm.scheduler.step_builder.stats
         assert free < length // BLOCK
@@ -91,8 +92,8 @@ def test_a_pool_smaller_than_the_prompt_serves_and_reports_it(checkpoints_folder
         assert max(held) <= schedule.max_blocks
         assert llm.compressor.compressed == 1
         assert stats.planned == {"cake": 1}
-        # a page each at 320, 608, 800, 1088 and 1376, and none at the end
-        assert stats.packed_pieces == 1 + sum(end < length for end in (320, 608, 800, 1088, 1376))
+        # a page each at 352, 640, 832, 1120 and 1408, and none at the end
+        assert stats.packed_pieces == 1 + sum(end < length for end in (352, 640, 832, 1120, 1408))
         # the first page goes to a fresh block, each further one into one of the prompt's own
         assert (stats.packed_blocks, stats.in_place) == (1, 0)
         assert stats.freed_blocks == packed_blocks * (PAGE_TOKENS // BLOCK - 1) + 1
@@ -122,7 +123,7 @@ def solo_outputs(checkpoints_folder):
     [
         pytest.param({"max_num_batched_tokens": 37}, id="chunks"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"blocks": 17}, id="small pool"),
+        pytest.param({"blocks": 18}, id="small pool"),
     ],
 )
 def test_outputs_depend_on_the_own_prompt_only(
@@ -173,9 +174,13 @@ def test_prefix_cache_hits_end_at_the_first_packing(checkpoints_folder, solo_out
             (output,) = llm.outputs([PROMPTS[0]], OUTPUT_TOKENS, extra_args=extra_args)
             hits.append(output.num_cached_tokens)
             output_ids.append(list(output.outputs[0].token_ids))
-        # the first block and a page, which is packed after token 320
-        assert hits == [0, 288, 288, 288]
+        # The first block and a page are packed after token 352. Up to there, all tokens were
+        # computed from unquantised ones, and a chunk has filled the block of 32 tokens behind.
+        assert hits == [0, 288, 320, 288]
         assert [output_ids[index] for index in (0, 1, 3)] == [solo_outputs[0]] * 3
+        assert llm.scheduler.reset_prefix_cache()
+        alone = llm.generate([PROMPTS[0]], OUTPUT_TOKENS, extra_args={"kv_compress": "off"})
+        assert output_ids[2] == alone[0]
 
 
 @pytest.mark.parametrize("interval", [None, 128])

@@ -126,7 +126,8 @@ def packed_groups(llm, leading_blocks):
         in float64 that they stand for.
     """
     while not llm.compressor.compressed:
-        assert llm.running(), "the request ended without being packed"
+        unfinished = llm.llm.llm_engine.has_unfinished_requests()
+        assert unfinished, "the request ended without being packed"
         llm.step()
     pool = llm.compressor.pool
     (slot,) = pool._slots.values()
@@ -200,7 +201,7 @@ def assert_equals_reference(config, seen, counts, held, shape, tokens: int) -> N
 def assert_selection_equals_reference(config, seen, counts, held, shape, plan) -> None:
     """Check that the layers' pages and tokens are those that the method keeps in float64."""
     tokens = plan.tokens
-    full_block_tokens = tokens // shape.block * shape.block
+    unpacked_from = tokens - plan.tail
     q, k, v = (
         [torch.cat(seen[i][part])[:tokens].float() for i in range(shape.layers)] for part in "qkv"
     )
@@ -220,9 +221,9 @@ def assert_selection_equals_reference(config, seen, counts, held, shape, plan) -
             kept = [where[row.numpy().tobytes()] for row in keys[head].float()]
             assert kept == sorted(kept)
             assert torch.equal(values[head].float(), v[layer][kept, head])
-            protected = {*range(tokens - WINDOW, full_block_tokens), *range(plan.leading_tokens)}
+            protected = {*range(tokens - WINDOW, unpacked_from), *range(plan.leading_tokens)}
             assert protected <= set(kept)
-            ranked = scores[head][: min(full_block_tokens, tokens - WINDOW)]
+            ranked = scores[head][: min(unpacked_from, tokens - WINDOW)]
             scored = range(plan.leading_tokens, len(ranked))
             order = sorted(scored, key=lambda j: (-ranked[j].item(), j))
             best = order[: len(kept) - len(protected)]
@@ -308,7 +309,9 @@ def test_groups_hold_the_tokens_that_the_method_selects(
         counts, groups, held = packed_groups(llm, plan.leading_blocks)
         shape = replace(shape, layers=len(seen))
         (request_id,) = llm.scheduler.requests
-        assert llm.num_blocks_held(request_id) == plan.leading_blocks + plan.blocks + 1
+        assert 32 <= plan.tail < 32 + block
+        unpacked_blocks = plan.leading_blocks - (-plan.tail // block)
+        assert llm.num_blocks_held(request_id) == unpacked_blocks + plan.blocks
         llm.drain()
 
     (result,) = results
@@ -332,5 +335,5 @@ def test_groups_hold_the_tokens_that_the_method_selects(
                 for part, stored in zip((k, v), held[layer], strict=True)
             ]
         )
-    assert_decode_reads_kept_tokens(seen, read, shape, len(prompt))
+    assert_decode_reads_kept_tokens(seen, read, shape, len(prompt), plan.packed_end)
     assert_selection_equals_reference(config, seen, result.counts.tolist(), exact, shape, plan)

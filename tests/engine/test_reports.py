@@ -241,26 +241,28 @@ def test_usage_has_the_mean_first_and_the_layers_once_they_are_reported():
 
 
 def test_kept_tokens_are_exact_once_the_workers_report():
-    """In k4v3, a page of 16 tokens holds 64. A layer that keeps all 250 leaves one partly empty."""
-    settings = CompressionConfig.parse({"compress": "cake", "budget": 0.8, "packed_dtype": "k4v3"})
-    plan = page_plan(settings.budget_spec(2, 250), 16, page_tokens=64)
-    assert (plan.leading_blocks, plan.pages, plan.blocks, plan.tail) == (1, 6, 3, 10)
+    """In k4v3, a page of 16 tokens holds 64. A layer that keeps all 282 leaves one partly empty."""
+    settings = CompressionConfig.parse(
+        {"compress": "cake", "budget": 0.824, "packed_dtype": "k4v3"}
+    )
+    plan = page_plan(settings.budget_spec(2, 282), 16, page_tokens=64)
+    assert (plan.leading_blocks, plan.pages, plan.blocks, plan.tail) == (1, 6, 3, 42)
     pack = PackPrompt(
-        request_id="a", settings=settings, plan=plan, tokens=250, reads_page_tables=False
+        request_id="a", settings=settings, plan=plan, tokens=282, reads_page_tables=False
     )
     notes, kept = UsageNotes(BLOCK_BYTES), {}
     notes.add_plan(StepPlan(number=1, pack=(pack,)))
     (first,) = outputs("a")
     notes.attach_to([first])
     merge(kept, usage_of(first))
-    assert (kept["packed_dtype"], kept["kept_tokens"]) == ("k4v3", 16 + 3 * 64 + 10)
-    assert kept["kept_bytes"] == 5 * BLOCK_BYTES
-    notes.add_packed([packed("a", 250, (250, 138))])
+    assert (kept["packed_dtype"], kept["kept_tokens"]) == ("k4v3", 16 + 3 * 64 + 42)
+    assert kept["kept_bytes"] == 7 * BLOCK_BYTES
+    notes.add_packed([packed("a", 282, (282, 170))])
     (second,) = outputs("a")
     notes.attach_to([second])
     merge(kept, usage_of(second))
-    assert (kept["kept_tokens"], kept["layer_tokens"]) == (194, [250, 138])
-    assert (kept["method"], kept["kept_bytes"]) == ("cake", 5 * BLOCK_BYTES)
+    assert (kept["kept_tokens"], kept["layer_tokens"]) == (226, [282, 170])
+    assert (kept["method"], kept["kept_bytes"]) == ("cake", 7 * BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -186,12 +186,12 @@ def test_a_prompt_of_one_full_block_stays_uncompressed():
 @pytest.mark.parametrize(
     ("layers", "tokens", "block", "page_tokens", "budget", "pages", "blocks", "layer_tokens"),
     [
-        # the first and last blocks stay: 30 * (600 - 32) // 64 = 266 pages = 9 blocks, of 375
-        (30, 6000, 16, 64, 600, 270, 9, 16 + 576 + 16),
-        # every token: 374 blocks of 16 tokens are 5,984 tokens, 94 pages of 64 (the last 32 full)
-        (30, 6000, 16, 64, 6000, 2820, 94, 6000),
-        # tail 24, and a budget above the prompt
-        (30, 6008, 16, 64, 9999, 2820, 94, 6008),
+        # the first block and the last 2 stay: 30 * (600 - 48) // 64 = 258 pages = 9 blocks, of 375
+        (30, 6000, 16, 64, 600, 270, 9, 16 + 576 + 32),
+        # every token: 372 blocks of 16 tokens are 5,952 tokens, 93 pages of 64
+        (30, 6000, 16, 64, 6000, 2790, 93, 6000),
+        # tail 40, and a budget above the prompt
+        (30, 6008, 16, 64, 9999, 2790, 93, 6008),
         # blocks of 128: 10 full blocks behind the first, 1,280 tokens, 3 pages of 512
         (30, 1500, 128, 512, 1500, 90, 3, 1500),
         # the first block would be more than a quarter of the 268 tokens before the window:

@@ -53,7 +53,7 @@ def test_every_token_is_packed_once_within_max_blocks(case):
     cell, interval = prompt_config.grid_cell(page_tokens), pieces.interval
     recent = prompt_config.recent_tokens
     recent_in_blocks = -(-recent // size) * size
-    assert recent == (0 if cell else 16)
+    assert recent == (0 if cell else 32)
     assert cell or prompt_config.pieces.max_whole < tokens
     footprint, computed, held, ends = footprint_of(layers, size), 0, [], []
     while computed < tokens:
@@ -218,9 +218,9 @@ def test_the_pool_covers_aliases_in_both_formats():
     """An alias may drop tokens in the cache's dtype beside an engine that keeps all in k4v3."""
     options = {"max_whole": 256, "piece": 64, "window": 8, "probe": 0}
     engine = config(**options)
-    assert uncompressed_prompt_blocks(engine, 2, 16, 4096) == 1 + 62 + 1 + 4
+    assert uncompressed_prompt_blocks(engine, 2, 16, 4096) == 1 + 62 + 2 + 4
     with_alias = config(alias={"small": "cake:512:auto"}, **options)
-    assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == 1 + 62 + 1 + 4
+    assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == 1 + 62 + 2 + 4
     with_override = config(
         alias={"small": "cake:2048:auto"}, allow_override="snapkv,off", **options
     )

@@ -8,7 +8,7 @@ from vllm_kvcompress.methods.spans import Spans, count_before, merge_spans
 _LEADING_DIVISOR = 4
 """Leading tokens take at most this part of the tokens that a budget keeps before the window."""
 
-RECENT_TOKENS = 16
+RECENT_TOKENS = 32
 """Minimum of the last tokens that packing in a format of its own leaves in ordinary blocks."""
 
 

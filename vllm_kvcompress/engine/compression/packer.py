@@ -568,7 +568,7 @@ class Packer:
         """
         pool, assigned = self.pool, list[PackedBlocks]()
         for pack_request in pack_requests:
-            first_block = pack_request.tokens // pool.block_size
+            first_block = pack_request.packed_end // pool.block_size
             if pack_request.destination is None:
                 pool.set_first_block(pack_request.request_id, first_block)
             else:

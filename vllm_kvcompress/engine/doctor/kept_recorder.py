@@ -50,7 +50,7 @@ class _Recorder:
             positions.gather(1, slots)
             for positions, slots in zip(slot_positions, kept_slots, strict=True)
         ]
-        self._packed_tokens = pack_request.tokens // size * size
+        self._packed_tokens = pack_request.packed_end // size * size
         if pack_request.completes_prompt:
             layers = [pad(layer, (0, max(ends) - layer.shape[1]), value=-1) for layer in self._kept]
             positions = torch.stack(layers)

@@ -72,11 +72,8 @@ class PackRequest:
 
     @property
     def packed_end(self) -> int:
-        """Return the number of the request's tokens that are packed, once this is done.
-
-        A prompt's last tokens stay in place if they do not fill a block.
-        """
-        return self.tokens
+        """Return the number of the request's tokens before the tail, which stays in place."""
+        return self.plan.packed_end
 
     @property
     def protected_tokens(self) -> int:
@@ -162,11 +159,6 @@ class AddGroups(PackRequest):
     completes_prompt: bool = field()
     added_tokens: int = field()
     leading_blocks: int = field()
-
-    @property
-    def packed_end(self) -> int:
-        """Return the number of the request's tokens that are packed, once this is done."""
-        return self.plan.packed_end
 
 
 ScoredByChunks = PackPrompt | PackPiece
