@@ -402,7 +402,7 @@ def test_drafts_change_no_output_and_no_repetition(
 # -- the trained model -----------------------------------------------------------------------------
 
 LONGEST = 1536
-START, LENGTHS, SCORED = 1025, 64, 8
+START, LENGTHS, SCORED = 1040, 64, 8
 
 
 @pytest.fixture(scope="module")
@@ -453,12 +453,12 @@ def divergence(exact, packed):
 
 
 def test_the_loss_does_not_depend_on_the_length_of_the_prompt(trained, text):
-    """vllm#50749. One text is cut to 64 consecutive lengths, of which the last 17 fill one page more.
+    """vllm#50749. One text is cut to 64 consecutive lengths; the last 16 fill one more page.
 
     The loss of a length is the mean divergence from `auto` over 8 tokens. Its logarithm is about
     normal. A residue class of k lengths then has a mean within ``z * s / sqrt(k)`` of the mean of
     all 64, where s is their standard deviation. Of all classes, one exceeds that in 1 % of texts.
-    That spread includes the page's own cost: behind it, at least 16 exact tokens bound it.
+    That spread includes the page's own cost: the exact tokens behind it bound that.
     """
     starts = range(START, START + LENGTHS)
     whole = {"auto": (text[:START], text[START : START + LENGTHS + SCORED])}
