@@ -9,18 +9,27 @@ In benchmarks/results, with the repository's root in PYTHONPATH, these commands 
     python -m benchmarks.evidence.report formats_tasks_smollm2.jsonl.xz \\
         formats_tasks_qwen2.jsonl.xz --out formats_tasks
     python -m benchmarks.evidence.report settings_qwen2.jsonl.xz --pooled --out settings
+    python -m benchmarks.evidence.report harm_qwen2.jsonl.xz harm_smollm2.jsonl.xz --out harm
+
+Results of the field's tasks begin with a table of the systems at equal bytes. Tasks that
+compression is known to harm get tables of their own.
 """
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.evidence import harm_table
 from benchmarks.evidence.cells import (
     AFTER_FIRST,
     AFTER_LOOKAHEAD,
     ALL,
+    FAMILIES,
     ORDINARY,
     POSITION_RANGES,
+    REASONS,
+    RULER,
+    SECOND_TURNS,
     Cell,
     answered_counts,
     cells,
@@ -29,8 +38,15 @@ from benchmarks.evidence.cells import (
     read,
     sampling_group,
 )
-from benchmarks.evidence.systems import WITHOUT_LOOKAHEAD
+from benchmarks.evidence.systems import (
+    FP8_EVICTING,
+    K4V3,
+    K4V3_ALL,
+    SIXTEEN_BITS,
+    WITHOUT_LOOKAHEAD,
+)
 from benchmarks.evidence.texts import TASK as TEXTS
+from benchmarks.field import harm
 from benchmarks.jsonl import Line
 from vllm_kvcompress.compare.statistics import Estimate, RuleResults, shares_obeyed
 from vllm_kvcompress.compare.tables import markdown_table, with_interval
@@ -63,6 +79,11 @@ _OF_BYTES = (
     " output tokens do not count: they have 16 bits, or the format of a low-bit cache. For outputs"
     " without a known right answer, KL and equal tokens are those from the 33rd output token on.\n"
 )
+_OF_FAMILIES = (
+    "The field's tasks at equal bytes. RULER: the share of the uncompressed model's string-match"
+    " score. Answers with reasons, and second turns: token F1 of the answer with the uncompressed"
+    " model's. In the tables by bytes, same: the share of answers that equal it.\n"
+)
 _OF_RULES = (
     "Rules that a program checks: of the prompts in which the uncompressed model obeys the rule,"
     " the share in which the compressed model obeys it, too, with its 95 % interval. Prompts: the"
@@ -89,27 +110,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         " differences between systems",
     )
     args = parser.parse_args(argv)
-    results = read(args.results)
-    found = cells(results)
-    origin = {
-        key: sorted({str(line[key]) for line in results}) for key in ("machine", "commit", "seed")
-    }
-    text = markdown(found, results, origin)
+    all_results = read(args.results)
+    of_harm = [line for line in all_results if line["task"] in harm.TASKS]
+    results = [line for line in all_results if line["task"] not in harm.TASKS]
+    parts = [markdown(cells(results), results)] if results else []
     if args.pooled:
-        text += "\n" + pooled_markdown(pooled(results))
-    args.out.with_suffix(".md").write_text(text)
+        parts.append(pooled_markdown(pooled(results)))
+    if of_harm:
+        title = "# Tasks that compression is known to harm\n"
+        parts += [title, _origin(of_harm), harm_table.LEGEND, harm_table.harm_tables(of_harm)]
+    args.out.with_suffix(".md").write_text("\n".join(parts))
 
 
-def markdown(
-    found: Sequence[Cell], results: Sequence[Line], origin: Mapping[str, Sequence[str]]
-) -> str:
+def _origin(results: Sequence[Line]) -> str:
+    """Return a sentence about how and where the results were measured."""
+    dtypes, machines, commits, seeds = (
+        ", ".join(sorted({str(line.get(key, "float32")) for line in results}))
+        for key in ("dtype", "machine", "commit", "seed")
+    )
+    return (
+        f"{dtypes} with attention in float32, greedy, pages of 16 tokens; {machines}; commit"
+        f" {commits}; seed {seeds}.\n"
+    )
+
+
+def markdown(found: Sequence[Cell], results: Sequence[Line]) -> str:
     """Return the report: for each model, question position and length its tables."""
-    machines, commits, seeds = (", ".join(origin[key]) for key in ("machine", "commit", "seed"))
-    parts = [
-        "# Output quality by method\n",
-        f"{_LEGEND}Float32, greedy, pages of 16 tokens; {machines}; commit {commits}; seed"
-        f" {seeds}.\n",
-    ]
+    parts = ["# Output quality by method\n", _LEGEND + _origin(results)]
+    if any(cell.task in (RULER, REASONS, SECOND_TURNS) for cell in found):
+        parts += [_OF_FAMILIES, summary_table(found)]
     counts = answered_counts(results)
     for prompt_key in dict.fromkeys((c.model, c.question, c.tokens) for c in found):
         model, question, tokens = prompt_key
@@ -126,7 +155,11 @@ def markdown(
             parts += [_OF_BYTES, *bytes_tables(of_prompts)]
         of_prompts = [cell for cell in of_prompts if cell.task != ORDINARY]
         tasks = list(dict.fromkeys(cell.task for cell in of_prompts if cell.task != ALL))
-        known = [f"`{task}` {counts[(*prompt_key, task)]}" for task in tasks if task in SCORED]
+        known = [
+            f"`{task}` {count}"
+            for (*key, task), count in counts.items()
+            if tuple(key) == prompt_key and (task in SCORED or FAMILIES.get(task) == RULER)
+        ]
         if known:
             parts.append(
                 f"The uncompressed model gets right, at least in part: {', '.join(known)}.\n"
@@ -233,7 +266,43 @@ _BY_BYTES: Columns = {
     "score": lambda cell: with_interval(cell.score, ".1%"),
     "KL": lambda cell: with_interval(late_kl(cell), ".3f"),
     "equal tokens": lambda cell: with_interval(late_top1(cell), ".1%"),
+    "F1": lambda cell: with_interval(cell.answer_f1, ".0%"),
+    "same": lambda cell: _mean(cell.answer_same),
 }
+
+
+def _mean(found: Estimate | None, form: str = ".0%") -> str:
+    return "" if found is None else format(found.mean, form)
+
+
+_SUMMARY: Mapping[str, tuple[str, float]] = {
+    "fp8 alone, 0.5": ("fp8", 1.0),
+    "k4v3, all tokens, 0.26": (K4V3_ALL, 1.0),
+    **{
+        f"{name.removesuffix(', evicting')}, {share:g}": (name, share)
+        for share in (0.2, 0.1)
+        for name in (SIXTEEN_BITS, FP8_EVICTING, K4V3)
+    },
+}
+"""By column title: the method and the bytes or budget of its cells."""
+_OF_FAMILY: Mapping[str, tuple[str, Callable[[Cell], str]]] = {
+    "RULER": (RULER, lambda cell: _mean(cell.score)),
+    "reasons, F1": (REASONS, lambda cell: _mean(cell.answer_f1)),
+    "reasons, KL": (REASONS, lambda cell: _mean(late_kl(cell), ".3f")),
+    "second turn, F1": (SECOND_TURNS, lambda cell: _mean(cell.answer_f1)),
+}
+"""By title of a row: the family of tasks, and the text of its cells."""
+
+
+def summary_table(found: Sequence[Cell]) -> str:
+    """Return the table of the documentation: figures of each model at equal bytes."""
+    rows = []
+    for model in dict.fromkeys(cell.model for cell in found):
+        for title, (task, text) in _OF_FAMILY.items():
+            of_task = {(c.method, c.budget): c for c in found if (c.model, c.task) == (model, task)}
+            of_row = [of_task.get(key) for key in _SUMMARY.values()]
+            rows.append([f"{model}: {title}", *("" if c is None else text(c) for c in of_row)])
+    return markdown_table(["model: task", *_SUMMARY], rows)
 
 
 def bytes_tables(found: Sequence[Cell]) -> list[str]:

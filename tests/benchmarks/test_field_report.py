@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.evidence import field_report
+from benchmarks.evidence import report
 from benchmarks.evidence.cells import AFTER_LOOKAHEAD, REASONS, RULER, cells
 from benchmarks.evidence.compressed_cache import settings_at
 from benchmarks.evidence.systems import BYTES, FP8_EVICTING, K4V3, SIXTEEN_BITS, systems
@@ -65,17 +65,22 @@ def test_tasks_of_a_family_are_one_cell():
     assert not any(task == "all tasks" for task, _ in found)
 
 
-def test_the_report_has_a_row_per_system_and_one_per_task(tmp_path):
+def test_the_report_compares_systems_by_family_by_bytes_and_by_task(tmp_path):
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, RESULTS)))
-    field_report.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "field")])
+    report.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "field")])
     text = (tmp_path / "field.md").read_text()
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
-    by_bytes = {row[0]: row[1:] for row in rows if row[0] in (SIXTEEN_BITS, "fp8")}
-    assert by_bytes["fp8"][:2] == ["0.50", "100% (100% to 100%)"]
-    assert by_bytes[SIXTEEN_BITS][0] == "0.19"
-    assert by_bytes[SIXTEEN_BITS][1].startswith("58% (")
-    assert by_bytes[SIXTEEN_BITS][3:6] == ["67%", "0.100 (0.100 to 0.100)", "75%"]
-    by_task = {row[0]: row[1:] for row in rows if row[0].startswith("`")}
-    assert by_task["`qa_1`"][0] == "0.00, 0 of 1"
-    assert by_task["`vt`"] == ["0.20, 1 of 1", ""]  # the last table: formats without eviction
-    assert "| `vt` | 0.20, 1 of 1 | 100% |" in text
+    assert "| m: RULER | 100% |  | 58% |" in text
+    assert "| m: reasons, F1 |  |  | 83% |" in text
+    assert "| m: reasons, KL |  |  | 0.100 |" in text
+    assert (
+        "gets right, at least in part: `niah_single_1` 1 of 1, `vt` 1 of 1, `qa_1` 0 of 1." in text
+    )
+    tables = {}
+    for part in text.split(", by bytes:\n\n")[:-1]:
+        name = part.rsplit("\n", 1)[-1].partition(", ")[0]
+        tables[name] = text.split(f"{part}, by bytes:\n\n", 1)[1].partition("\n\n")[0]
+    assert "| `fp8` | 1 | 0.500 | 100.0% (100.0% to 100.0%) |" in tables[RULER]
+    assert f"| `{SIXTEEN_BITS}` | 0.2 | 0.190 | 58.3% (" in tables[RULER]
+    assert f"| `{SIXTEEN_BITS}` | 0.2 | 0.190 | 100.0% (" in tables["vt"]
+    assert "| method | budget | bytes | KL | equal tokens | F1 | same |" in tables[REASONS]
+    assert "| 0.100 (0.100 to 0.100) | 75.0% (75.0% to 75.0%) | 83% (" in tables[REASONS]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.evidence import __main__ as evidence
-from benchmarks.evidence import field_report, harm_table
+from benchmarks.evidence import harm_table, report
 from benchmarks.evidence.outputs import is_finished
 from benchmarks.field import field_items, harm
 from benchmarks.field.data import FieldData
@@ -227,7 +227,7 @@ def task_lines(task, full, other, **changes):
 def test_the_report_compares_the_same_prompts(tmp_path):
     found = task_lines("arithmetic", [1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0])
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, found)))
-    field_report.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "harm")])
+    report.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "harm")])
     text = (tmp_path / "harm.md").read_text()
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
     full, fp8, cake = (row for row in rows if row[0] in ("full cache", "fp8", "cake, 0.2"))

@@ -16,9 +16,9 @@ from benchmarks.evidence.cells import (
     pooled,
     read,
 )
-from benchmarks.evidence.field_report import summary_table
 from benchmarks.evidence.harm_table import harm_tables, task_score
 from benchmarks.evidence.harm_table import share as harm_share
+from benchmarks.evidence.report import summary_table
 from benchmarks.evidence.systems import FP8_EVICTING, K4V3, K4V3_ALL, SIXTEEN_BITS
 
 ROOT = Path(__file__).parents[2]
