@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,10 +113,6 @@ def collect_results(args: argparse.Namespace) -> dict[str, Any]:
         for side in (exchange.KVPRESS, exchange.OURS)
         for result in exchange.read(args.run / f"{side}.jsonl", exchange.Result)
     ]
-    agreement: dict[str, Counter[str]] = {}
-    for file in sorted(args.run.glob("agreement-*.json")):
-        for key, counts in json.loads(file.read_text()).items():
-            agreement.setdefault(key, Counter()).update(counts)
     lengths = [len(prompt.ids) for prompt in prompts]
     needles = sum(prompt.kind == exchange.NEEDLE for prompt in prompts)
     kvpress, theirs = versions(args.peers, "kvpress", "transformers")
@@ -134,7 +129,6 @@ def collect_results(args: argparse.Namespace) -> dict[str, Any]:
         f" {max(lengths)} tokens",
         "budgets": sorted(args.budgets, reverse=True),
         "pairs": summaries(results),
-        "agreement": agreement,
     }
 
 

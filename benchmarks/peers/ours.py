@@ -7,8 +7,6 @@ have one token, so that each layer keeps exactly its number of tokens.
 """
 
 import argparse
-import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,15 +65,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "window": 0,
     },
 }
-
-SAME_SETTINGS: Mapping[str, str] = {
-    "SnapKV": "snapkv, pooled as kvpress",
-    "TOVA": "tova",
-    "StreamingLLM": "streamingllm",
-    "ChunkKV": "chunkkv",
-    "KeyDiff": "keydiff, no window",
-}
-"""Presses with the same settings as one of our methods; both must keep the same positions."""
 
 
 def lengths(count: int) -> list[int]:
@@ -153,35 +142,6 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     exchange.write(args.run / "prompts.jsonl", prompts)
 
 
-@torch.inference_mode()
-def agreements(
-    prompt: exchange.Prompt, theirs: Mapping[str, torch.Tensor], full_cache: Mapping[str, Any]
-) -> dict[str, counts.Agreement]:
-    """Return the `counts.Agreement` of one prompt over all layers, by ``press@budget``.
-
-    Args:
-        theirs: ``[L, Hkv, n]`` kept positions by ``press@budget``.
-        full_cache: queries, keys and values for `compress`.
-    """
-    out: dict[str, counts.Agreement] = {}
-    for key, positions in theirs.items():
-        press = key.rpartition("@")[0]
-        if press not in SAME_SETTINGS:
-            continue
-        method = METHODS[SAME_SETTINGS[press]]
-        compressed = compress(**full_cache, policy=method, budget=positions.shape[-1])
-        found: Counter[str] = Counter()
-        for layer, kept in enumerate(compressed.positions):
-            arguments = kept, positions[layer], compressed.scores[layer]
-            if press == "ChunkKV":
-                chunks, _ = counts.complete_chunks(len(prompt.ids), positions.shape[-1])
-                found.update(counts.compare_chunks(*arguments, chunks))
-            else:
-                found.update(counts.compare(*arguments))
-        out[key] = found
-    return out
-
-
 def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model)
     args.run.mkdir(parents=True, exist_ok=True)
@@ -196,9 +156,7 @@ def run(args: argparse.Namespace) -> None:
     wanted += [(name, budget) for name in METHODS for budget in args.budgets]
     for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
         pending = [(n, b) for n, b in wanted if (n, b, prompt.name) not in done]
-        agreement_file = args.run / f"agreement-{prompt.name}.json"
-        positions_file = args.run / f"positions-{prompt.name}.safetensors"
-        if not pending and agreement_file.exists():
+        if not pending:
             continue
         full = prefill(model, prompt.ids)
         with torch.inference_mode():
@@ -227,10 +185,6 @@ def run(args: argparse.Namespace) -> None:
                 **measure(model, tokenizer, prompt, full, as_cache(layers), reference_logits),
             )
             exchange.append(results, line)
-        if positions_file.exists():
-            agreement_file.write_text(
-                json.dumps(agreements(prompt, load_file(positions_file), full_cache)) + "\n"
-            )
         print(f"ours: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, DynamicCache
 
 from benchmarks.peers import counts, exchange
@@ -103,43 +103,17 @@ class PressedCache:
         cache: the cache to decode from.
         counts: ``[L, Hkv]`` entries that attention still reads.
         nbytes: bytes of the cache, including masked entries.
-        positions: ``[L, Hkv, n]`` kept positions if all layers and heads keep the same number.
         note: a remark for the report.
     """
 
     cache: DynamicCache
     counts: torch.Tensor
     nbytes: int
-    positions: torch.Tensor | None = None
     note: str = ""
 
 
 def attentions(model: Any) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
-
-
-def fingerprints(vectors: torch.Tensor) -> torch.Tensor:
-    """Return hashes ``[...]`` int64 of ``[..., D]`` float32; equal bits give equal hashes."""
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (vectors.shape[-1],), generator=generator) | 1
-    return (vectors.contiguous().view(torch.int32).long() * factors).sum(-1)
-
-
-def positions_of(kept: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Return ascending positions ``[Hkv, n]`` of keys in the full cache's keys.
-
-    Args:
-        kept: ``[Hkv, n, D]`` kept keys.
-        full: ``[Hkv, S, D]`` keys of the full cache.
-
-    Raises:
-        AssertionError: a kept key is not in the full cache, or two keys are equal.
-    """
-    sought, (found, order) = fingerprints(kept), fingerprints(full).sort(-1)
-    assert bool((found[:, 1:] != found[:, :-1]).all()), "two tokens have the same key"
-    index = torch.searchsorted(found, sought).clamp(max=found.shape[1] - 1)
-    assert torch.equal(found.gather(1, index), sought), "a press changed a key"
-    return order.gather(1, index).sort(-1).values
 
 
 def ratio_of(name: str, press: Any, model: Any, tokens: int, kept: int) -> tuple[float, int]:
@@ -190,11 +164,6 @@ def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> P
     else:
         heads = layers[0][0].shape[0]
         result.counts = torch.tensor([[k.shape[1]] * heads for k, _ in layers])
-    if not peer.masks and bool((result.counts == expected).all()):
-        pairs = zip(layers, full.layers, strict=True)
-        result.positions = torch.stack(
-            [positions_of(k, full_keys) for (k, _), (full_keys, _) in pairs]
-        )
     if name == "PyramidKV":
         flat = bool((result.counts == result.counts[0]).all())
         result.note = "falls back to SnapKV: its smallest layer would be below the window" * flat
@@ -264,22 +233,12 @@ def run(args: argparse.Namespace) -> None:
     results = args.run / "kvpress.jsonl"
     done = {result.key for result in exchange.read(results, exchange.Result)}
     for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
-        pairs = methods_for(prompt, args)
-        positions_file = args.run / f"positions-{prompt.name}.safetensors"
-        pending = [(n, b) for n, b in pairs if (n, b, prompt.name) not in done]
-        if positions_file.exists() and not pending:
+        methods = methods_for(prompt, args)
+        pending = [(n, b) for n, b in methods if (n, b, prompt.name) not in done]
+        if not pending:
             continue
         full = prefill(model, prompt.ids)
-        positions: dict[str, torch.Tensor] = {}
-        # Positions of a prompt are saved together, so after an interruption all are computed again.
-        to_run = [
-            p for p in pairs if p in pending or (p[0] in PRESSES and not positions_file.exists())
-        ]
-        for name, budget, result in caches(model, prompt, full, to_run):
-            if result.positions is not None:
-                positions[f"{name}@{budget}"] = result.positions.to(torch.int32)
-            if (name, budget) not in pending:
-                continue
+        for name, budget, result in caches(model, prompt, full, pending):
             reference_logits = reference.get(prompt.name)
             measurements = measure(model, tokenizer, prompt, full, result.cache, reference_logits)
             line = exchange.Result(
@@ -292,8 +251,6 @@ def run(args: argparse.Namespace) -> None:
                 **measurements,
             )
             exchange.append(results, line)
-        if not positions_file.exists():
-            save_file(positions, positions_file)
         print(f"kvpress: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
 
 

@@ -96,7 +96,7 @@ def _exceeds(theirs: float, ours: float, sign: int) -> bool:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Return the report: origin, quality, and agreement of positions."""
+    """Return the report: its origin, and the quality of all methods."""
     budgets: list[float] = results["budgets"]
     pairs = paired(results["pairs"])
     rows = []
@@ -123,13 +123,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         " which have no counterpart in kvpress.\n",
         markdown_table(["", *titles, "cache", "step", "better than every method of ours"], rows),
         *_notes(pairs),
-        "\nKept positions of a press and of this plugin with the same settings, over all prompts,"
-        " layers and KV heads. Named: they differ because kvpress keeps complete chunks, including"
-        " the one with the window's first token. Rounding: the score is within 0.1 % of the lowest"
-        " kept score.\n",
-        _agreement(results["agreement"]),
     ]
-    return "\n".join(parts)
+    return "\n".join(parts) + "\n"
 
 
 def _cells(by_budget: Mapping[float, Mapping[str, Any]], budgets: Sequence[float]) -> list[str]:
@@ -151,17 +146,3 @@ def _notes(pairs: Pairs) -> list[str]:
             budgets = [f"{b:g}" for b, line in by_budget.items() if note in line["notes"]]
             out.append(f"* {method}, at {', '.join(budgets)}: {note}.")
     return out
-
-
-def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the table of kept positions.
-
-    Args:
-        agreement: counts over all prompts by ``press@budget``.
-    """
-    kinds = ("equal", "named", "rounding", "unexplained")
-    rows = []
-    for key, counts in agreement.items():
-        shares = [f"{100 * counts[kind] / counts['kept']:.3f} %" for kind in kinds]
-        rows.append([key.replace("@", " at "), str(counts["kept"]), *shares])
-    return markdown_table(["", "kept", *kinds], rows)

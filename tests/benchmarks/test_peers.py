@@ -1,4 +1,4 @@
-"""The parts of `make peers` that run without kvpress: counts, agreement, files and report."""
+"""The parts of `make peers` that run without kvpress: counts, files and report."""
 
 import json
 
@@ -73,69 +73,6 @@ def test_the_closest_ratio_misses_by_at_most_a_token_per_layer(tokens, layers, d
 
     ratio = counts.closest_ratio(layers * kept, tokens, kept_at)
     assert abs(kept_at(ratio) - layers * kept) <= layers
-
-
-# -- agreement --------------------------------------------------------------------------------
-
-
-def best(scores: torch.Tensor, kept: int) -> torch.Tensor:
-    return scores.topk(kept, dim=-1).indices.sort(-1).values
-
-
-def test_equal_selections_agree():
-    scores = torch.rand(3, 50, generator=torch.Generator().manual_seed(0))
-    kept = best(scores, 20)
-    found = counts.compare(kept, kept.flip(-1), scores)
-    assert found == {"kept": 60, "equal": 60, "named": 0, "rounding": 0, "unexplained": 0}
-
-
-def test_only_near_ties_count_as_rounding():
-    scores = torch.tensor([[5.0, 3.0, 3.001, 1.0, torch.inf]])
-    ours = torch.tensor([[0, 2, 4]])
-    tie = counts.compare(ours, torch.tensor([[0, 1, 4]]), scores)
-    assert (tie["equal"], tie["rounding"], tie["unexplained"]) == (2, 1, 0)
-    wrong = counts.compare(ours, torch.tensor([[0, 3, 4]]), scores)
-    assert (wrong["equal"], wrong["rounding"], wrong["unexplained"]) == (2, 0, 1)
-
-
-def kvpress_chunks(scores: torch.Tensor, chunks: int, window: int, size: int) -> torch.Tensor:
-    """kvpress's ChunkKV in plain Python: chunks over the complete prompt, window scored highest."""
-    total = scores.sum(0).tolist()
-    total[-window:] = [max(total) + 1e6] * window
-    tokens = len(total)
-    runs = [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-    order = sorted(runs, key=lambda run: -sum(total[j] for j in run) / len(run))
-    return torch.tensor(sorted(j for run in order[:chunks] for j in run))
-
-
-@pytest.mark.parametrize("tokens", [100, 97, 42, 41])
-def test_all_chunk_differences_to_kvpress_are_explained(tokens):
-    window, size = 16, 10
-    scores = torch.rand(2, tokens, generator=torch.Generator().manual_seed(tokens))
-    chunks, kept = counts.complete_chunks(tokens, tokens // 2 + 8, size)
-    theirs = kvpress_chunks(scores, chunks, window, size)
-    assert theirs.numel() == kept
-    past = tokens - window
-    # Our selector in plain Python: chunks of the past, the last one short; the chunk that does
-    # not fit is cut.
-    runs = [range(start, min(start + size, past)) for start in range(0, past, size)]
-    total = scores.sum(0).tolist()
-    order = sorted(runs, key=lambda run: -sum(total[j] for j in run) / len(run))
-    ours = [j for run in order for j in run][: kept - window] + list(range(past, tokens))
-    sides = torch.tensor([sorted(ours)] * 2), theirs.expand(2, -1)
-    found = counts.compare_chunks(*sides, scores, chunks, window=window, size=size)
-    assert (found["kept"], found["unexplained"]) == (2 * kept, 0)
-
-
-def test_a_chunk_that_kvpress_would_not_keep_is_unexplained():
-    window, size, tokens = 10, 10, 60
-    scores = torch.arange(50, 0, -1).float()[None].repeat(2, 1)
-    scores = torch.cat([scores, torch.zeros(2, 10)], 1)
-    ours = torch.cat([torch.arange(20), torch.arange(50, 60)]).expand(2, -1)
-    theirs = torch.cat([torch.arange(10), torch.arange(30, 40), torch.arange(50, 60)])
-    found = counts.compare_chunks(ours, theirs.expand(2, -1), scores, 3, window=window, size=size)
-    assert (found["kept"], found["equal"], found["unexplained"]) == (60, 40, 20)
-    assert tokens == scores.shape[1]
 
 
 # -- decoding ---------------------------------------------------------------------------------
@@ -254,11 +191,9 @@ def test_the_report_has_all_methods_notes_and_the_origin():
         "prompts": "1 needles and 1 texts of 100 to 100 tokens",
         "budgets": [0.1],
         "pairs": pairs(),
-        "agreement": {"SnapKV@0.1": counts.agreement(10, equal=9, named=0, rounding=1)},
     }
     text = markdown(json.loads(json.dumps(results)))
     assert "| kvpress: SnapKV | 0/1 | 0.100 | 0.10 | 20 | KL at 0.1 |" in text
     assert "| ours: snapkv | 1/1 | 0.300 | 0.10 | 20 |  |" in text
     assert "* SnapKV, at 0.1: a note." in text
-    assert "| SnapKV at 0.1 | 10 | 90.000 % | 0.000 % | 10.000 % | 0.000 % |" in text
     assert "a processor; commit abc; `python -m benchmarks.peers`" in text
