@@ -43,8 +43,6 @@ except ImportError as error:
         "packed pages on a CPU need numba, which vLLM installs: pip install numba"
     ) from error
 
-_CHUNK = 64
-"""Tokens that are read at once: one packed group."""
 _FEW_LINES = 8
 """Most lines for which codes are unpacked again for every 4 lines instead of stored in a panel."""
 _LANES = 16
