@@ -55,11 +55,8 @@ class Cell:
             without expected answers.
         same: share of greedy outputs that equal the full cache's output.
         kl: nats per token along the full cache's output, averaged over prompts.
-        kept: kept share of the prompt tokens, over the compressed prompts.
         bytes: bytes of the compressed prompts, relative to the same prompts in 16 bits. None for
             results without bytes.
-        packed: share of prompts that were compressed. A prompt stays uncompressed if its output
-            ends within the look-ahead.
         along: statistics by name of the position range. Empty for tasks with expected answers.
         similarity: word similarity of the greedy output to the full cache's output, in [0, 1].
         length: length of the greedy output in tokens, relative to the full cache's output.
@@ -79,9 +76,7 @@ class Cell:
     score: Estimate | None
     same: Estimate
     kl: Estimate | None
-    kept: float
     bytes: float | None
-    packed: float
     along: Mapping[str, PositionStats]
     similarity: Estimate | None
     length: Estimate | None
@@ -140,9 +135,7 @@ def _cell(key: tuple[Any, ...], found: Sequence[Line]) -> Cell:
         score=_mean_of("score", found, "full") if any(line["full"] for line in found) else None,
         same=same,
         kl=_mean_of("kl", found),
-        kept=fmean(line["kept"] for line in packed or found),
         bytes=_share_of("bytes", packed or found),
-        packed=len(packed) / len(found),
         along=_position_stats(found),
         similarity=_mean_of("similarity", found),
         length=_mean_of("length", found, "full_length"),

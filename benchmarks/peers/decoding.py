@@ -1,7 +1,5 @@
 """Prefill and decode one prompt with transformers in float32; both environments run this code."""
 
-import statistics
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,27 +26,20 @@ class Prefilled:
         layers: keys and values of the full cache.
         hidden: per layer ``[S, hidden size]``, the input of its attention.
         embeddings: RoPE cosines and sines of the prompt's positions.
-        seconds: duration of the prefill.
     """
 
     logits: torch.Tensor
     layers: Layers
     hidden: list[torch.Tensor]
     embeddings: tuple[torch.Tensor, torch.Tensor]
-    seconds: float
 
 
 @dataclass(slots=True)
 class Decoded:
-    """Output tokens, their ``[vocabulary]`` float32 logits, and the seconds of each decode step."""
+    """Output tokens and their ``[vocabulary]`` float32 logits."""
 
     output_ids: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def step(self) -> float:
-        return statistics.median(self.seconds) if self.seconds else 0.0
 
 
 def load(folder: Path) -> Any:
@@ -82,7 +73,6 @@ def prefill(model: Any, ids: Sequence[int], cache: DynamicCache | None = None) -
         for layer in model.model.layers
     ]
     cache = DynamicCache() if cache is None else cache
-    start = time.perf_counter()
     try:
         out = model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
     finally:
@@ -93,7 +83,6 @@ def prefill(model: Any, ids: Sequence[int], cache: DynamicCache | None = None) -
         layers=[(layer.keys[0], layer.values[0]) for layer in cache.layers],
         hidden=hidden,
         embeddings=embeddings[0],
-        seconds=time.perf_counter() - start,
     )
 
 
@@ -128,10 +117,7 @@ def decode(
         out.output_ids.append(token)
         if step + 1 == steps or token in stop:
             break
-        step_start = time.perf_counter()
-        logits = _step(model, cache, [token], start + step)
-        out.seconds.append(time.perf_counter() - step_start)
-        out.logits.append(logits[-1])
+        out.logits.append(_step(model, cache, [token], start + step)[-1])
     return out
 
 
@@ -189,7 +175,6 @@ def measure(
         "tokens": len(prompt.ids),
         "answered": None,
         "kl": (),
-        "decode_seconds": 0.0,
         "full_bytes": cache_bytes(full.layers),
     }
     if reference is not None:
@@ -198,7 +183,7 @@ def measure(
     stop = stop_tokens(model)
     out = decode(model, cache, full.logits, len(prompt.ids), ANSWER_TOKENS, stop)
     text = tokenizer.decode(out.output_ids).lower()
-    return fields | {"answered": prompt.answer.lower() in text, "decode_seconds": out.step}
+    return fields | {"answered": prompt.answer.lower() in text}
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

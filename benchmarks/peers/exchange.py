@@ -55,7 +55,6 @@ class Result:
         kept: per layer the kept entries, averaged over KV heads.
         answered: True if a needle was answered; None for a text.
         kl: nats for each token of a text after the first; empty for a needle.
-        decode_seconds: median duration of a decode step.
         cache_bytes: bytes of the cache after compression, including masked entries.
         full_bytes: bytes of the full cache.
         note: a remark for the report.
@@ -69,7 +68,6 @@ class Result:
     kept: tuple[float, ...]
     answered: bool | None
     kl: tuple[float, ...]
-    decode_seconds: float
     cache_bytes: int
     full_bytes: int
     note: str = ""

@@ -38,60 +38,41 @@ import kvpress
 WINDOW, KERNEL = counts.WINDOW, 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A press of kvpress.
-
-    Args:
-        make: creates the press at a compression ratio.
-        settings: other settings, for the report.
-        masks: True if the press keeps all entries and masks dropped ones (`masked_key_indices`).
-    """
-
-    make: Callable[[float], Any]
-    settings: str
-    masks: bool = False
-
-
 def _snapkv(ratio: float) -> Any:
     return kvpress.SnapKVPress(compression_ratio=ratio, window_size=WINDOW, kernel_size=KERNEL)
 
 
-PRESSES: Mapping[str, Peer] = {
-    "SnapKV": Peer(make=_snapkv, settings="window 32, kernel 7, set as ours"),
-    "SnapKV, its defaults": Peer(make=kvpress.SnapKVPress, settings="window 64, kernel 5"),
-    "PyramidKV": Peer(
-        make=lambda r: kvpress.PyramidKVPress(
-            compression_ratio=r, window_size=WINDOW, kernel_size=KERNEL
-        ),
-        settings="window 32, kernel 7, set as ours",
-    ),
-    "TOVA": Peer(make=kvpress.TOVAPress, settings="set as ours"),
-    "StreamingLLM": Peer(make=kvpress.StreamingLLMPress, settings="4 sinks, set as ours"),
-    "ChunkKV": Peer(
-        make=lambda r: kvpress.ChunkKVPress(
-            press=kvpress.SnapKVPress(compression_ratio=r, window_size=WINDOW, kernel_size=1),
-            chunk_length=counts.CHUNK,
-        ),
-        settings="chunks of 10, window 32, kernel 1, set as ours",
-    ),
-    "KeyDiff": Peer(make=kvpress.KeyDiffPress, settings="no blocks, no window, set as ours"),
-    "LagKV": Peer(make=kvpress.LagKVPress, settings="its defaults"),
-    "ExpectedAttention": Peer(make=kvpress.ExpectedAttentionPress, settings="its defaults"),
-    "AdaKV over ExpectedAttention": Peer(
-        make=lambda r: kvpress.AdaKVPress(
-            kvpress.ExpectedAttentionPress(compression_ratio=r, epsilon=1e-2)
-        ),
-        settings="epsilon 1e-2",
-        masks=True,
-    ),
-    "AdaKV over SnapKV": Peer(
-        make=lambda r: kvpress.AdaKVPress(_snapkv(r)), settings="window 32, kernel 7", masks=True
-    ),
-    "CriticalKV over SnapKV": Peer(
-        make=lambda r: kvpress.CriticalKVPress(_snapkv(r)), settings="window 32, kernel 7"
-    ),
+def _pyramidkv(ratio: float) -> Any:
+    return kvpress.PyramidKVPress(compression_ratio=ratio, window_size=WINDOW, kernel_size=KERNEL)
+
+
+def _chunkkv(ratio: float) -> Any:
+    inner = kvpress.SnapKVPress(compression_ratio=ratio, window_size=WINDOW, kernel_size=1)
+    return kvpress.ChunkKVPress(press=inner, chunk_length=counts.CHUNK)
+
+
+def _adakv_over_expected_attention(ratio: float) -> Any:
+    inner = kvpress.ExpectedAttentionPress(compression_ratio=ratio, epsilon=1e-2)
+    return kvpress.AdaKVPress(inner)
+
+
+PRESSES: Mapping[str, Callable[[float], Any]] = {
+    "SnapKV": _snapkv,
+    "SnapKV, its defaults": kvpress.SnapKVPress,
+    "PyramidKV": _pyramidkv,
+    "TOVA": kvpress.TOVAPress,
+    "StreamingLLM": kvpress.StreamingLLMPress,
+    "ChunkKV": _chunkkv,
+    "KeyDiff": kvpress.KeyDiffPress,
+    "LagKV": kvpress.LagKVPress,
+    "ExpectedAttention": kvpress.ExpectedAttentionPress,
+    "AdaKV over ExpectedAttention": _adakv_over_expected_attention,
+    "AdaKV over SnapKV": lambda ratio: kvpress.AdaKVPress(_snapkv(ratio)),
+    "CriticalKV over SnapKV": lambda ratio: kvpress.CriticalKVPress(_snapkv(ratio)),
 }
+"""By name: a function that creates the press at a compression ratio."""
+MASKING = ("AdaKV over ExpectedAttention", "AdaKV over SnapKV")
+"""Presses that keep all entries and mask dropped ones (`masked_key_indices`)."""
 KVZIP = "KVzip"
 
 
@@ -137,14 +118,14 @@ def ratio_of(name: str, press: Any, model: Any, tokens: int, kept: int) -> tuple
 
 
 @torch.inference_mode()
-def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> PressedCache:
+def compress(name: str, model: Any, full: Prefilled, kept: int) -> PressedCache:
     """Apply a press to a prefilled prompt.
 
     Raises:
         AssertionError: the press kept another number of tokens than expected.
     """
     tokens = full.hidden[0].shape[0]
-    press = peer.make(0.5)
+    press = PRESSES[name](0.5)
     press.post_init_from_model(model)
     ratio, expected = ratio_of(name, press, model, tokens, kept)
     press.compression_ratio = ratio
@@ -158,7 +139,7 @@ def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> P
         layers.append((k[0], v[0]))
         masked.append(module.masked_key_indices)
     result = PressedCache(cache=as_cache(layers), counts=torch.empty(0), nbytes=cache_bytes(layers))
-    if peer.masks:
+    if name in MASKING:
         result.counts = remaining(masked, full.layers)
         result.note = "frees no memory: each step masks the dropped tokens"
     else:
@@ -279,7 +260,7 @@ def caches(
             yield name, budget, result
         elif name != KVZIP:
             kept = counts.kept_tokens(len(prompt.ids), budget)
-            yield name, budget, compress(name, PRESSES[name], model, full, kept)
+            yield name, budget, compress(name, model, full, kept)
     kvzip_budgets = [budget for name, budget in pending if name == KVZIP]
     if kvzip_budgets:
         for budget, result in kvzip_caches(model, prompt.ids, kvzip_budgets):

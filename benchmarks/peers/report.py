@@ -46,10 +46,9 @@ def best_of_ours(results: Sequence[Result], group: Sequence[Result]) -> dict[str
 
 
 def summary(group: Sequence[Result]) -> dict[str, Any]:
-    """Return answered needles, mean KL of texts, kept tokens, cache bytes and decode step time."""
+    """Return answered needles, mean KL of texts, kept tokens and cache bytes."""
     needles = [result for result in group if result.answered is not None]
     texts = [statistics.fmean(result.kl) for result in group if result.kl]
-    steps = [result.decode_seconds for result in group if result.decode_seconds]
     kept = [statistics.fmean(result.kept) / result.tokens for result in group]
     notes = sorted({result.note for result in group if result.note})
     return {
@@ -63,7 +62,6 @@ def summary(group: Sequence[Result]) -> dict[str, Any]:
             / sum(result.full_bytes for result in group),
             4,
         ),
-        "decode_ms": round(statistics.median(steps) * 1e3, 2) if steps else None,
         "notes": {note: sum(result.note == note for result in group) for note in notes},
     }
 
@@ -118,10 +116,9 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"{results['machine']}; commit {results['commit']}; `{results['command']}`.\n",
         "Needles: numbers found, of those that the uncompressed model finds. KL: nats per token"
         " from the uncompressed model's distributions, along its own text. Cache: bytes after"
-        f" compression, relative to the uncompressed cache, at {budgets[-1]:g}. Step: a decode"
-        f" step in transformers at {budgets[-1]:g}, in ms. Ours are all presets except h2o and d2o,"
-        " which have no counterpart in kvpress.\n",
-        markdown_table(["", *titles, "cache", "step", "better than every method of ours"], rows),
+        f" compression, relative to the uncompressed cache, at {budgets[-1]:g}. Ours are all"
+        " presets except h2o and d2o, which have no counterpart in kvpress.\n",
+        markdown_table(["", *titles, "cache", "better than every method of ours"], rows),
         *_notes(pairs),
     ]
     return "\n".join(parts) + "\n"
@@ -133,8 +130,7 @@ def _cells(by_budget: Mapping[float, Mapping[str, Any]], budgets: Sequence[float
     kl = [f"{x['kl']:.3f}" if x and x["kl"] is not None else "-" for x in lines]
     smallest = lines[-1]
     size = f"{smallest['cache_of_full']:.2f}" if smallest else "-"
-    step = f"{smallest['decode_ms']:.0f}" if smallest and smallest["decode_ms"] else "-"
-    return [*needles, *kl, size, step]
+    return [*needles, *kl, size]
 
 
 def _notes(pairs: Pairs) -> list[str]:
