@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from benchmarks.field.data import FieldData
 from vllm_kvcompress.compare.tasks import CountTokens, Item
+from vllm_kvcompress.compare.tasks.items import largest_fitting
 from vllm_kvcompress.errors import ConfigError
 
 _FILLER = (
@@ -120,15 +121,9 @@ def _longest(
     def fits(units: int) -> bool:
         return count_tokens("\n".join(_texts(template, fill(units)))) <= tokens
 
-    low, high = 1, 2
-    if not fits(low):
+    if not fits(1):
         raise ConfigError(f"task {name!r} needs longer prompts than {tokens} tokens")
-    while fits(high):
-        low, high = high, high * 2
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return fill(low)
+    return fill(largest_fitting(fits, 1, coarse=True))
 
 
 # -- needles --------------------------------------------------------------------------------------

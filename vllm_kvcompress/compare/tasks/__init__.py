@@ -14,6 +14,7 @@ from vllm_kvcompress.compare.tasks.items import (
     Question,
     QuestionAt,
     Task,
+    largest_fitting,
 )
 from vllm_kvcompress.compare.tasks.ordinary import ORDINARY
 from vllm_kvcompress.compare.tasks.trust import TRUST
@@ -154,17 +155,9 @@ def _fitting(
         messages = _messages(material, material.text(pieces), longest, question)
         return count_tokens(_plain_text(messages, longest))
 
-    low, high = material.min_pieces, material.min_pieces + 1
-    if (min_tokens := prompt_tokens(low)) > tokens:
+    fewest = material.min_pieces
+    if (min_tokens := prompt_tokens(fewest)) > tokens:
         raise ConfigError(
             f"task {name!r} needs prompts of at least {min_tokens} tokens, got a length of {tokens}"
         )
-    while prompt_tokens(high) <= tokens:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if prompt_tokens(middle) <= tokens:
-            low = middle
-        else:
-            high = middle
-    return material.text(low)
+    return material.text(largest_fitting(lambda pieces: prompt_tokens(pieces) <= tokens, fewest))

@@ -167,6 +167,23 @@ Task = Callable[[random.Random], Material]
 """Draws a text with its questions."""
 
 
+def largest_fitting(fits: Callable[[int], bool], low: int, *, coarse: bool = False) -> int:
+    """Return the largest count that fits, found by doubling and bisection.
+
+    Args:
+        fits: whether a count fits. Larger counts than one that does not fit do not fit either.
+        low: a count that fits.
+        coarse: return a count that is up to 1 % smaller, with fewer calls.
+    """
+    high = low + 1
+    while fits(high):
+        low, high = high, high * 2
+    while high - low > (max(1, low // 100) if coarse else 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 def _names(answer: str, text: str) -> bool:
     """Return whether `text` contains `answer` as a whole word, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
