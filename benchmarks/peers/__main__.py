@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers --peers .cache/peers/bin/python
 
-Three processes share a folder. One makes the prompts, one compresses them with kvpress's presses in
-kvpress's own environment, and one with our methods. Results stay in the folder, so an interrupted
-run continues. The outputs are a JSON file and a Markdown report.
+Two processes share a folder. One makes the prompts and compresses them with our methods, and then
+one compresses them with kvpress's presses in kvpress's own environment. Results stay in the folder,
+so an interrupted run continues. The outputs are a JSON file and a Markdown report.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from benchmarks.peers import exchange
 from benchmarks.peers.report import markdown, summaries
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("prompts", "kvpress", "ours")
+STAGES = {exchange.OURS: "ours", exchange.KVPRESS: "presses"}
+"""By side, in run order: the module that measures it."""
 _VERSIONS = "import importlib.metadata as m; print(*(m.version(n) for n in {names!r}))"
 
 
@@ -51,7 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="maximum length of needle prompts for KVzip, which replays them",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES)
+    parser.add_argument("--stages", nargs="*", choices=list(STAGES), default=list(STAGES))
     return parser.parse_args(argv)
 
 
@@ -80,15 +81,8 @@ def stage(args: argparse.Namespace, name: str) -> None:
     Raises:
         SystemExit: the process failed. Its results so far stay in the folder.
     """
-    python: Path | str = args.peers if name == "kvpress" else sys.executable
-    module = "presses" if name == "kvpress" else "ours"
-    arguments = [f"benchmarks.peers.{module}", "--model", str(args.model), "--run", str(args.run)]
-    arguments += ["--budgets", *(str(budget) for budget in args.budgets)]
-    if module == "presses":
-        arguments += ["--kvzip-tokens", str(args.kvzip_tokens)]
-    else:
-        arguments += ["--needles", str(args.needles), "--texts", str(args.texts)]
-        arguments += ["--seed", str(args.seed), *(["--prompts-only"] if name == "prompts" else [])]
+    python = args.peers if name == exchange.KVPRESS else sys.executable
+    arguments = [f"benchmarks.peers.{STAGES[name]}", str(args.run)]
     paths = [str(ROOT), str(ROOT / "kernels")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run([str(python), "-m", *arguments], env=environment, check=False)

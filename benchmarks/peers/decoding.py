@@ -1,13 +1,15 @@
-"""Prefill and decode one prompt with transformers in float32; both environments run this code."""
+"""Prefill and decode prompts with transformers in float32; both environments run this code."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from benchmarks.peers import exchange
 from benchmarks.peers.exchange import Prompt
 
 ANSWER_TOKENS = 16  # output tokens for a needle
@@ -42,7 +44,30 @@ class Decoded:
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
-def load(folder: Path) -> Any:
+@dataclass(slots=True, kw_only=True)
+class Compressed:
+    """A method's cache of a prompt.
+
+    Args:
+        cache: the cache to decode from.
+        kept: per layer the entries that attention still reads, averaged over KV heads.
+        nbytes: bytes of the cache, including masked entries.
+        note: a remark for the report.
+    """
+
+    cache: DynamicCache
+    kept: list[float]
+    nbytes: int
+    note: str = ""
+
+
+Methods = Sequence[tuple[str, float]]
+"""Names of methods, each with a budget."""
+CompressAll = Callable[[Any, Prompt, Prefilled, Methods], Iterable[tuple[str, float, Compressed]]]
+"""Takes a model, a prompt with its full cache and methods; yields a cache for each method."""
+
+
+def load(folder: Path | str) -> Any:
     """Load a model in float32 with PyTorch's attention."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
@@ -153,37 +178,68 @@ def _step(model: Any, cache: DynamicCache, ids: Sequence[int], start: int) -> to
     return logits
 
 
-def measure(
+def measure_prompts(
+    side: str, folder: Path, methods_for: Callable[[Prompt], Methods], compress_all: CompressAll
+) -> None:
+    """Append the missing results of one side, prompt by prompt.
+
+    Args:
+        side: exchange.KVPRESS or exchange.OURS.
+        folder: the folder that the processes share; it has the prompts.
+        methods_for: returns the methods to measure on a prompt.
+        compress_all: yields their caches. Each is used before the next one is made.
+    """
+    model_folder = exchange.run_settings(folder)["model"]
+    model, tokenizer = load(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    reference = load_file(folder / "full.safetensors")
+    results = folder / f"{side}.jsonl"
+    done = {result.key for result in exchange.read(results, exchange.Result)}
+    for prompt in exchange.read(folder / "prompts.jsonl", Prompt):
+        pending = [each for each in methods_for(prompt) if (*each, prompt.name) not in done]
+        if not pending:
+            continue
+        full = prefill(model, prompt.ids)
+        for name, budget, compressed in compress_all(model, prompt, full, pending):
+            answered, kl = _measured(
+                model, tokenizer, prompt, full, compressed, reference.get(prompt.name)
+            )
+            line = exchange.Result(
+                side=side,
+                method=name,
+                budget=budget,
+                prompt=prompt.name,
+                tokens=len(prompt.ids),
+                kept=tuple(compressed.kept),
+                answered=answered,
+                kl=kl,
+                cache_bytes=compressed.nbytes,
+                full_bytes=cache_bytes(full.layers),
+                note=compressed.note,
+            )
+            exchange.append(results, line)
+        print(f"{side}: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
+
+
+def _measured(
     model: Any,
     tokenizer: Any,
     prompt: Prompt,
     full: Prefilled,
-    cache: DynamicCache,
+    compressed: Compressed,
     reference: torch.Tensor | None,
-) -> dict[str, Any]:
-    """Decode from a compressed cache: the answer to a needle, or the logits along a text.
+) -> tuple[bool | None, tuple[float, ...]]:
+    """Return whether a needle was answered, or the nats of a text (`exchange.Result`).
 
     Args:
-        cache: the compressed cache; decoding extends it.
+        compressed: decoding extends its cache.
         reference: the full cache's logits for a text; None for a needle.
-
-    Returns:
-        Fields of `exchange.Result`.
     """
-    fields: dict[str, Any] = {
-        "prompt": prompt.name,
-        "tokens": len(prompt.ids),
-        "answered": None,
-        "kl": (),
-        "full_bytes": cache_bytes(full.layers),
-    }
+    start, cache = len(prompt.ids), compressed.cache
     if reference is not None:
-        logits = logits_along(model, cache, full.logits, len(prompt.ids), prompt.output_ids)
-        return fields | {"kl": tuple(divergence(reference, logits)[1:].tolist())}
-    stop = stop_tokens(model)
-    out = decode(model, cache, full.logits, len(prompt.ids), ANSWER_TOKENS, stop)
-    text = tokenizer.decode(out.output_ids).lower()
-    return fields | {"answered": prompt.answer.lower() in text}
+        logits = logits_along(model, cache, full.logits, start, prompt.output_ids)
+        return None, tuple(divergence(reference, logits)[1:].tolist())
+    out = decode(model, cache, full.logits, start, ANSWER_TOKENS, stop_tokens(model))
+    return prompt.answer.lower() in tokenizer.decode(out.output_ids).lower(), ()
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ sides write JSON lines into the same folder. This file and `benchmarks.jsonl` ne
 library.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,6 +76,12 @@ class Result:
     @property
     def key(self) -> tuple[str, float, str]:
         return self.method, self.budget, self.prompt
+
+
+def run_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run, which `python -m benchmarks.peers` writes."""
+    settings: dict[str, Any] = json.loads((folder / "settings.json").read_text())
+    return settings
 
 
 def write(path: Path, records: Iterable[Prompt | Result]) -> None:

@@ -1,18 +1,18 @@
 """Our side: make the prompts and the full cache's outputs, and run our methods on them.
 
-    python -m benchmarks.peers.ours --model DIR --run DIR
+    python -m benchmarks.peers.ours RUN
 
 The methods run through `vllm_kvcompress.offline`: the engine's pipeline on plain tensors. Pages
 have one token, so that each layer keeps exactly its number of tokens.
 """
 
-import argparse
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -22,13 +22,15 @@ from benchmarks.peers import counts, exchange
 from benchmarks.peers.decoding import (
     ANSWER_TOKENS,
     TEXT_TOKENS,
+    Compressed,
+    Methods,
     Prefilled,
     as_cache,
     cache_bytes,
     decode,
     load,
     logits_along,
-    measure,
+    measure_prompts,
     prefill,
     stop_tokens,
 )
@@ -83,23 +85,24 @@ def rotated_queries(model: Any, full: Prefilled) -> torch.Tensor:
     return torch.stack(out)
 
 
-def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
+def make_prompts(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write needle prompts that the full cache answers, text prompts, and the texts' logits.
 
     Raises:
         RuntimeError: the full cache answers none of the attempts for a needle.
     """
+    model, tokenizer = load(settings["model"]), AutoTokenizer.from_pretrained(settings["model"])
     ends, prompts, logits = stop_tokens(model), [], {}
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    for index, tokens in enumerate(lengths(args.needles)):
+    for index, tokens in enumerate(lengths(settings["needles"])):
         attempts = build_items(
             [TASK],
             count=ATTEMPTS,
             tokens=tokens,
-            seed=args.seed + 1000 * index,
+            seed=settings["seed"] + 1000 * index,
             question="last",
             count_tokens=count,
             questions_per_text=1,
@@ -122,9 +125,9 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
             )
         )
         print(f"needle {index}: {len(ids)} tokens", flush=True)
-    for index, tokens in enumerate(lengths(args.texts)):
+    for index, tokens in enumerate(lengths(settings["texts"])):
         (text,) = text_items(
-            count=1, tokens=tokens, seed=args.seed + 1000 * index, count_tokens=count
+            count=1, tokens=tokens, seed=settings["seed"] + 1000 * index, count_tokens=count
         )
         ids = encode(tokenizer, text.messages)
         full = prefill(model, ids)
@@ -138,67 +141,45 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
             )
         )
         print(f"text {index}: {len(ids)} tokens", flush=True)
-    save_file(logits, args.run / "full.safetensors")
-    exchange.write(args.run / "prompts.jsonl", prompts)
+    save_file(logits, folder / "full.safetensors")
+    exchange.write(folder / "prompts.jsonl", prompts)
 
 
-def run(args: argparse.Namespace) -> None:
-    model, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model)
-    args.run.mkdir(parents=True, exist_ok=True)
-    if not (args.run / "prompts.jsonl").exists():
-        make_prompts(model, tokenizer, args)
-    if args.prompts_only:
-        return
-    reference = load_file(args.run / "full.safetensors")
-    results = args.run / "ours.jsonl"
-    done = {result.key for result in exchange.read(results, exchange.Result)}
-    wanted = [(exchange.FULL, args.budgets[0])]
-    wanted += [(name, budget) for name in METHODS for budget in args.budgets]
-    for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
-        pending = [(n, b) for n, b in wanted if (n, b, prompt.name) not in done]
-        if not pending:
-            continue
-        full = prefill(model, prompt.ids)
-        with torch.inference_mode():
-            full_cache: dict[str, Any] = {
-                "queries": rotated_queries(model, full),
-                "keys": torch.stack([k for k, _ in full.layers]),
-                "values": torch.stack([v for _, v in full.layers]),
-            }
-        for name, budget in pending:
-            layers: Any = full.layers
-            if name != exchange.FULL:
-                kept = counts.kept_tokens(len(prompt.ids), budget)
-                compressed = compress(**full_cache, policy=METHODS[name], budget=kept)
-                layers = list(zip(compressed.keys, compressed.values, strict=True))
-                total = sum(compressed.budgets)
-                assert total == kept * len(layers), (
-                    f"{name} kept {total} tokens, expected {kept} per layer"
-                )
-            reference_logits = reference.get(prompt.name)
-            line = exchange.Result(
-                side=exchange.OURS,
-                method=name,
-                budget=budget,
-                kept=tuple(float(keys.shape[1]) for keys, _ in layers),
-                cache_bytes=cache_bytes(layers),
-                **measure(model, tokenizer, prompt, full, as_cache(layers), reference_logits),
+@torch.inference_mode()
+def compress_all(
+    model: Any, prompt: exchange.Prompt, full: Prefilled, pending: Methods
+) -> Iterator[tuple[str, float, Compressed]]:
+    """Yield the compressed cache of each of our methods."""
+    full_cache: dict[str, Any] = {
+        "queries": rotated_queries(model, full),
+        "keys": torch.stack([k for k, _ in full.layers]),
+        "values": torch.stack([v for _, v in full.layers]),
+    }
+    for name, budget in pending:
+        layers: Any = full.layers
+        if name != exchange.FULL:
+            kept = counts.kept_tokens(len(prompt.ids), budget)
+            compressed = compress(**full_cache, policy=METHODS[name], budget=kept)
+            layers = list(zip(compressed.keys, compressed.values, strict=True))
+            total = sum(compressed.budgets)
+            assert total == kept * len(layers), (
+                f"{name} kept {total} tokens, expected {kept} per layer"
             )
-            exchange.append(results, line)
-        print(f"ours: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
+        kept_entries = [float(keys.shape[1]) for keys, _ in layers]
+        cache = as_cache(layers)
+        yield name, budget, Compressed(cache=cache, kept=kept_entries, nbytes=cache_bytes(layers))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True, help="folder that the processes share")
-    parser.add_argument("--budgets", nargs="+", type=float, required=True)
-    parser.add_argument("--needles", type=int, required=True)
-    parser.add_argument("--texts", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts-only", action="store_true")
-    run(parser.parse_args())
+def run(folder: Path) -> None:
+    """Make the prompts of the run in a folder, and measure all missing results."""
+    settings = exchange.run_settings(folder)
+    if not (folder / "prompts.jsonl").exists():
+        make_prompts(folder, settings)
+    budgets: list[float] = settings["budgets"]
+    methods = [(exchange.FULL, budgets[0])]
+    methods += [(name, budget) for name in METHODS for budget in budgets]
+    measure_prompts(exchange.OURS, folder, lambda _: methods, compress_all)
 
 
 if __name__ == "__main__":
-    main()
+    run(Path(sys.argv[1]))

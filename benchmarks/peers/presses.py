@@ -1,32 +1,31 @@
 """kvpress's side: run its presses on the prompts of our side. Runs in kvpress's environment.
 
-    .cache/peers/bin/python -m benchmarks.peers.presses --model DIR --run DIR
+    .cache/peers/bin/python -m benchmarks.peers.presses RUN
 
 A prompt is prefilled once. Each press then compresses the recorded keys and values with its own
 `compress`, and the model decodes from that cache with kvpress's patched attention. KVzip replays
 the prompt, so it has its own prefill.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from benchmarks.peers import counts, exchange
 from benchmarks.peers.decoding import (
+    Compressed,
+    Layers,
+    Methods,
     Prefilled,
     as_cache,
     cache_bytes,
-    load,
-    measure,
-    prefill,
+    measure_prompts,
 )
 
 # Some presses that do not run here import these packages at module level, so stub them.
@@ -76,23 +75,6 @@ MASKING = ("AdaKV over ExpectedAttention", "AdaKV over SnapKV")
 KVZIP = "KVzip"
 
 
-@dataclass(slots=True)
-class PressedCache:
-    """A cache compressed by a press.
-
-    Args:
-        cache: the cache to decode from.
-        counts: ``[L, Hkv]`` entries that attention still reads.
-        nbytes: bytes of the cache, including masked entries.
-        note: a remark for the report.
-    """
-
-    cache: DynamicCache
-    counts: torch.Tensor
-    nbytes: int
-    note: str = ""
-
-
 def attentions(model: Any) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
 
@@ -118,7 +100,7 @@ def ratio_of(name: str, press: Any, model: Any, tokens: int, kept: int) -> tuple
 
 
 @torch.inference_mode()
-def compress(name: str, model: Any, full: Prefilled, kept: int) -> PressedCache:
+def compress(name: str, model: Any, full: Prefilled, kept: int) -> Compressed:
     """Apply a press to a prefilled prompt.
 
     Raises:
@@ -138,31 +120,30 @@ def compress(name: str, model: Any, full: Prefilled, kept: int) -> PressedCache:
         k, v = press.compress(module, hidden[None], keys[None], values[None], None, with_positions)
         layers.append((k[0], v[0]))
         masked.append(module.masked_key_indices)
-    result = PressedCache(cache=as_cache(layers), counts=torch.empty(0), nbytes=cache_bytes(layers))
-    if name in MASKING:
-        result.counts = remaining(masked, full.layers)
-        result.note = "frees no memory: each step masks the dropped tokens"
-    else:
-        heads = layers[0][0].shape[0]
-        result.counts = torch.tensor([[k.shape[1]] * heads for k, _ in layers])
+    result = compressed_to(layers, masked if name in MASKING else None)
     if name == "PyramidKV":
-        flat = bool((result.counts == result.counts[0]).all())
+        flat = len(set(result.kept)) == 1
         result.note = "falls back to SnapKV: its smallest layer would be below the window" * flat
-        assert abs(float(result.counts.float().mean()) - expected) <= 1, "PyramidKV's count"
+        assert abs(fmean(result.kept) - expected) <= 1, "PyramidKV's count"
     else:
-        means = result.counts.float().mean(1)
-        assert bool((means == expected).all()), f"{name} kept {means.tolist()}, not {expected}"
+        assert set(result.kept) == {expected}, f"{name} kept {result.kept}, not {expected}"
     return result
 
 
-def remaining(masked: Sequence[Any], layers: Sequence[Any]) -> torch.Tensor:
-    """Return the unmasked entries ``[L, Hkv]`` of a press that masks."""
-    out = []
-    for indices, (keys, _) in zip(masked, layers, strict=True):
-        heads, tokens, _ = keys.shape
-        num_masked = torch.bincount(indices[1], minlength=heads)
-        out.append(tokens - num_masked)
-    return torch.stack(out)
+def compressed_to(layers: Layers, masked: Sequence[Any] | None = None) -> Compressed:
+    """Return a cache of these layers.
+
+    Args:
+        masked: per layer the indices of masked entries, of a press that masks.
+    """
+    kept = [float(keys.shape[1]) for keys, _ in layers]
+    note = ""
+    if masked is not None:
+        note = "frees no memory: each step masks the dropped tokens"
+        heads = layers[0][0].shape[0]
+        pairs = zip(kept, masked, strict=True)
+        kept = [tokens - len(indices[1]) / heads for tokens, indices in pairs]
+    return Compressed(cache=as_cache(layers), kept=kept, nbytes=cache_bytes(layers), note=note)
 
 
 class ReusedKVzip(kvpress.KVzipPress):
@@ -186,7 +167,7 @@ class ReusedKVzip(kvpress.KVzipPress):
 @torch.inference_mode()
 def kvzip_caches(
     model: Any, ids: Sequence[int], budgets: Sequence[float]
-) -> Iterator[tuple[float, PressedCache]]:
+) -> Iterator[tuple[float, Compressed]]:
     """Yield KVzip's caches of a chat prompt, one per budget; the prompt is replayed once."""
     press, cache = ReusedKVzip(compression_ratio=0.5), DynamicCache()
     with press(model):
@@ -194,70 +175,31 @@ def kvzip_caches(
     layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
     for budget in budgets:
         kept = counts.kept_tokens(len(ids), budget)
-        kept_counts = remaining(press.drop(model, kept), layers)
-        assert abs(float(kept_counts.float().mean()) - kept) < 1e-3, (
-            f"KVzip kept {kept_counts.float().mean()}"
-        )
-        note = "frees no memory: each step masks the dropped tokens"
-        yield (
-            budget,
-            PressedCache(
-                cache=as_cache(layers), counts=kept_counts, nbytes=cache_bytes(layers), note=note
-            ),
-        )
+        result = compressed_to(layers, press.drop(model, kept))
+        assert abs(fmean(result.kept) - kept) < 1e-3, f"KVzip kept {fmean(result.kept)}"
+        yield budget, result
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measure all missing results, prompt by prompt."""
-    model, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model)
-    reference = load_file(args.run / "full.safetensors")
-    results = args.run / "kvpress.jsonl"
-    done = {result.key for result in exchange.read(results, exchange.Result)}
-    for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
-        methods = methods_for(prompt, args)
-        pending = [(n, b) for n, b in methods if (n, b, prompt.name) not in done]
-        if not pending:
-            continue
-        full = prefill(model, prompt.ids)
-        for name, budget, result in caches(model, prompt, full, pending):
-            reference_logits = reference.get(prompt.name)
-            measurements = measure(model, tokenizer, prompt, full, result.cache, reference_logits)
-            line = exchange.Result(
-                side=exchange.KVPRESS,
-                method=name,
-                budget=budget,
-                kept=tuple(result.counts.float().mean(1).tolist()),
-                cache_bytes=result.nbytes,
-                note=result.note,
-                **measurements,
-            )
-            exchange.append(results, line)
-        print(f"kvpress: {prompt.name}, {len(prompt.ids)} tokens", flush=True)
-
-
-def methods_for(prompt: exchange.Prompt, args: argparse.Namespace) -> list[tuple[str, float]]:
+def methods_for(prompt: exchange.Prompt, settings: Mapping[str, Any]) -> Methods:
     """Return presses and budgets for a prompt; the full cache uses the first budget as its key.
 
     KVzip replays the prompt as a chat turn, so it runs only on the shorter needles.
     """
-    pairs = [(exchange.FULL, args.budgets[0])]
-    pairs += [(name, budget) for name in PRESSES for budget in args.budgets]
-    if prompt.kind == exchange.NEEDLE and len(prompt.ids) <= args.kvzip_tokens:
-        pairs += [(KVZIP, budget) for budget in args.budgets]
+    budgets: list[float] = settings["budgets"]
+    pairs = [(exchange.FULL, budgets[0])]
+    pairs += [(name, budget) for name in PRESSES for budget in budgets]
+    if prompt.kind == exchange.NEEDLE and len(prompt.ids) <= settings["kvzip_tokens"]:
+        pairs += [(KVZIP, budget) for budget in budgets]
     return pairs
 
 
-def caches(
-    model: Any, prompt: exchange.Prompt, full: Prefilled, pending: Sequence[tuple[str, float]]
-) -> Iterator[tuple[str, float, PressedCache]]:
+def compress_all(
+    model: Any, prompt: exchange.Prompt, full: Prefilled, pending: Methods
+) -> Iterator[tuple[str, float, Compressed]]:
     """Yield the compressed cache of each press. Use a cache before you advance the iterator."""
     for name, budget in pending:
         if name == exchange.FULL:
-            full_counts = torch.tensor([[k.shape[1]] * k.shape[0] for k, _ in full.layers])
-            result = PressedCache(
-                cache=as_cache(full.layers), counts=full_counts, nbytes=cache_bytes(full.layers)
-            )
-            yield name, budget, result
+            yield name, budget, compressed_to(full.layers)
         elif name != KVZIP:
             kept = counts.kept_tokens(len(prompt.ids), budget)
             yield name, budget, compress(name, model, full, kept)
@@ -269,16 +211,13 @@ def caches(
         module.masked_key_indices = None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True, help="folder that the processes share")
-    parser.add_argument("--budgets", nargs="+", type=float, required=True)
-    parser.add_argument(
-        "--kvzip-tokens", type=int, required=True, help="maximum prompt length for KVzip"
+def run(folder: Path) -> None:
+    """Measure all missing results of the run in a folder."""
+    settings = exchange.run_settings(folder)
+    measure_prompts(
+        exchange.KVPRESS, folder, lambda prompt: methods_for(prompt, settings), compress_all
     )
-    run(parser.parse_args())
 
 
 if __name__ == "__main__":
-    main()
+    run(Path(sys.argv[1]))
