@@ -186,6 +186,13 @@ def text_checkpoint(folder: Path, tokenizer_source: str, shape: str = "llama-gqa
     return path
 
 
+class NumberTokenizer:
+    """A tokenizer for test models, which have none: it writes token ids as numbers."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
 def tokens(count: int, seed: int) -> list[int]:
     """Return `count` seeded ids in ``[3, VOCAB)``, which excludes special tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -210,13 +210,8 @@ class PromptCompressor:
         With compression off, it is the prompt's cache.
         """
         if not settings.enabled:
-            return CompressedCache(
-                keys=self.prompt.keys,
-                values=self.prompt.values,
-                tokens=len(self.prompt.ids) * len(self.layers),
-                share_of_bytes=self._share_of_bytes([len(self.prompt.ids)] * len(self.layers)),
-                cache_format=self.prompt.cache_format,
-            )
+            all_tokens = [len(self.prompt.ids)] * len(self.layers)
+            return self._cache(self.prompt.keys, self.prompt.values, all_tokens, all_tokens)
         plan = self.plan(settings)
         if plan is None:
             return None
@@ -232,9 +227,7 @@ class PromptCompressor:
         pages = method.layer_pages(plan, observations)
         kept_positions = method.select(observations, plan, pages)
         counts = [plan.layer_tokens(layer_pages) for layer_pages in pages.tolist()]
-        # Sliding-window layers keep the tokens inside their window.
-        keys = [k if n is None else k[:, -n:] for k, n in self._with_windows(self.prompt.keys)]
-        values = [v if n is None else v[:, -n:] for v, n in self._with_windows(self.prompt.values)]
+        keys, values = self._in_windows(self.prompt.keys), self._in_windows(self.prompt.values)
         for index, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
             kept = kept_positions[index, :, :count].long()
             if method.merge:
@@ -251,28 +244,32 @@ class PromptCompressor:
         if is_packed:
             unpacked = plan.leading_tokens + plan.tail
             stored_tokens = [n * self.block_size + unpacked for n in pages.tolist()]
-        return CompressedCache(
-            keys=keys,
-            values=values,
-            tokens=sum(counts),
-            share_of_bytes=self._share_of_bytes(stored_tokens),
-            cache_format=self.prompt.cache_format,
-        )
+        return self._cache(keys, values, counts, stored_tokens)
 
     def _packed_in_cells(self, plan: PagePlan) -> CompressedCache:
         """Return the cache of a plan that packs all tokens behind the first block."""
-        keys = [k if n is None else k[:, -n:] for k, n in self._with_windows(self.prompt.keys)]
-        values = [v if n is None else v[:, -n:] for v, n in self._with_windows(self.prompt.values)]
+        keys, values = self._in_windows(self.prompt.keys), self._in_windows(self.prompt.values)
         for layer in self.layers:
             keys[layer], values[layer] = packed(
                 keys[layer], values[layer], plan.tail, plan.leading_tokens
             )
         stored_tokens = plan.blocks * self.block_size + plan.leading_tokens + plan.tail
+        num_layers = len(self.layers)
+        return self._cache(keys, values, [plan.tokens] * num_layers, [stored_tokens] * num_layers)
+
+    def _cache(
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        kept_tokens: Sequence[int],
+        stored_tokens: Sequence[int],
+    ) -> CompressedCache:
+        """Return a cache; tokens are by full-attention layer, as in `_share_of_bytes`."""
         return CompressedCache(
             keys=keys,
             values=values,
-            tokens=plan.tokens * len(self.layers),
-            share_of_bytes=self._share_of_bytes([stored_tokens] * len(self.layers)),
+            tokens=sum(kept_tokens),
+            share_of_bytes=self._share_of_bytes(stored_tokens),
             cache_format=self.prompt.cache_format,
         )
 
@@ -290,10 +287,10 @@ class PromptCompressor:
         stored = sum(count * share for count, share in zip(tokens, shares, strict=True))
         return stored / (len(self.prompt.ids) * len(self.layers))
 
-    def _with_windows(
-        self, caches: list[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, int | None]]:
-        return zip(caches, self.prompt.sliding_windows, strict=True)
+    def _in_windows(self, caches: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``[Hkv, n, D]`` per layer; sliding-window layers keep their window's tokens."""
+        pairs = zip(caches, self.prompt.sliding_windows, strict=True)
+        return [cache if window is None else cache[:, -window:] for cache, window in pairs]
 
     def _merged(
         self, index: int, kept: torch.Tensor, method: Method, plan: PagePlan

@@ -17,7 +17,7 @@ from benchmarks.evidence.compressed_cache import CompressedCache, PromptCompress
 from benchmarks.evidence.outputs import compare_outputs, divergence, full_cache_output
 from benchmarks.evidence.reference_model import ReferenceModel, encode
 from benchmarks.evidence.report import rules_table
-from checkpoints import make, tokens
+from checkpoints import NumberTokenizer, make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
@@ -29,13 +29,6 @@ from vllm_kvcompress.offline import compress
 IDS = tokens(333, seed=8)
 NEW = 8
 PLAIN_TEXT = Item(name="x", task="x", messages=(), answers=(), max_tokens=NEW)
-
-
-class NumberTokenizer:
-    """A tokenizer for test models, which have none: it writes token ids as numbers."""
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
 
 
 @pytest.fixture(scope="module", params=["llama-gqa", "qwen2"])

@@ -22,7 +22,7 @@ from benchmarks.evidence.second_turns import (
     GrowingCache,
 )
 from benchmarks.evidence.second_turns_table import report
-from checkpoints import make, tokens
+from checkpoints import NumberTokenizer, make, tokens
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,6 @@ def test_late_packing_leaves_the_last_partial_page_exact(model):
     assert not changed[:EXACT_TOKENS].any()
     assert changed[EXACT_TOKENS : cache.packed_end].all()
     assert not changed[cache.packed_end :].any()
-
-
-class NumberTokenizer:
-    """A tokenizer for test models, which have none: text is token ids in decimal."""
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
 
 
 def test_every_system_reads_one_reply_and_only_late_and_cold_keeps_its_first_token(

@@ -14,38 +14,41 @@ def shuffled_pages(tokens: int, block: int, *, seed: int, spare: int) -> tuple[t
     return torch.from_numpy(order[:count].copy()), count + spare
 
 
-def paged_keys(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Store keys ``[Hkv, S, D]`` in pages, and return (key_pages, pages).
+def paged_keys(k, block, **options):
+    """Store keys ``[Hkv, S, D]`` in pages, and return (key_pages, pages); options as `_paged`."""
+    slots, pages = _paged(k, block, of_keys=True, **options)
+    return slots.mT, pages
+
+
+def paged_values(v, block, **options):
+    """Store values ``[Hkv, S, D]`` in pages, and return (value_pages, pages); as `_paged`."""
+    return _paged(v, block, of_keys=False, **options)
+
+
+def paged_cache(k, v, block, **options):
+    """Store keys and values in the same pages, and return (key_pages, value_pages, pages)."""
+    keys, pages = paged_keys(k, block, **options)
+    return keys, paged_values(v, block, **options)[0], pages
+
+
+def _paged(x, block, *, of_keys, seed=0, spare=3, dtype=torch.float32, interleave=False):
+    """Store ``[Hkv, S, D]`` in pages, and return (slots ``[N, Hkv, block, D]``, pages).
 
     Unused slots and pages hold NaN. `interleave` stores each token's key next to its value.
+    Otherwise keys lie transposed.
     """
-    heads, tokens, dim = k.shape
+    heads, tokens, dim = x.shape
     pages, count = shuffled_pages(tokens, block, seed=seed, spare=spare)
     if interleave:  # [N, block, Hkv, 2 * D]
-        store = torch.full((count, block, heads, 2 * dim), torch.nan, dtype=dtype)
-        view = store[..., :dim].permute(0, 2, 3, 1)
+        store = torch.full((count, block, heads, 2 * dim), torch.nan, dtype=dtype).transpose(1, 2)
+        slots = store[..., :dim] if of_keys else store[..., dim:]
+    elif of_keys:
+        slots = torch.full((count, heads, dim, block), torch.nan, dtype=dtype).mT
     else:
-        view = torch.full((count, heads, dim, block), torch.nan, dtype=dtype)
+        slots = torch.full((count, heads, block, dim), torch.nan, dtype=dtype)
     for j in range(tokens):
-        view[pages[j // block], :, :, j % block] = k[:, j].to(dtype)
-    return view, pages
-
-
-def paged_values(v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Store values ``[Hkv, S, D]`` in pages, and return (value_pages, pages).
-
-    Unused slots and pages hold NaN. `interleave` stores each token's value next to its key.
-    """
-    heads, tokens, dim = v.shape
-    pages, count = shuffled_pages(tokens, block, seed=seed, spare=spare)
-    if interleave:
-        store = torch.full((count, block, heads, 2 * dim), torch.nan, dtype=dtype)
-        view = store[..., dim:].transpose(1, 2)
-    else:
-        view = torch.full((count, heads, block, dim), torch.nan, dtype=dtype)
-    for j in range(tokens):
-        view[pages[j // block], :, j % block] = v[:, j].to(dtype)
-    return view, pages
+        slots[pages[j // block], :, j % block] = x[:, j].to(dtype)
+    return slots, pages
 
 
 def paged_rows(paged, x, block, **options):

@@ -9,7 +9,7 @@ from kvcompress_kernels import builds
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
 from kvcompress_kernels.lag_scores import lag_scores_of_rows, reference
 from one_row import lag_scores
-from paging import LargestStorage, paged_keys, paged_rows, paged_values
+from paging import LargestStorage, paged_cache, paged_keys, paged_rows, paged_values
 
 pytestmark = pytest.mark.gpu
 
@@ -24,14 +24,8 @@ def random(kv_heads, tokens, dim, *, seed=0):
     return torch.from_numpy(k), torch.from_numpy(v)
 
 
-def paged(k, v, block, **kwargs):
-    """Return key pages, value pages and page ids."""
-    keys, pages = paged_keys(k, block, **kwargs)
-    return keys, paged_values(v, block, **kwargs)[0], pages
-
-
 def score(k, v, sinks, lag, block=16, **kwargs):
-    return lag_scores(*paged(k, v, block, **kwargs), k.shape[1], sinks=sinks, lag=lag)
+    return lag_scores(*paged_cache(k, v, block, **kwargs), k.shape[1], sinks=sinks, lag=lag)
 
 
 def compare(k, v, sinks, lag, block=16, **kwargs):
@@ -40,7 +34,7 @@ def compare(k, v, sinks, lag, block=16, **kwargs):
     assert got.shape == (len(k), parts, lag)
     assert got.dtype == torch.float32
     if parts:
-        want = reference.run(*paged(k, v, block, **kwargs), parts, sinks, lag)
+        want = reference.run(*paged_cache(k, v, block, **kwargs), parts, sinks, lag)
         torch.testing.assert_close(got, want, **TOLERANCE)
     return got
 

@@ -9,18 +9,12 @@ from hypothesis import strategies as st
 from cases import INTERPRETED, TOLERANCE, property_test
 from kvcompress_kernels.merge_evicted import cpu as merge_evicted_cpu
 from kvcompress_kernels.merge_evicted import merge_evicted, reference
-from paging import LargestStorage, paged_keys, paged_values
+from paging import LargestStorage, paged_cache
 
 pytestmark = pytest.mark.gpu
 
 prop = property_test(25, interpreted=3)
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.cpu)
-
-
-def paged(k, v, block, **kwargs):
-    """Store k and v in the same pages, and return (key_pages, value_pages, pages)."""
-    keys, pages = paged_keys(k, block, **kwargs)
-    return keys, paged_values(v, block, **kwargs)[0], pages
 
 
 def random(heads, tokens, count, dim=8, *, seed=0):
@@ -33,7 +27,7 @@ def random(heads, tokens, count, dim=8, *, seed=0):
 
 
 def merge(k, v, kept, block=16, values_only=False, **kwargs):
-    return merge_one(*paged(k, v, block, **kwargs), k.shape[1], kept, values_only)
+    return merge_one(*paged_cache(k, v, block, **kwargs), k.shape[1], kept, values_only)
 
 
 def merge_one(key_pages, value_pages, pages, tokens, kept, values_only=False, *, op=None):
@@ -54,7 +48,11 @@ def reference_merge(*arguments, lengths=None, threshold=None, beta=0.7):
 
 
 def compare(k, v, kept, block=16, *, dtype=torch.float32, **kwargs):
-    arguments = *paged(k.to(dtype), v.to(dtype), block, dtype=dtype, **kwargs), k.shape[1], kept
+    arguments = (
+        *paged_cache(k.to(dtype), v.to(dtype), block, dtype=dtype, **kwargs),
+        k.shape[1],
+        kept,
+    )
     keys, values = merge_one(*arguments)
     want_keys, want_values = merge_one(*arguments, op=reference_merge)
     assert keys.shape == (*kept.shape, k.shape[2])
@@ -113,7 +111,7 @@ def test_values_only_keeps_the_keys(dtype):
     assert torch.equal(keys.to(dtype), kept_keys)
     assert torch.equal(values, both[1])
     assert not torch.equal(both[0], keys)
-    want = merge_one(*paged(k, v, 16, dtype=dtype), 75, kept, True, op=reference_merge)
+    want = merge_one(*paged_cache(k, v, 16, dtype=dtype), 75, kept, True, op=reference_merge)
     assert torch.equal(keys, want[0])
     torch.testing.assert_close(values, want[1], **TOLERANCE)
 
