@@ -54,7 +54,7 @@ from benchmarks.field.data import FieldData
 from benchmarks.field.harm import chance_score
 from benchmarks.jsonl import append, lines
 from benchmarks.origin import commit, machine
-from vllm_kvcompress.compare.measures import loops, similarity
+from vllm_kvcompress.compare.measures import loops, shared_length, similarity
 from vllm_kvcompress.compare.tasks import SCORED, TASKS, Item, build_items
 from vllm_kvcompress.compare.tasks.short_answers import exact_match, final_answer, token_f1
 from vllm_kvcompress.methods.base import Reads
@@ -261,32 +261,24 @@ def measure_task(
 
 def task_items(model: ReferenceModel, args: argparse.Namespace, task: str) -> list[Item]:
     """Return the prompts of a task: more than --count if the full cache may fail some."""
+    shared = {"tokens": args.tokens, "seed": args.seed, "count_tokens": model.count_tokens}
     if task == TASK:
-        items = text_items(
-            count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=model.count_tokens
-        )
-        return [with_max_tokens(item, args.max_tokens) for item in items]
-    if task in FIELD_TASKS:
-        items = field_items(
-            FieldData(),
+        items = text_items(count=args.count, **shared)
+    elif task in FIELD_TASKS:
+        items = field_items(FieldData(), [task], count=args.count * args.attempts, **shared)
+    else:
+        items = build_items(
             [task],
-            count=args.count * args.attempts,
-            tokens=args.tokens,
-            seed=args.seed,
-            count_tokens=model.count_tokens,
+            count=args.count * (args.attempts if task in SCORED else 1),
+            question="last" if args.question in (OPEN, LATE) else args.question,
+            questions_per_text=args.per_text,
+            **shared,
         )
-        return [with_max_tokens(item, args.max_tokens) for item in items]
-    items = build_items(
-        [task],
-        count=args.count * (args.attempts if task in SCORED else 1),
-        tokens=args.tokens,
-        seed=args.seed,
-        question="last" if args.question in (OPEN, LATE) else args.question,
-        count_tokens=model.count_tokens,
-        questions_per_text=args.per_text,
-    )
-    items = [without_assistant_prefix(item) for item in items] if args.question == OPEN else items
-    return [with_max_tokens(item, args.max_tokens) for item in items]
+        if args.question == OPEN:
+            items = [without_assistant_prefix(item) for item in items]
+    if args.max_tokens is None:
+        return items
+    return [replace(item, max_tokens=args.max_tokens) for item in items]
 
 
 def needs_full_answer(item: Item) -> bool:
@@ -296,11 +288,6 @@ def needs_full_answer(item: Item) -> bool:
     So do the tasks of `field.harm`: a compressed cache may also correct what the full cache does.
     """
     return item.known and item.match not in ("f1", "number", "refusal", "mrcr")
-
-
-def with_max_tokens(item: Item, max_tokens: int | None) -> Item:
-    """Return the prompt with a maximum output length; None keeps the prompt's own."""
-    return item if max_tokens is None else replace(item, max_tokens=max_tokens)
 
 
 def without_assistant_prefix(item: Item) -> Item:
@@ -350,19 +337,10 @@ def prefill_items(
         if shared is None or shared.ids != ids[: len(shared.ids)]:
             shared = None
             if following is not None and following.group == item.group:
-                common = common_prefix_length(
-                    ids, model.encode(following.messages, following.tools)
-                )
+                common = shared_length(ids, model.encode(following.messages, following.tools))
                 if len(ids) // 2 < common < len(ids):
                     shared = model.prefill(ids[:common], with_column_sums=with_column_sums)
         yield item, model.prefill(ids, with_column_sums=with_column_sums, prefix=shared)
-
-
-def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens that both sequences start with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    differences = (index for index, pair in pairs if pair[0] != pair[1])
-    return next(differences, min(len(first), len(second)))
 
 
 def measure(

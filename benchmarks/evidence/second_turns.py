@@ -26,7 +26,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from benchmarks.field import field_items
 from benchmarks.field.data import FieldData
 from benchmarks.jsonl import append, lines
 from benchmarks.origin import commit, machine
+from vllm_kvcompress.compare.measures import shared_length
 from vllm_kvcompress.compare.tasks import ORDINARY, Item, Message, build_items
 
 CELL = 512
@@ -49,7 +49,7 @@ PAGE = 64
 EXACT_TOKENS = 16
 CHUNK = 512
 """Tokens per forward pass."""
-GRID, GRID_WITHOUT_EXACT = "k4v3, grid", "k4v3, grid, no exact tokens"
+GRID = "k4v3, grid"
 LATE_COLD, LATE_WARM, FP8 = "k4v3, late, cold", "k4v3, late, warm", "fp8"
 SYSTEMS = (GRID, LATE_COLD, LATE_WARM, FP8)
 ABOUT_TEXT, ABOUT_REPLY = "about the text", "about the reply"
@@ -108,16 +108,14 @@ class GrowingCache:
         batch: the cache, with space for tokens to come.
         computed: tokens computed so far.
         cell: tokens between two packings while the sequence grows; None if only `pack` packs.
-        exact_tokens: tokens at the start that are never packed.
-        packed_end: tokens up to which the cache is packed, apart from the exact ones.
+        packed_end: tokens up to which the cache is packed, apart from the first EXACT_TOKENS.
     """
 
     model: ReferenceModel
     batch: CacheBatch
     computed: int = 0
     cell: int | None = None
-    exact_tokens: int = EXACT_TOKENS
-    packed_end: int = 0
+    packed_end: int = EXACT_TOKENS
 
     @classmethod
     def empty(
@@ -126,7 +124,6 @@ class GrowingCache:
         max_tokens: int,
         *,
         cell: int | None = None,
-        exact_tokens: int = EXACT_TOKENS,
         cache_format: CacheFormat | None = None,
     ) -> "GrowingCache":
         """Return a cache with space for `max_tokens` tokens."""
@@ -140,13 +137,7 @@ class GrowingCache:
             sliding_windows=model.sliding_windows,
             cache_formats=[cache_format],
         )
-        return cls(
-            model=model,
-            batch=batch,
-            cell=cell,
-            exact_tokens=exact_tokens,
-            packed_end=exact_tokens,
-        )
+        return cls(model=model, batch=batch, cell=cell)
 
     def copy(self) -> "GrowingCache":
         """Return a copy that can grow on its own."""
@@ -210,9 +201,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=6, help="chats of each kind")
     parser.add_argument("--tokens", type=int, default=1500, help="maximum tokens of a first prompt")
     parser.add_argument("--output-tokens", type=int, default=96, help="of a reply to a request")
-    parser.add_argument(
-        "--systems", nargs="+", default=list(SYSTEMS), choices=[*SYSTEMS, GRID_WITHOUT_EXACT]
-    )
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, help="JSONL file to append to")
@@ -363,7 +352,7 @@ def full_cache_replies(model: ReferenceModel, chat: Chat) -> Replies:
     if chat.begin:
         messages.append({"role": "assistant", "content": chat.begin})
     second_prompt = model.encode(messages)
-    known = shared_tokens(second_prompt, first_prompt)
+    known = shared_length(second_prompt, first_prompt)
     cache = after_first_prompt.copy()
     cache.computed = known
     last_logits = model.logits(cache.add(second_prompt[known:])[-1])
@@ -405,12 +394,6 @@ def contains(model: ReferenceModel, tokens: Sequence[int], answers: Sequence[str
     return all(answer in text for answer in answers)
 
 
-def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens at their start two sequences share."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def compared(model: ReferenceModel, chat: Chat, replies: Replies, system: str) -> dict[str, Any]:
     """Return a system's figures along the full cache's second reply."""
     cache, first_logits = second_turn(model, replies, system)
@@ -444,7 +427,7 @@ def second_turn(
         logits = replies.logits[0]
     elif system == LATE_WARM:
         cache = replies.after_first_prompt.copy()
-        known = shared_tokens(prompt, [*replies.first_prompt, *replies.first_reply])
+        known = shared_length(prompt, [*replies.first_prompt, *replies.first_reply])
         cache.computed = min(cache.computed, known)
         cache.pack()
         if replied := prompt[cache.computed : known]:
@@ -455,8 +438,6 @@ def second_turn(
         options: dict[str, Any] = {"cell": CELL}
         if system == FP8:
             options = {"cache_format": CACHE_FORMATS["fp8"]}
-        elif system == GRID_WITHOUT_EXACT:
-            options["exact_tokens"] = 0
         cache = GrowingCache.empty(model, max_tokens, **options)
         return cache, model.logits(cache.add(prompt)[-1])
     cache.pack()

@@ -4,6 +4,7 @@ import random
 import re
 
 from vllm_kvcompress.compare.tasks import CountTokens, Item
+from vllm_kvcompress.compare.tasks.items import largest_fitting
 from vllm_kvcompress.serving.text import english
 
 TASK = "texts"
@@ -31,11 +32,8 @@ def passage(tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
     starts = [m.end() for m in re.finditer(r"\n\n(?=[A-Z])", text)]
     start = rng.choice([index for index in starts if index + tokens * 12 < len(text)])
     ends = [m.end() for m in re.finditer(r"\S+", text[start : start + tokens * 12])]
-    low, high = 1, len(ends)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if count_tokens(text[start : start + ends[middle - 1]]) <= tokens:
-            low = middle
-        else:
-            high = middle
-    return text[start : start + ends[low - 1]]
+
+    def fits(words: int) -> bool:
+        return words <= len(ends) and count_tokens(text[start : start + ends[words - 1]]) <= tokens
+
+    return text[start : start + ends[largest_fitting(fits, 1) - 1]]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from benchmarks.field.data import FieldData
 from benchmarks.field.ruler import first_fitting, numbered_documents
 from vllm_kvcompress.compare.tasks import CountTokens, Item, Message
+from vllm_kvcompress.compare.tasks.items import largest_fitting
 from vllm_kvcompress.errors import ConfigError
 
 _REASONS_TOKENS, _SECOND_TURN_TOKENS = 128, 48
@@ -189,10 +190,11 @@ def _documents(
 
     if (min_tokens := prompt_tokens(text(0))) > tokens:
         raise ConfigError(f"task {name!r} needs prompts of {min_tokens} tokens, got {tokens}")
-    num_others = 0
-    while num_others < len(others) and prompt_tokens(text(num_others + 1)) <= tokens:
-        num_others += 1
-    return text(num_others)
+
+    def fits(num_others: int) -> bool:
+        return num_others <= len(others) and prompt_tokens(text(num_others)) <= tokens
+
+    return text(largest_fitting(fits, 0))
 
 
 TASKS: Mapping[str, Callable[..., list[Item]]] = {

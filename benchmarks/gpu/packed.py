@@ -5,7 +5,6 @@ caches: FlashAttention over 16 bits and over fp8, and TurboQuant, with as many t
 with as many bytes. Requests and tokens are those of vllm#53060.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -178,6 +177,7 @@ class Step:
             raise ImportError("vLLM finds no driver of Triton")
         from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
         from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+        from vllm.v1.attention.backends.turboquant_attn import _build_hadamard
         from vllm.v1.attention.ops.triton_turboquant_decode import (
             triton_turboquant_decode_attention,
         )
@@ -188,7 +188,7 @@ class Step:
         size = tables.numel(), layer.block, layer.kv_heads
         pages = torch.zeros(*size, config.slot_size_aligned, dtype=torch.uint8, device=self.device)
         keys, values = (self._normal(*size, layer.dim).to(layer.dtype) for _ in range(2))
-        rotation = hadamard(layer.dim, self.device)
+        rotation = _build_hadamard(layer.dim, str(self.device))
         centroids = get_centroids(layer.dim, config.centroid_bits).to(self.device).float()
         ordered = centroids.sort().values
         bits = {
@@ -255,14 +255,6 @@ class Other(NamedTuple):
     def error(self) -> float:
         """Return the first request's largest error, as a share of its largest output."""
         return float((self.call()[0].double() - self.exact).abs().max() / self.exact.abs().max())
-
-
-def hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    """Return Sylvester's orthonormal Hadamard matrix ``[dim, dim]``, TurboQuant's rotation."""
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < dim:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(dim)
 
 
 def run(report: Report, device: torch.device) -> None:

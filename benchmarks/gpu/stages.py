@@ -8,23 +8,26 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {  # seconds, in run order
-    "packed-attention": 400,  # first, because `kvcompress plan` depends on its times
-    "correctness": 900,
-    "window-scores": 200,
-    "kernels": 400,
-    "tokens": 500,
-    "switches": 500,
-    "long": 400,
-    "gaps": 400,
-    "idle": 400,
-    "batches": 600,
-    "server": 500,
+STAGES = {  # seconds, and the function that takes the report and the device; in run order
+    # first, because `kvcompress plan` depends on its times
+    "packed-attention": (400, "packed.run"),
+    "correctness": (900, "correctness.run"),
+    "window-scores": (200, "kernels.run_window_scores"),
+    "kernels": (400, "kernels.run"),
+    "tokens": (500, "tokens.run"),
+    "switches": (500, "serving.run_switches"),
+    "long": (400, "serving.run_long"),
+    "gaps": (400, "serving.run_gaps"),
+    "idle": (400, "serving.run_idle"),
+    "batches": (600, "serving.run_batches"),
+    "server": (500, "server.run"),
 }
+LIMITS = {name: seconds for name, (seconds, _) in STAGES.items()}
 KERNEL_STAGES = ("kernels", "window-scores", "packed-attention")
 
 
@@ -79,27 +82,15 @@ def run_inside(options: RunOptions, stage: str) -> None:
     if dry and stage in KERNEL_STAGES:
         interpret()
     with clocks_checked(report):
-        functions()[stage](report, torch.device("cpu" if dry else "cuda"))
+        function(stage)(report, torch.device("cpu" if dry else "cuda"))
     report.finish()
 
 
-def functions() -> dict[str, Callable[..., None]]:
-    """Return the function of every stage, which takes the report and the device."""
-    from benchmarks.gpu import correctness, kernels, packed, server, serving, tokens
-
-    return {
-        "packed-attention": packed.run,
-        "correctness": correctness.run,
-        "window-scores": kernels.run_window_scores,
-        "kernels": kernels.run,
-        "tokens": tokens.run,
-        "switches": serving.run_switches,
-        "long": serving.run_long,
-        "gaps": serving.run_gaps,
-        "idle": serving.run_idle,
-        "batches": serving.run_batches,
-        "server": server.run,
-    }
+def function(stage: str) -> Callable[..., None]:
+    """Return the function of a stage; its module is imported only now."""
+    module, _, name = STAGES[stage][1].partition(".")
+    found: Callable[..., None] = getattr(import_module(f"benchmarks.gpu.{module}"), name)
+    return found
 
 
 def interpret() -> None:

@@ -22,6 +22,7 @@ from benchmarks.gpu.engine import TokenIds
 from benchmarks.gpu.engine_process import NEVER, EngineProcess, engine_pair
 from benchmarks.gpu.models import DRY as DRY_MODEL
 from benchmarks.gpu.report import Report
+from vllm_kvcompress.compare.measures import shared_length
 
 Output = dict[str, Any]  # a result of `Engine.generate`
 ROOT = Path(__file__).parents[2]
@@ -237,7 +238,7 @@ class Pair:
 
 def equal_tokens(a: Sequence[TokenIds], b: Sequence[TokenIds]) -> float:
     """Return the share of tokens before the first difference of each pair."""
-    same = sum(first_difference(x, y) for x, y in zip(a, b, strict=True))
+    same = sum(shared_length(x, y) for x, y in zip(a, b, strict=True))
     return same / max(sum(len(x) for x in a), 1)
 
 
@@ -245,12 +246,7 @@ def differences(expected: Sequence[Output], got: Sequence[Output]) -> str:
     """Describe each first difference and vLLM's margin there; rounding can flip small margins."""
     found = []
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        index = first_difference(a["ids"], b["ids"])
+        index = shared_length(a["ids"], b["ids"])
         if index < len(a["ids"]):
             found.append(f"prompt {number} at token {index}, margin {a['margins'][index]:.2g} nats")
     return "; ".join(found)
-
-
-def first_difference(a: TokenIds, b: TokenIds) -> int:
-    pairs = enumerate(zip(a, b, strict=True))
-    return next((i for i, (x, y) in pairs if x != y), len(a))

@@ -201,7 +201,7 @@ def test_packed_pages_hold_four_times_as_many_tokens_as_pages_of_16_bits():
 
 
 def test_every_stage_has_a_function_and_a_limit():
-    assert list(stages.functions()) == list(stages.LIMITS)
+    assert all(callable(stages.function(name)) for name in stages.LIMITS)
     assert next(iter(stages.LIMITS)) == "packed-attention"
 
 

@@ -15,7 +15,6 @@ from benchmarks.evidence.second_turns import (
     EXACT_TOKENS,
     FP8,
     GRID,
-    GRID_WITHOUT_EXACT,
     LATE_COLD,
     LATE_WARM,
     PAGE,
@@ -105,7 +104,7 @@ def test_every_system_reads_one_reply_and_only_late_and_cold_keeps_its_first_tok
     assert replies.second_prompt[:700] == replies.first_prompt
     assert len(replies.second_prompt) == 700 + len(replies.first_reply) + 40
     loss = {}
-    for system in (GRID, GRID_WITHOUT_EXACT, LATE_COLD, LATE_WARM, FP8):
+    for system in (GRID, LATE_COLD, LATE_WARM, FP8):
         found = second_turns.compared(model, chat, replies, system)
         loss[system] = found["kl"]
         assert len(found["kl"]) == len(found["agreed"]) == len(replies.second_reply)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -37,12 +38,17 @@ class Agreement:
 
 def agreement(full: Sequence[str], other: Sequence[str]) -> Agreement:
     """Return the agreement of two outputs, given as tokens or as characters."""
-    shared = 0
-    while shared < min(len(full), len(other)) and full[shared] == other[shared]:
-        shared += 1
     return Agreement(
-        exact=list(full) == list(other), shared=shared, similarity=similarity(full, other)
+        exact=list(full) == list(other),
+        shared=shared_length(full, other),
+        similarity=similarity(full, other),
     )
+
+
+def shared_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def similarity(a: Sequence[str], b: Sequence[str]) -> float:
