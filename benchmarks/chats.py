@@ -25,25 +25,25 @@ twice their share of the pool.
 """
 
 import argparse
-import json
 import random
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from openai import OpenAI
 
 from benchmarks.chats_table import ALONE, PRESSURE, WARM, report
+from benchmarks.jsonl import append
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import ORDINARY, CountTokens, build_items
 from vllm_kvcompress.demo.ask import NAME, Reply, ask
@@ -140,16 +140,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.report:
         print(report(args.report))
         return
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.unlink(missing_ok=True)
     # sys.exit unwinds the stack, which ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as stack:
-        out = stack.enter_context(args.out.open("w"))
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
-        write(out, origin(args, argv))
+        append(args.out, [origin(args, argv)])
         for part in args.parts:
-            measure(args, part, logs, out)
+            measure(args, part, logs)
     print(report([args.out]))
 
 
@@ -170,11 +169,6 @@ def origin(args: argparse.Namespace, argv: Sequence[str] | None) -> dict[str, An
         "fit": args.fit,
         "shuffle": args.shuffle,
     }
-
-
-def write(out: TextIO, line: Mapping[str, Any]) -> None:
-    out.write(json.dumps(line) + "\n")
-    out.flush()
 
 
 def dtype() -> str:
@@ -263,7 +257,7 @@ def new_chats(args: argparse.Namespace, prompts: Sequence[str]) -> list[Chat]:
     ]
 
 
-def measure(args: argparse.Namespace, part: str, logs: Path, out: TextIO) -> None:
+def measure(args: argparse.Namespace, part: str, logs: Path) -> None:
     """Measure the systems of a part and write their lines."""
     from transformers import AutoTokenizer
 
@@ -301,9 +295,10 @@ def measure(args: argparse.Namespace, part: str, logs: Path, out: TextIO) -> Non
                 for each in running:
                     random.Random(f"{args.seed}:{turn}").shuffle(each.chats)
             for line in run_turn(running, turn, args.open):
-                write(out, {"part": part, **line})
+                append(args.out, [{"part": part, **line}])
             for each in running:
-                write(out, {"part": part, "system": each.system.name, **totals(args, each, turn)})
+                line = {"part": part, "system": each.system.name, **totals(args, each, turn)}
+                append(args.out, [line])
 
 
 def totals(args: argparse.Namespace, running: RunningSystem, turns: int) -> dict[str, Any]:
