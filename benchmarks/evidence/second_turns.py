@@ -42,6 +42,7 @@ from benchmarks.jsonl import append, lines
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import shared_length
 from vllm_kvcompress.compare.tasks import ORDINARY, Item, Message, build_items
+from vllm_kvcompress.methods.page_plan import RECENT_TOKENS
 
 CELL = 512
 """Tokens between two packings on the grid."""
@@ -158,8 +159,13 @@ class GrowingCache:
         return torch.cat(hidden)
 
     def pack(self) -> None:
-        """Round all whole pages that are not packed yet as the format k4v3 does."""
-        stop = self.packed_end + max(self.computed - self.packed_end, 0) // PAGE * PAGE
+        """Round all whole pages that are not packed yet as the format k4v3 does.
+
+        Without a cell, the last tokens stay as they are.
+        """
+        recent_tokens = RECENT_TOKENS if self.cell is None else 0
+        unpacked = self.computed - self.packed_end - recent_tokens
+        stop = self.packed_end + max(unpacked, 0) // PAGE * PAGE
         part = slice(self.packed_end, stop)
         if part.start == part.stop:
             return
