@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import rank_engines
+import test_reuse as reuse
 from added_methods import installed, write_package
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
@@ -355,18 +356,25 @@ def test_an_executor_that_bypasses_the_workers_returns_no_output(on_ray):
 
 
 def test_packed_groups_on_two_ranks_match_one_rank(tmp_path):
-    """Each rank quantises its own heads.
+    """Each rank quantises its own heads, and with --kv-reuse adopts its pages of an earlier turn.
 
     Outputs are short: sums differ in their last bits between numbers of ranks, and a code that
     rounds differently changes later tokens.
     """
-    model = make("qwen3", tmp_path)
-    options = dict(
-        additional_config=settings("snapkv", 0.5, packed_dtype="k4v3"), max_model_len=2048
-    )
+    model = make(reuse.MODEL, tmp_path)
+    config = reuse.reuse_settings(allow_override="all")
+    options = dict(additional_config=config, max_model_len=2048)
+    evicting = {"kv_compress": "snapkv", "kv_budget": 0.5}
+    prompts = [tokens(length, seed=length) for length in (700, 1300)]
     with engine(model, **options) as llm:
-        expected = llm.generate(PROMPTS, 12)
+        expected = llm.generate(prompts, 12, extra_args=evicting)
         assert llm.compressor.compressed
     ranks = dict(tensor_parallel_size=2, distributed_executor_backend="mp", blocks=129)
     with workers_with(tmp_path), engine(model, **options, **ranks) as llm:
-        assert llm.generate(PROMPTS, 12) == expected
+        assert llm.generate(prompts, 12, extra_args=evicting) == expected
+        free = llm.free_blocks
+        record = reuse.conversation(llm, 7, 3, 40)
+        assert [cached > 0 for *_, cached in record] == [False, True, True]
+        reuse.assert_equal_cold(llm, record)
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free

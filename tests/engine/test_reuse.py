@@ -13,7 +13,6 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_conv
 
 from checkpoints import SHAPES, make, tokens, write_adapter
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
-from forked_workers import workers_with
 from group_replay import assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from test_soak import Request, run_requests
@@ -486,20 +485,6 @@ def test_attention_behind_adopted_pages_matches_float64(checkpoints_folder):
         base, held = tokens(1100, seed=21), packed(1099)
         seen = llm.record_attention()
         assert_adopted_replay_matches(llm, seen, base, held, 22)
-
-
-@model_runner_v1_only
-def test_ranks_adopt_the_same_pages(checkpoints_folder, tmp_path):
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "blocks": 129}
-    options = {"additional_config": reuse_settings(), "max_model_len": 2048}
-    model = make(MODEL, checkpoints_folder)
-    with workers_with(tmp_path), engine(model, **options, **ranks) as llm:
-        free = llm.free_blocks
-        record = conversation(llm, 7, 3, 40)
-        assert [cached > 0 for *_, cached in record] == [False, True, True]
-        assert_equal_cold(llm, record)
-        llm.finish_in_flight_steps()
-        assert llm.free_blocks == free
 
 
 @pytest.mark.skipif(V2, reason="LoRA kernels do not run under Triton's interpreter")
