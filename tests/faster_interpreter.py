@@ -13,9 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
+
+import direct_operators
 
 BUILTIN_WRAPPER = core.load.__code__
 """Code object of the wrapper that `core.builtin` puts around every function of the language."""
@@ -27,11 +30,14 @@ def install_caches() -> None:
     """Install the caches. The interpreter's patches of `triton.language` stay installed, too."""
     _patch_language_once()
     _cache_signatures()
+    _pass_cpu_tensors()
     _cache_block_types()
     _cache_type_conversions()
     _compare_by_identity_first()
     _skip_needless_conversions()
     _check_overflow_with_numpy()
+    _count_with_bincount()
+    direct_operators.install()
 
 
 def _patch_language_once() -> None:
@@ -73,6 +79,40 @@ def _cache_signatures() -> None:
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), **replacements})
 
 
+def _pass_cpu_tensors() -> None:
+    """Pass tensors to kernels without copies, as all of them are on the CPU, and cache types."""
+    executor, convert = interpreter.GridExecutor, interpreter._implicit_cvt
+    copy, restore = executor._init_args_hst, executor._restore_args_dev
+    pointers: dict[torch.dtype, Any] = {}
+
+    plain = {int, float, bool, type(None), torch.dtype, core.dtype, core.constexpr}
+
+    def needs_no_copy(x: Any) -> bool:
+        return x.is_cpu if isinstance(x, torch.Tensor) else type(x) in plain
+
+    def pass_arguments(self: Any, args: Any, kwargs: Any) -> Any:
+        if all(map(needs_no_copy, (*args, *kwargs.values()))):
+            return args, kwargs
+        return copy(self, args, kwargs)
+
+    def keep_arguments(self: Any, args: Any, passed: Any, kwargs: Any, passed_kwargs: Any) -> None:
+        if args is not passed:
+            restore(self, args, passed, kwargs, passed_kwargs)
+
+    def convert_argument(x: Any) -> Any:
+        if type(x) is not torch.Tensor:
+            return convert(x)
+        if x.dtype not in pointers:
+            pointers[x.dtype] = convert(x).type
+        handle = interpreter.TensorHandle(
+            np.array([x.data_ptr()], dtype=np.uint64), pointers[x.dtype]
+        )
+        return core.tensor(handle, pointers[x.dtype])
+
+    executor._init_args_hst, executor._restore_args_dev = pass_arguments, keep_arguments
+    interpreter._implicit_cvt = convert_argument
+
+
 def _cache_block_types() -> None:
     """Share one type object between all blocks of the same element type and shape."""
     known: dict[Any, core.block_type] = {}
@@ -95,6 +135,16 @@ def _cache_block_types() -> None:
 
     core.block_type.__new__ = create
     core.block_type.__init__ = begin_once
+    with_element_ty = core.block_type.with_element_ty
+
+    def with_element_once(self: Any, element_ty: core.dtype) -> Any:
+        # Keep the element type: the id of a deleted one could belong to another type.
+        known = vars(self).setdefault("_with_elements", {})
+        if id(element_ty) not in known:
+            known[id(element_ty)] = element_ty, with_element_ty(self, element_ty)
+        return known[id(element_ty)][1]
+
+    core.block_type.with_element_ty = with_element_once
 
 
 def _cache_type_conversions() -> None:
@@ -109,6 +159,8 @@ def _cache_type_conversions() -> None:
 
     interpreter._get_np_dtype = get_np_dtype
 
+    named = functools.cache(tl.str_to_ty)
+    tl.str_to_ty = named
     for cls in (core.dtype, core.pointer_type, core.block_type):
         cls.to_ir = _once(cls.to_ir)
 
@@ -203,3 +255,16 @@ def _check_overflow_with_numpy() -> None:
             raise OverflowError(f"{operation.__name__} of {kind}")
 
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def _count_with_bincount() -> None:
+    """Compute `tl.histogram` with `np.bincount`, which needs no floating-point edges of bins."""
+
+    def create_histogram(self: Any, data: Any, bins: int, mask: Any) -> Any:
+        valid = (data.data >= 0) & (data.data < bins)
+        if mask is not None:
+            valid &= mask.data
+        counts = np.bincount(data.data[valid].astype(np.int64), minlength=bins)
+        return interpreter.TensorHandle(counts.astype(np.int32), tl.int32)
+
+    interpreter.InterpreterBuilder.create_histogram = create_histogram

@@ -18,6 +18,7 @@ MORE_TESTS = (
     "large_caches",
     "merged_rows",
     "overflow",
+    "direct_operators",
 )
 TESTS = dict.fromkeys([*(SHARED.get(op, op) for op in OPS), *MORE_TESTS])
 FILES = [f"tests/kernels/test_{name}.py" for name in TESTS]
