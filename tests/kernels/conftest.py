@@ -19,6 +19,7 @@ from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,6 +51,27 @@ def ops() -> set[Callable[..., Any]]:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
+
+
+@cache
+def imported_ops(num_modules: int) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Return all ops in modules of this folder: the module, the name in it, and the op.
+
+    Args:
+        num_modules: number of imported modules, so that the search is repeated after an import.
+    """
+    public, folder = ops(), str(Path(__file__).parent)
+    here = [
+        module
+        for module in list(sys.modules.values())
+        if str(vars(module).get("__file__")).startswith(folder)
+    ]
+    return [
+        (module, name, x)
+        for module in here
+        for name, x in vars(module).items()
+        if inspect.isfunction(x) and x in public
+    ]
 
 
 class Copies:
@@ -151,13 +173,9 @@ def wrap_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], 
     """
 
     def wrap_in_all_modules(wrapper: Callable[..., Any]) -> None:
-        public, folder = ops(), str(Path(__file__).parent)
-        for module in list(sys.modules.values()):
-            if not str(vars(module).get("__file__")).startswith(folder):
-                continue
-            for name, x in list(vars(module).items()):
-                if inspect.isfunction(x) and x in public:
-                    monkeypatch.setattr(module, name, wrapper(x))
+        for module, name, op in imported_ops(len(sys.modules)):
+            if vars(module)[name] is op:
+                monkeypatch.setattr(module, name, wrapper(op))
 
     return wrap_in_all_modules
 
