@@ -17,6 +17,7 @@ PathFinder.find_spec = staticmethod(finding)
 # The module is not imported yet, so an import hook runs the patch after the module's own code.
 _ON_IMPORT = """
 import importlib.abc, importlib.util, sys
+assert {module!r} not in sys.modules, "imported before the patch"
 class Broken(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != {module!r}:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from checkpoints import text_checkpoint
-from forks import forking_environment
+from forks import forked_commands
 from processor import needs_avx512
 from vllm_kvcompress.compare import server
 from vllm_kvcompress.compare.client import Cell
@@ -35,11 +35,8 @@ def url(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     methods = ("snapkv", "random")
     cells = [Cell(method=method, budget=budget) for method in methods for budget in BUDGETS]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in forking_environment(folder).items():
-            patch.setenv(name, value)
-        with server.start(model, FLAGS, cells, folder / "log") as url:
-            yield url
+    with forked_commands(), server.start(model, FLAGS, cells, folder / "log") as url:
+        yield url
 
 
 def complete(url, chat, method, **xargs):
@@ -131,13 +128,13 @@ def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
     prompts = [english()[start : start + 3000] for start in (0, 9000)]
     lines = [json.dumps({"prompt": prompt, "max_tokens": 12}) for prompt in prompts]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in forking_environment(tmp_path).items():
-            patch.setenv(name, value)
-        with server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other:
-            flags = f"--methods snapkv --budgets 0.5 --no-baselines --against {other}"
-            compare(f"--url {url} --prompts mine.jsonl {flags}")
-            alone = full_positions(other, prompts)
+    with (
+        forked_commands(),
+        server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other,
+    ):
+        flags = f"--methods snapkv --budgets 0.5 --no-baselines --against {other}"
+        compare(f"--url {url} --prompts mine.jsonl {flags}")
+        alone = full_positions(other, prompts)
     full = full_positions(url, prompts)
     details = [complete(url, prompt, "snapkv", kv_budget=0.5)[1] for prompt in prompts]
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -17,7 +17,7 @@ import pytest
 import gloo_experts
 from checkpoints import make, tokens
 from engines import engine
-from forks import serve_forking
+from forks import serve_importing
 from server_metrics import idle, wait_for
 from site_patches import patch_on_import
 
@@ -80,7 +80,7 @@ def server(model, tmp_path_factory):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder),
     }
-    with serve_forking(model, flags, folder, EXPERTS + LOSE_PLANS, **environment) as running:
+    with serve_importing(model, flags, folder, EXPERTS + LOSE_PLANS, **environment) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ from openai import BadRequestError, OpenAI
 import no_videos
 from endpoint_requests import compression_report
 from engines import BLOCK, engine, prepare_model_runner, settings
-from forks import serve_forking
+from forks import serve_importing
 from server_metrics import idle, wait_for
 from vision_checkpoints import data_url, make, picture, without_videos
 
@@ -67,7 +67,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    with serve_forking(model, FLAGS, folder, no_videos.SITE) as running:
+    with serve_importing(model, FLAGS, folder, no_videos.SITE) as running:
         yield running
 
 
