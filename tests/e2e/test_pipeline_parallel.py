@@ -357,13 +357,14 @@ def test_unsupported_stages_are_refused(model, tmp_path, monkeypatch):
         configure(model, pipeline_parallel_size=2, distributed_executor_backend="mp")
 
 
+@pytest.mark.usefixtures("log")
 def test_stages_read_the_packed_pages_of_an_earlier_turn(tmp_path):
     """With --kv-reuse; a request with a salt of its own finds nothing and has the same output."""
     from vllm import SamplingParams
 
     config = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid")
     model, first = make("llama-d80", tmp_path), tokens(900, seed=7)
-    with workers_with(tmp_path, BUFFERS), ranks(model, 2, 1, config) as llm:
+    with ranks(model, 2, 1, config) as llm:
         free = llm.free_blocks
         (turn,) = llm.outputs([first], 40)
         prompt = first + list(turn.outputs[0].token_ids) + tokens(70, seed=8)
