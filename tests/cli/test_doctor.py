@@ -14,7 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from added_methods import installed, write_package
 from first_layers import LAYERS, first_layers
-from site_patches import WITHOUT_VLLM, patch_on_import, without_packages
+from site_patches import WITHOUT_VLLM, patch_on_import, without_packages, write_site
 from vllm_kvcompress.doctor.kept import KeptMap, show_kept
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
@@ -169,6 +169,18 @@ def test_text_has_a_line_per_layer_with_the_same_tokens(explained):
     assert all(line.rstrip()[-1] in "▁▂▃▄▅▆▇█" for line in lines)
 
 
+@pytest.fixture
+def run_with_site(run_in_process, tmp_path, monkeypatch):
+    """Return a function that runs ``kvcompress`` in this process, and `site` in its child's."""
+
+    def command(site, *arguments):
+        write_site(tmp_path, site)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return run_in_process(*arguments)
+
+    return command
+
+
 def test_methods_of_other_packages_are_checked(run_doctor_in_process, tmp_path):
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
@@ -281,9 +293,9 @@ def test_scheduler_that_plans_nothing_is_detected(run_doctor_in_process, tiny, m
     assert "blocks were not freed" in found["blocks"]["detail"]
 
 
-def test_plugin_that_vllm_does_not_load_is_detected(run):
-    done = run("doctor", "--json", environment={"VLLM_PLUGINS": "another"})
-    found = checks(done)
+def test_plugin_that_vllm_does_not_load_is_detected(run_in_process, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")  # for the child process
+    found = checks(run_in_process("doctor", "--json"))
     assert not found["plugin"]["ok"]
     assert "VLLM_PLUGINS='another' does not list it" in found["plugin"]["detail"]
 
@@ -309,8 +321,8 @@ def test_vllm_without_a_hook_is_detected(run_doctor_in_process, monkeypatch):
         ("openai_harmony", "versions", "run `pip check`, and install what it reports"),
     ],
 )
-def test_missing_package_of_vllm_is_named_once(run, package, check, fix):
-    found = checks(run("doctor", "--json", site=without_packages(package)))
+def test_missing_package_of_vllm_is_named_once(run_with_site, package, check, fix):
+    found = checks(run_with_site(without_packages(package), "doctor", "--json"))
     detail = found[check]["detail"]
     assert not found[check]["ok"]
     assert detail.count(f"needs the Python package {package}, which is not installed") == 1
@@ -318,18 +330,18 @@ def test_missing_package_of_vllm_is_named_once(run, package, check, fix):
     assert "has no" not in detail
 
 
-def test_crashed_child_process_leaves_a_report(run):
+def test_crashed_child_process_leaves_a_report(run_with_site):
     site = patch_on_import(
         "vllm_kvcompress.engine.startup.vllm_hooks",
         "module.VllmHook.check = lambda self, version: __import__('os').abort()",
     )
-    done = run("doctor", "--json", site=site)
+    done = run_with_site(site, "doctor", "--json")
     assert checks(done)["engine"] == {
         "name": "engine",
         "ok": False,
         "detail": "its process was killed by signal 6; see its log with --verbose",
     }
-    assert "The end of vLLM's log:" in done.stderr
+    assert "The end of vLLM's log:" in done.err
 
 
 def test_missing_vllm_is_reported(run):
