@@ -77,11 +77,12 @@ def cpu_outputs_in_groups(checkpoints_folder):
 def test_packed_groups_match_those_of_cpu_attention(start, cpu_outputs_in_groups, backend, layout):
     """Heads and layers may lie between the rows of a group."""
     # in Triton's interpreter, the time of a prefill grows with the square of its length
-    every = 2 if backend == "TRITON_ATTN" else 1
+    every, num_tokens = (2, 5) if backend == "TRITON_ATTN" else (1, 12)
+    expected = [output[:num_tokens] for output in cpu_outputs_in_groups[::every]]
     opened, _ = start(backend, "qwen3", layout=layout, additional_config=OPT_IN["k4v3"])
     with opened as llm:
         free = llm.free_blocks
-        assert llm.generate(PROMPTS[::every]) == cpu_outputs_in_groups[::every]
+        assert llm.generate(PROMPTS[::every], num_tokens) == expected
         assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS[::every])
         assert llm.free_blocks == free
 

@@ -96,7 +96,10 @@ def as_tokens(llm, prompt):
 
 @pytest.mark.parametrize(
     ("method", "prompt"),
-    [("cake", image_prompt()), ("snapkv", two_image_prompt())],
+    [
+        pytest.param("cake", image_prompt(), marks=model_runner_v1_only),
+        ("snapkv", two_image_prompt()),
+    ],
     ids=["cake", "snapkv, two pictures"],
 )
 @pytest.mark.parametrize("name", NAMES if V2 else FAMILIES)
@@ -161,7 +164,11 @@ def test_uncompressed_outputs_match_vllm_and_compressed_ones_match_the_first_tok
         assert other_outputs not in (plain, expected)
 
 
-@pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 96}], ids=["batch", "chunks"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, marks=model_runner_v1_only), {"max_num_batched_tokens": 96}],
+    ids=["batch", "chunks"],
+)
 def test_trap_21_outputs_depend_only_on_the_requests_own_image(more, alone):
     """The prefix cache does not mix up blocks of different images, in either order."""
     model, _, expected = alone
