@@ -126,8 +126,10 @@ def window_op(
         return tensors(window_scores_of_rows(*inputs(p, layers), **outputs._asdict()))
 
     def reference(p: Prompt, layers: range) -> Tensors:
-        arguments = *inputs(p, layers), None, outputs
-        return tensors(window_scores_cpu.run_rows(*arguments))
+        query, keys, pages, tokens, scale = inputs(p, layers)
+        read, index = pages.unique(return_inverse=True)
+        arguments = query.cpu(), keys[read].cpu(), index.cpu(), tokens, scale, None, outputs
+        return [x.to(query.device) for x in tensors(window_scores_cpu.run_rows(*arguments))]
 
     return Op(
         name=name,

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import INTERPRETED, TOLERANCE, assert_close, assert_equal, property_test
-from kvcompress_kernels.window_scores import cpu, reference
+from kvcompress_kernels.window_scores import reference
 from one_row import window_scores
-from paging import paged_keys
+from paging import amx_tiles, paged_keys, transposed_keys
 
 pytestmark = pytest.mark.gpu
 
 prop = property_test(40, interpreted=5)
 TILE = 64 if INTERPRETED else 512
-"""Columns per tile of the kernels or of the CPU code."""
+"""A multiple of the columns per tile of the kernels and of the CPU code."""
 OPTIONS = {"variance": True, "maximum": True}
 
 
@@ -97,47 +97,53 @@ def test_dtypes_and_strides(heads, kv_heads, interleave, dtype):
     compare(heads, kv_heads, 75, 9, dtype=dtype, interleave=interleave)
 
 
-@pytest.fixture
-def bfloat16_products(monkeypatch):
-    """Simulate a processor with AMX, and return oneDNN's precision setting at each product."""
-    precisions, product = [], torch.baddbmm
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_scale", [1.0, 40.0])
+@pytest.mark.parametrize("w", [5, 32])
+def test_equal_keys_get_equal_scores(w, q_scale, dtype):
+    """Their position must not matter, even at the edge of a tile, so that ties are exact.
 
-    def recording(*args, **kwargs):
-        precisions.append(torch.backends.mkldnn.matmul.fp32_precision)
-        return product(*args, **kwargs)
-
-    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(torch, "baddbmm", recording)
-    return precisions
+    The first chunk of columns has the highest logits, and the last chunk much lower ones.
+    """
+    tokens = TILE + 37 + w
+    keys = torch.randn(2, 7, 64).repeat(1, -(-tokens // 7), 1)[:, :tokens].to(dtype)
+    keys[:, :7] *= 2
+    view, pages = paged_keys(keys, 16, dtype=dtype)
+    got = window_scores(q_scale * torch.randn(w, 6, 64), view, pages, tokens, 0.125, **OPTIONS)
+    for name in ("total", "variance", "last", "maximum"):
+        columns = getattr(got, name)[:, 7 : (tokens - w) // 7 * 7].view(6, -1, 7)
+        assert torch.equal(columns, columns[:, :1].expand_as(columns)), name
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "w", "dim", "block"),
-    [(9, 3, 2 * TILE + 33, 16, 64, 128), (4, 4, TILE + 1, 1, 128, 16), (3, 1, 40, 32, 8, 1)],
-)
-def test_amx_multiplies_bfloat16(bfloat16_products, heads, kv_heads, tokens, w, dim, block):
-    """Results match within the float32 tolerance, and all other products stay float32."""
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    compare(heads, kv_heads, tokens, w, dim, block, q_scale=1.5, dtype=torch.bfloat16)
-    assert len(bfloat16_products) >= tokens // max(TILE, block)
-    assert set(bfloat16_products) == {"bf16"}
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
-    count = len(bfloat16_products)
-    compare(heads, kv_heads, tokens, w, dim, block, dtype=torch.float32)
-    assert len(bfloat16_products) == count
+@pytest.mark.parametrize("layout", [amx_tiles, transposed_keys])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_at_offsets(dtype, layout):
+    tokens, block, dim = 150, 32, 16
+    view, pages = paged_keys(torch.randn(2, tokens, dim), block, dtype=dtype)
+    offsets = layout(block, dim)
+    cache = torch.full((len(view), 2, block, 2 * dim), torch.nan, dtype=dtype)
+    place = offsets.key_tokens.long() + offsets.key_dims.long()[:, None]
+    cache.flatten(2)[..., place.flatten()] = view.flatten(2)
+    keys = cache.as_strided(view.shape, (*cache.stride()[:2], block, 1))
+    q = torch.randn(9, 6, dim)
+    got = window_scores(q, keys, pages, tokens, 0.3, **OPTIONS, offsets=offsets)
+    assert_equal(got, window_scores(q, view, pages, tokens, 0.3, **OPTIONS))
 
 
 @pytest.mark.cpu
-def test_equal_bfloat16_keys_get_equal_scores(bfloat16_products):
-    """Their position must not matter, even at the edge of a tile, so that ties are exact."""
-    w, tokens = 5, TILE + 37
-    keys = torch.randn(2, 7, 64).repeat(1, -(-tokens // 7), 1)[:, :tokens].bfloat16()
-    view, pages = paged_keys(keys, 16, dtype=torch.bfloat16)
-    got = window_scores(torch.randn(w, 6, 64).bfloat16(), view, pages, tokens, 0.125, **OPTIONS)
-    assert bfloat16_products
-    columns = got.total[:, : (tokens - w) // 7 * 7].view(6, -1, 7)
-    assert torch.equal(columns, columns[:, :1].expand_as(columns))
+def test_threads_do_not_change_scores():
+    view, pages = paged_keys(torch.randn(2, 700, 16), 16)
+    arguments = torch.randn(9, 6, 16), view, pages, 700, 0.3
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 5):
+            torch.set_num_threads(count)
+            results.append(window_scores(*arguments, **OPTIONS, pooled=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal(*results)
 
 
 @prop

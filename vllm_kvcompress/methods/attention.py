@@ -33,6 +33,7 @@ def split_window_scores(
         last=False,
         grouped=grouped,
         sinks=layers.sinks,
+        offsets=layers.offsets,
     ).maximum  # frees the other statistics before the last queries are scored
     assert earlier_maximum is not None
     maximum = pad(earlier_maximum, (0, num_output))
@@ -48,6 +49,7 @@ def split_window_scores(
         last=last,
         grouped=grouped,
         sinks=layers.sinks,
+        offsets=layers.offsets,
     )
     return scores._replace(maximum=maximum)
 

@@ -196,6 +196,7 @@ class Method:
             last=last,
             grouped=grouped,
             sinks=layers.sinks,
+            offsets=layers.offsets,
             row_log_sums=row_log_sums,
         )
         if allocator_window is None:
@@ -211,6 +212,7 @@ class Method:
             last=False,
             grouped=True,
             sinks=layers.sinks,
+            offsets=layers.offsets,
             row_log_sums=row_log_sums,
         )
         return scores._replace(entropy=allocator_scores.entropy, shift=allocator_scores.shift)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvcompress_kernels.packed_attention import Offsets
 from kvcompress_kernels.window_scores import window_scores_of_rows
 
 QUERIES_PER_SUM = 128
@@ -36,6 +37,8 @@ class PagedLayers:
         layers: index of each layer; needed if `lengths` is None.
         value_scale: factor on the cached values: one number, or ``[N]`` float32, one per layer.
         sinks: ``[N, Hq]`` float32, logits of each layer's attention sinks; None without sinks.
+        offsets: where a page stores K, if `key_pages` is not a strided view of it; only window
+            attention reads such keys.
     """
 
     key_pages: torch.Tensor
@@ -47,6 +50,7 @@ class PagedLayers:
     layers: Sequence[int] = ()
     value_scale: float | torch.Tensor = 1.0
     sinks: torch.Tensor | None = None
+    offsets: Offsets | None = None
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -110,6 +114,7 @@ def _attention(layers: PagedLayers, query: torch.Tensor) -> torch.Tensor:
             last=False,
             grouped=True,
             sinks=layers.sinks,
+            offsets=layers.offsets,
         )
         attention[..., : layers.max_tokens - count] += scores.total
         slots = (lengths - count)[:, None] + torch.arange(count, device=lengths.device)

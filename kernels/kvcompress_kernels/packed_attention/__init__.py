@@ -1,6 +1,6 @@
 """Attention over packed groups (`k4v3`) and ordinary pages, for the rows with packed tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,7 +9,7 @@ from kvcompress_kernels.contract import check_floats, check_tensor, require
 from kvcompress_kernels.packed_attention.offsets import Offsets, check_offsets
 from kvcompress_kernels.packed_attention.scratch import workspace
 
-__all__ = ["Offsets", "packed_attention", "workspace"]
+__all__ = ["LayerAttention", "Offsets", "packed_attention", "workspace"]
 
 _NAME = "packed_attention"
 _FLOATS = torch.bfloat16, torch.float16, torch.float32
@@ -73,20 +73,78 @@ def packed_attention(
     require(not triton or offsets is None, _NAME, "on a GPU offsets must be None", offsets)
     _check(tensors, offsets, query_start, slots, live, sinks)
     require(max_query_tokens > 0, _NAME, "max_query_tokens must be positive", max_query_tokens)
-    if triton:
-        from kvcompress_kernels.packed_attention.triton import run
-    else:
-        from kvcompress_kernels.packed_attention.cpu import run
-    arguments = query, output, pages, offsets, packed, packed_tokens, tables, lengths
-    run(
-        *(*arguments, query_start, slots, live),
+    attend = LayerAttention(
+        pages,
+        offsets,
+        packed,
+        packed_tokens,
+        slots,
+        live,
+        query_heads=query.shape[1],
         scale=scale,
-        max_query_tokens=max_query_tokens,
         key_scale=key_scale,
         value_scale=value_scale,
         sinks=sinks,
-        scratch=workspace,
+        workspace=workspace,
     )
+    attend(query, output, tables, lengths, query_start, max_query_tokens)
+
+
+class LayerAttention:
+    """`packed_attention` of one layer, with the arguments that its steps have in common.
+
+    Calls check no argument, because a decode step calls it once per layer. The arguments are those
+    of `packed_attention`; their addresses and strides must not change between calls.
+    """
+
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        offsets: Offsets | None,
+        packed: torch.Tensor,
+        packed_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        live: torch.Tensor,
+        *,
+        query_heads: int,
+        scale: float,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        self._cache, self._groups = (pages, offsets, packed, packed_tokens), (slots, live)
+        self._options: dict[str, Any] = {
+            "scale": scale,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "sinks": sinks,
+            "scratch": workspace,
+        }
+        self._cpu: Any = None
+        if not contract.runs_triton(pages):
+            from kvcompress_kernels.packed_attention.cpu import LayerCall
+
+            arguments = *self._cache, *self._groups, query_heads
+            self._cpu = LayerCall(*arguments, **self._options)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        query_start: torch.Tensor,
+        max_query_tokens: int,
+    ) -> None:
+        """Write the attention output of every row that has packed tokens."""
+        if self._cpu is not None:
+            self._cpu(query, output, tables, lengths, query_start, max_query_tokens)
+            return
+        from kvcompress_kernels.packed_attention.triton import run
+
+        arguments = query, output, *self._cache, tables, lengths, query_start, *self._groups
+        run(*arguments, max_query_tokens=max_query_tokens, **self._options)
 
 
 class _Tensors(NamedTuple):

@@ -15,7 +15,12 @@ import numpy as np
 import torch
 
 from kvcompress_kernels.contract import require
-from kvcompress_kernels.packed_attention.kernel_numba import FACTORS, attention_worker
+from kvcompress_kernels.packed_attention.kernel_numba import (
+    ARRAYS,
+    FACTORS,
+    NUMBERS,
+    attention_worker,
+)
 from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.packed_attention.scratch import (
     SPLITS,
@@ -32,6 +37,16 @@ _ELEMENT = {
     torch.float8_e4m3fn: np.uint8,
     torch.float8_e5m2: np.uint8,
 }
+
+# In the order in which `LayerCall` sets them for every call.
+_VARYING = [
+    (*NUMBERS, *ARRAYS).index(name)
+    for name in (
+        *("row_count", "tile", "tables_step"),
+        *("query_token_step", "query_head_step", "output_token_step", "output_head_step"),
+        *("query", "output", "tables", "lengths", "query_start"),
+    )
+]
 
 
 @functools.cache
@@ -57,7 +72,7 @@ def run_on_threads(work: Any, call: Any) -> None:
 
 
 @functools.cache
-def _float8_table(dtype: torch.dtype) -> torch.Tensor:
+def float8_table(dtype: torch.dtype) -> torch.Tensor:
     """Return the 256 numbers of a float8 dtype as float32; unused zeros for other dtypes."""
     if dtype.itemsize > 1:
         return torch.zeros(256)
@@ -87,62 +102,91 @@ def compile_for(
     attention_worker(*kinds, (0,) * (head_dim // 8))
 
 
-def run(
-    query: torch.Tensor,
-    output: torch.Tensor,
-    pages: torch.Tensor,
-    offsets: Offsets | None,
-    packed: torch.Tensor,
-    packed_tokens: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    slots: torch.Tensor,
-    live: torch.Tensor,
-    *,
-    scale: float,
-    max_query_tokens: int,
-    key_scale: float,
-    value_scale: float,
-    sinks: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> None:
-    rows = int(live)
-    (_, heads, dim), (_, kv_heads, block, _) = query.shape, pages.shape
-    group = heads // kv_heads
-    if scratch is None:
-        scratch = workspace(heads, kv_heads, dim, rows=rows, device="cpu")
-    capacity = len(scratch) // (kv_heads * (2 + SPLITS * split_lines(group) * (dim + 2)))
-    require(capacity >= rows, _NAME, f"workspace must hold the batch's {rows} rows", capacity)
-    where = row_offsets(block, pages.stride(2), dim) if offsets is None else offsets
-    if sinks is not None:
-        sinks = sinks * math.log2(math.e)
-    counter = torch.zeros(1, dtype=torch.int64)
-    numbers = (
-        rows,
-        kv_heads,
-        group,
-        block,
-        pages.itemsize,
-        query_tile(group, max_query_tokens),
-        *pages.stride()[:3],
-        *query.stride()[:2],
-        *output.stride()[:2],
-        packed.stride(0),
-        packed_tokens.stride(0),
-        tables.stride(0),
-        sinks is not None,
-        split_lines(group),
-    )
-    table = _float8_table(pages.dtype)
-    arrays = (
-        query, output, pages, pages, table, packed, packed_tokens, tables, lengths, query_start,
-        slots, table if sinks is None else sinks, *where, counter, scratch,
-    )  # fmt: skip
-    addresses = [x.data_ptr() for x in arrays]
-    addresses.append(addresses[-1] + 8 * capacity * kv_heads)  # the counters come first
-    call = np.empty(FACTORS + 2, np.int64)
-    call[:FACTORS] = (*numbers, *addresses)
-    call[FACTORS:].view(np.float32)[:3] = scale * math.log2(math.e), key_scale, value_scale
-    kinds = (_ELEMENT[x.dtype] for x in (query, output, pages))
-    run_on_threads(attention_worker(*kinds, (0,) * (dim // 8)), call)
+class LayerCall:
+    """Runs `packed_attention` of one layer; keeps the arguments of its C function between calls.
+
+    Args:
+        query_heads: query heads of the layer. The other arguments are as in `LayerAttention`.
+    """
+
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        offsets: Offsets | None,
+        packed: torch.Tensor,
+        packed_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        live: torch.Tensor,
+        query_heads: int,
+        *,
+        scale: float,
+        key_scale: float,
+        value_scale: float,
+        sinks: torch.Tensor | None,
+        scratch: torch.Tensor | None,
+    ) -> None:
+        _, kv_heads, block, width = pages.shape
+        dim, self._group, self._live = width // 2, query_heads // kv_heads, live
+        if scratch is None:
+            scratch = workspace(query_heads, kv_heads, dim, rows=int(live), device="cpu")
+        lines = split_lines(self._group)
+        self._capacity = len(scratch) // (kv_heads * (2 + SPLITS * lines * (dim + 2)))
+        where = row_offsets(block, pages.stride(2), dim) if offsets is None else offsets
+        table, counter = float8_table(pages.dtype), torch.zeros(1, dtype=torch.int64)
+        arrays = {
+            "elements": pages,
+            "content": pages,
+            "table": table,
+            "packed": packed,
+            "packed_tokens": packed_tokens,
+            "slots": slots,
+            "sinks": table if sinks is None else sinks * math.log2(math.e),
+            **where._asdict(),
+            "counter": counter,
+            "arrivals": scratch,
+        }
+        numbers = {
+            "kv_heads": kv_heads,
+            "group": self._group,
+            "block": block,
+            "itemsize": pages.itemsize,
+            "page_step": pages.stride(0),
+            "head_step": pages.stride(1),
+            "row_step": pages.stride(2),
+            "packed_step": packed.stride(0),
+            "packed_tokens_step": packed_tokens.stride(0),
+            "has_sinks": sinks is not None,
+            "max_split_lines": lines,
+            **{name: x.data_ptr() for name, x in arrays.items()},
+            # The counters come first.
+            "partials": scratch.data_ptr() + 8 * self._capacity * kv_heads,
+        }
+        self._arrays, self._counter = arrays, counter.numpy()
+        names = *NUMBERS, *ARRAYS, "factors", "factors"
+        self._call = np.array([numbers.get(name, 0) for name in names], np.int64)
+        factors = self._call[FACTORS:].view(np.float32)
+        factors[:3] = scale * math.log2(math.e), key_scale, value_scale
+        self._cache, self._eighths = _ELEMENT[pages.dtype], (0,) * (dim // 8)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        query_start: torch.Tensor,
+        max_query_tokens: int,
+    ) -> None:
+        call, rows = self._call, int(self._live)
+        rule = "workspace must hold the batch's rows"
+        require(self._capacity >= rows, _NAME, rule, (self._capacity, rows))
+        query_steps, output_steps = query.stride(), output.stride()
+        call[_VARYING] = (
+            *(rows, query_tile(self._group, max_query_tokens), tables.stride(0)),
+            *(query_steps[0], query_steps[1], output_steps[0], output_steps[1]),
+            *(query.data_ptr(), output.data_ptr(), tables.data_ptr(), lengths.data_ptr()),
+            query_start.data_ptr(),
+        )
+        self._counter[0] = 0
+        kinds = _ELEMENT[query.dtype], _ELEMENT[output.dtype], self._cache
+        run_on_threads(attention_worker(*kinds, self._eighths), call)

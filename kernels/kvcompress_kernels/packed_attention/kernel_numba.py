@@ -1,4 +1,4 @@
-"""Numba code of `packed_attention` and `dequantise_pages` on a CPU, for the format `k4v3`.
+"""Numba code of `packed_attention`, `dequantise_pages` and `window_scores` on a CPU.
 
 Attention: a task is one KV head of one row, a tile of its query tokens and a share of its tokens.
 Tokens are read in chunks of 64: first the packed groups, then the ordinary tokens. All query heads
@@ -18,6 +18,11 @@ Dequantising: a task is one KV head of one packed page. It dequantises a group i
 ``[64, D]`` that stays in the processor's cache, then copies the panel into the ordinary pages. In
 CPU_ATTN's vector layout the tokens of a key channel are adjacent, so keys are copied channel by
 channel.
+
+Window scores: a task is one KV head of one row and a few chunks of 64 columns. The first pass
+multiplies queries and keys, and replaces each line's logits in a chunk by weights relative to a
+power of 2 near their maximum. The last task of a KV head computes the lines' factors. The second
+pass reduces the weights over the window.
 
 All code is in this file, because numba's cache on disk only notices changes of the file that
 defines the outermost function. `kvcompress_kernels.packed_attention.cpu` says which threads run it.
@@ -40,7 +45,7 @@ try:
     from numba.extending import intrinsic, overload
 except ImportError as error:
     raise ImportError(
-        "packed pages on a CPU need numba, which vLLM installs: pip install numba"
+        "window scores and packed pages on a CPU need numba, which vLLM installs: pip install numba"
     ) from error
 
 _FEW_LINES = 8
@@ -188,16 +193,25 @@ def _exp2(x):
     """Return 2 ** x for x <= 0 to 1e-7, and 2 ** -126 for smaller exponents."""
     x = max(x, _LEAST_EXPONENT)
     whole = np.rint(x)
-    part = np.float32(x - whole)
+    return np.float32(_power(np.float32(x - whole)) * _power_of_two(whole))
+
+
+@_compiled
+def _power(part):
+    """Return 2 ** part for parts between -0.5 and 0.5. 2 ** 0 is exact."""
     power = _POWERS[6]
     power = np.float32(power * part + _POWERS[5])
     power = np.float32(power * part + _POWERS[4])
     power = np.float32(power * part + _POWERS[3])
     power = np.float32(power * part + _POWERS[2])
     power = np.float32(power * part + _POWERS[1])
-    power = np.float32(power * part + _ONE)
-    factor = np.int32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23))
-    return np.float32(power * factor.view(np.float32))
+    return np.float32(power * part + _ONE)
+
+
+@_compiled
+def _power_of_two(whole):
+    """Return 2 ** whole for whole numbers between -126 and 127."""
+    return np.int32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -1034,5 +1048,405 @@ def dequantise_worker(cache: Any, eighths: tuple[int, ...]) -> Any:
             carray(_pointer(n[15]), (1,), np.int64),
             eighths,
         )  # fmt: skip
+
+    return _c_function(work)
+
+
+# -- window scores --------------------------------------------------------------------------------
+# Equal columns must have equal results in every chunk, so that their ties go to the lower position.
+# So all loops over columns have 64 iterations, and chunks differ only by powers of 2, whose
+# products are exact. Attention below 2 ** -100 counts as 0, because smaller products may round.
+
+PRODUCT_LINES = 6
+"""Lines that are multiplied at once: their products with 16 keys stay in registers."""
+_TILE = 4
+"""Chunks of a task."""
+_LEAST_ATTENTION = np.float32(2.0**-100)
+
+SCORE_NUMBERS = (
+    "step", "kv_heads", "group", "window", "dim", "tokens", "block", "page_step", "head_step",
+    "kind", "has_sinks", "pooled", "grouped", "has_variance", "has_last", "has_maximum",
+    "total_step", "all_step",
+)  # fmt: skip
+SCORE_ARRAYS = (
+    "query", "elements", "table", "pages", "key_tokens", "key_dims", "sinks", "counter", "arrivals",
+    "weights", "factors", "sums", "pooling", "entropy", "shifts", "total", "variance", "recent",
+    "last", "maximum",
+)  # fmt: skip
+
+
+@intrinsic
+def _multiply_lines(typing_context, query, at, panel, keys, dim, scores, place):
+    """Write the products of `PRODUCT_LINES` lines with 16 keys to the scores.
+
+    Args:
+        query: ``[D, PRODUCT_LINES]`` from element `at` on.
+        panel: ``[D, 16]`` from element `keys` on.
+        dim: D.
+        scores: ``[lines, 64]``: the first score is element `place`.
+    """
+
+    def code(context, builder, signature, args):
+        query, panel, scores = (_elements(context, builder, signature, args, i) for i in (0, 2, 5))
+        index, float32 = ir.IntType(64), ir.FloatType()
+        vector = ir.VectorType(float32, _LANES)
+        totals = [cgutils.alloca_once(builder, vector) for _ in range(PRODUCT_LINES)]
+        for total in totals:
+            builder.store(ir.Constant(vector, None), total)
+        with cgutils.for_range(builder, args[4]) as loop:
+            row = builder.mul(loop.index, ir.Constant(index, _LANES))
+            key = _vector_at(builder, panel, builder.add(args[3], row), float32, _LANES)
+            key = builder.load(key, align=4)
+            first = builder.mul(loop.index, ir.Constant(index, PRODUCT_LINES))
+            first = builder.add(args[1], first)
+            for i, total in enumerate(totals):
+                value = builder.add(first, ir.Constant(index, i))
+                _multiply_add(builder, total, builder.load(builder.gep(query, [value])), key)
+        for i, total in enumerate(totals):
+            line = builder.add(args[6], ir.Constant(index, 64 * i))
+            to = _vector_at(builder, scores, line, float32, _LANES)
+            builder.store(builder.load(total), to, align=4)
+        return context.get_dummy_value()
+
+    offsets = types.intp, panel, types.intp, types.intp, scores, types.intp
+    return types.void(query, *offsets), code
+
+
+@_compiled
+def _read_panel(
+    elements, table, pages, first, tokens, block, page_step, head, key_tokens, key_dims, step, panel
+):
+    """Write up to 64 keys, from token `first` on, to the panel ``[4, D, 16]``.
+
+    Args:
+        head: offset of the KV head in a page.
+        step: as in `_step`, of `key_tokens`.
+    """
+    for part in range((tokens + 15) // 16):
+        start, rows = first + 16 * part, panel[part]
+        if step == 1 or step == 2:
+            at = pages[start // block] * page_step + head + key_tokens[start % block]
+            for d in range(len(key_dims)):
+                _read_run(elements, at + key_dims[d], step, table, rows[d], 0)
+            continue
+        for t in range(min(16, first + tokens - start)):
+            token = start + t
+            at = pages[token // block] * page_step + head + key_tokens[token % block]
+            for d in range(len(key_dims)):
+                rows[d, t] = _as_float(elements[np.uintp(at + key_dims[d])], table)
+
+
+@_compiled
+def _weigh_line(row, limit, past, tops, sums, line):
+    """Replace a line's 64 logits, which are exponents of 2, by weights.
+
+    A weight is 2 to the logit less the line's top, which is a whole number near the maximum.
+
+    Args:
+        limit: first column that the query does not attend to.
+        past: first column of the window.
+        tops: ``[lines]``, the line's top is written.
+        sums: ``[3, lines]``: the sum of all weights, that of the past, and the sum of the past's
+            weights times their logits less the top.
+    """
+    top = _LOWEST
+    for t in range(64):
+        top = max(top, row[t] if t < limit else _LOWEST)
+    top = np.rint(top)
+    total, before, product = np.float32(0), np.float32(0), np.float32(0)
+    for t in range(64):
+        logit = row[t]
+        whole = np.rint(logit)
+        exponent = np.float32(whole - top)
+        scale = _power_of_two(max(exponent, _LEAST_EXPONENT))
+        weight = np.float32(_power(np.float32(logit - whole)) * scale)
+        weight = np.float32(0) if exponent < _LEAST_EXPONENT else weight
+        weight = weight if t < limit else np.float32(0)
+        row[t] = weight
+        total += weight
+        weighted = np.float32(weight * max(np.float32(logit - top), _LEAST_EXPONENT))
+        before += weight if t < past else np.float32(0)
+        product += weighted if t < past else np.float32(0)
+    tops[line] = top
+    sums[0, line], sums[1, line], sums[2, line] = total, before, product
+
+
+@_compiled
+def _set_factors(
+    first, chunks, lines, past, head, group, window, has_sinks, pooled, sinks, weights, factors,
+    sums, pooling, entropy,
+):  # fmt: skip
+    """Replace the tops of a KV head's lines by factors, which turn weights into attention.
+
+    Also write the head's entropy, and with `pooled` the factors of its pooled lines.
+    """
+    top, total = np.empty(lines, np.float32), np.zeros(lines, np.float32)
+    mass, surprise = np.zeros(lines, np.float32), np.zeros(lines, np.float32)
+    top[:] = _LOWEST
+    for m in range(lines):
+        if has_sinks:
+            top[m] = max(_LOWEST, np.rint(sinks[head * group + m // window]))
+    for c in range(first, first + chunks):
+        for m in range(lines):
+            top[m] = max(top[m], factors[c, m])
+    for c in range(first, first + chunks):
+        for m in range(lines):
+            total[m] += sums[c, 0, m] * _exp2(np.float32(factors[c, m] - top[m]))
+    for m in range(lines):
+        if has_sinks:
+            total[m] += _exp2(np.float32(sinks[head * group + m // window] - top[m]))
+    for c in range(first, first + chunks):
+        for m in range(lines):
+            distance = np.float32(factors[c, m] - top[m])
+            factor = np.float32(_exp2(distance) / total[m])
+            before = np.float32(sums[c, 1, m] * factor)
+            mass[m] += before
+            surprise[m] -= np.float32(sums[c, 2, m] * factor)
+            surprise[m] -= before * max(distance, _LEAST_EXPONENT)
+            factors[c, m] = factor
+    result = np.float64(0)
+    for m in range(lines):
+        bits = np.float64(surprise[m]) + np.float64(mass[m]) * math.log2(np.float64(total[m]))
+        result += bits * math.log(2.0)
+    entropy[head] = result
+    if pooled and past > 0:
+        # Each column counts five times in the sum of a pooled line, columns next to an end less.
+        for m in range(lines):
+            lost = np.float32(0)
+            for j in range(min(past, 2)):
+                left, right = first + j // 64, first + (past - 1 - j) // 64
+                a = _attention(weights[left, m, j % 64], factors[left, m])
+                b = _attention(weights[right, m, (past - 1 - j) % 64], factors[right, m])
+                lost += np.float32(2 - j) * (a + b)
+            pooling[head, m] = mass[m] / max(np.float32(5) * mass[m] - lost, _LEAST_ATTENTION)
+
+
+@_compiled
+def _attention(weight, factor):
+    product = np.float32(weight * factor)
+    return np.float32(0) if product < _LEAST_ATTENTION else product
+
+
+@_compiled
+def _read_attention(weights, factors, first, window, rows, columns):
+    """Write the attention of a query head's lines in a chunk to `rows`; add it to `columns`."""
+    full = window // 8 * 8
+    for i in range(0, full, 8):
+        m = first + i
+        f0, f1, f2, f3 = factors[m], factors[m + 1], factors[m + 2], factors[m + 3]
+        f4, f5, f6, f7 = factors[m + 4], factors[m + 5], factors[m + 6], factors[m + 7]
+        for t in range(64):
+            a0, a1 = _attention(weights[m, t], f0), _attention(weights[m + 1, t], f1)
+            a2, a3 = _attention(weights[m + 2, t], f2), _attention(weights[m + 3, t], f3)
+            a4, a5 = _attention(weights[m + 4, t], f4), _attention(weights[m + 5, t], f5)
+            a6, a7 = _attention(weights[m + 6, t], f6), _attention(weights[m + 7, t], f7)
+            rows[i, t], rows[i + 1, t], rows[i + 2, t], rows[i + 3, t] = a0, a1, a2, a3
+            rows[i + 4, t], rows[i + 5, t], rows[i + 6, t], rows[i + 7, t] = a4, a5, a6, a7
+            columns[t] += ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))
+    for i in range(full, window):
+        factor = factors[first + i]
+        for t in range(64):
+            a = _attention(weights[first + i, t], factor)
+            rows[i, t] = a
+            columns[t] += a
+
+
+@_compiled
+def _pool(weights, factors, pooling, rows, at, start, past, first, window, padded, maximum):
+    """Raise `maximum` to the pooled attention of a query head's lines in chunk `at`.
+
+    Args:
+        rows: attention of the lines in the chunk.
+        start: first column of the chunk.
+        first: first line of the query head.
+        padded: memory for 68 columns.
+    """
+    for i in range(window):
+        m = first + i
+        for t in range(2):
+            padded[t], padded[66 + t] = np.float32(0), np.float32(0)
+            if start > 0:
+                padded[t] = _attention(weights[at - 1, m, 62 + t], factors[at - 1, m])
+            if start + 64 + t < past:
+                padded[66 + t] = _attention(weights[at + 1, m, t], factors[at + 1, m])
+        for t in range(64):
+            padded[2 + t] = rows[i, t] if start + t < past else np.float32(0)
+        factor = pooling[m]
+        for t in range(64):
+            outer = (padded[t] + padded[t + 1]) + (padded[t + 3] + padded[t + 4])
+            maximum[t] = max(maximum[t], (outer + padded[t + 2]) * factor)
+
+
+@_compiled
+def _weigh(n, query, caches, table, pages, key_tokens, key_dims, sinks, arrays):
+    """Multiply queries and keys, and weigh the logits, until no task is left."""
+    kv_heads, group, window, dim, tokens, block = n[1], n[2], n[3], n[4], n[5], n[6]
+    page_step, head_step, kind = n[7], n[8], n[9]
+    counter, arrivals, weights, factors, sums, pooling, entropy = arrays
+    chunks, lines, past = (tokens + 63) // 64, group * window, tokens - window
+    blocks = (lines + PRODUCT_LINES - 1) // PRODUCT_LINES
+    tiles = (chunks + _TILE - 1) // _TILE
+    step = _step(key_tokens)
+    panel = _aligned(4 * dim, 16)
+    panels = panel.reshape((4, dim, 16))
+    task = _fetch_add(counter, 0, 1)
+    while task < kv_heads * tiles:
+        head, tile = task // tiles, task % tiles
+        place = head * head_step
+        for c in range(_TILE * tile, min(_TILE * tile + _TILE, chunks)):
+            first, at = 64 * c, head * chunks + c
+            count = min(64, tokens - first)
+            where = pages, first, count, block, page_step, place, key_tokens, key_dims, step, panels
+            if kind == 0:
+                _read_panel(caches[0], table, *where)
+            elif kind == 1:
+                _read_panel(caches[1], table, *where)
+            elif kind == 2:
+                _read_panel(caches[2], table, *where)
+            else:
+                _read_panel(caches[3], table, *where)
+            scores = weights[at]
+            for part in range(4):
+                for b in range(blocks):
+                    _multiply_lines(
+                        query, (head * blocks + b) * dim * PRODUCT_LINES, panel, part * dim * 16,
+                        dim, scores, b * PRODUCT_LINES * 64 + 16 * part,
+                    )  # fmt: skip
+            if first + 64 <= past:
+                for m in range(lines):
+                    _weigh_line(scores[m], 64, 64, factors[at], sums[at], m)
+            else:
+                for m in range(lines):
+                    limit = past + m % window + 1 - first
+                    _weigh_line(scores[m], limit, past - first, factors[at], sums[at], m)
+        if _fetch_add(arrivals, head, 1) == tiles - 1:
+            arrivals[head] = 0
+            _set_factors(
+                head * chunks, chunks, lines, past, head, group, window, n[10] != 0, n[11] != 0,
+                sinks, weights, factors, sums, pooling, entropy,
+            )  # fmt: skip
+        task = _fetch_add(counter, 0, 1)
+
+
+@_compiled
+def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, recent, last, maximum):
+    """Reduce the attention over the window's queries until no task is left."""
+    kv_heads, group, window, tokens, pooled, grouped = n[1], n[2], n[3], n[5], n[11], n[12]
+    has_variance, has_last, has_maximum, total_step, all_step = n[13], n[14], n[15], n[16], n[17]
+    chunks, past = (tokens + 63) // 64, tokens - window
+    tiles = (chunks + _TILE - 1) // _TILE
+    share = np.float32(_ONE / np.float32(group)) if grouped else _ONE
+    zero, mean_share = np.float32(0), np.float32(_ONE / np.float32(window))
+    square_share = np.float32(_ONE / np.float32(max(window - 1, 1)))
+    rows, padded = _aligned(window, 64), np.empty(68, np.float32)
+    line_sums, columns, squares = np.empty(64, np.float32), _aligned(1, 64)[0], _aligned(1, 64)[0]
+    deviations, highest, pools = _aligned(1, 64)[0], _aligned(1, 64)[0], _aligned(1, 64)[0]
+    latest = _aligned(1, 64)[0]
+    task = _fetch_add(counter, 0, 1)
+    while task < kv_heads * tiles:
+        head, tile = task // tiles, task % tiles
+        for c in range(_TILE * tile, min(_TILE * tile + _TILE, chunks)):
+            start, at = 64 * c, head * chunks + c
+            older, count = min(max(past - start, 0), 64), min(64, tokens - start)
+            shift = np.float64(0)
+            for g in range(group):
+                if g == 0 or not grouped:
+                    for t in range(64):
+                        line_sums[t], deviations[t], latest[t] = zero, zero, zero
+                        highest[t], pools[t] = zero, zero
+                for t in range(64):
+                    columns[t], squares[t] = zero, zero
+                _read_attention(weights[at], factors[at], g * window, window, rows, columns)
+                if has_variance or has_maximum:
+                    for i in range(window):
+                        for t in range(64):
+                            a = rows[i, t]
+                            difference = np.float32(a - columns[t] * mean_share)
+                            squares[t] += difference * difference
+                            highest[t] = max(highest[t], a)
+                for t in range(64):
+                    variances = np.float32(squares[t] * square_share)
+                    squares[t] = variances
+                    deviations[t] += np.float32(variances * share)
+                    line_sums[t] += np.float32(columns[t] * share)
+                    latest[t] += np.float32(rows[window - 1, t] * share)
+                if has_variance:
+                    for t in range(older):
+                        shift += np.float64(squares[t])
+                if pooled and older:
+                    _pool(
+                        weights, factors, pooling[head], rows, at, start, past, g * window, window,
+                        padded, pools,
+                    )  # fmt: skip
+                if grouped and g < group - 1:
+                    continue
+                line = head if grouped else head * group + g
+                for t in range(older):
+                    total[np.uintp(line * total_step + start + t)] = line_sums[t]
+                for t in range(older, count):
+                    recent[np.uintp(line * window + start + t - past)] = line_sums[t]
+                if has_variance:
+                    for t in range(older):
+                        variance[np.uintp(line * total_step + start + t)] = deviations[t]
+                if has_last:
+                    for t in range(count):
+                        last[np.uintp(line * all_step + start + t)] = latest[t]
+                if has_maximum:
+                    for t in range(count):
+                        top = pools[t] if pooled and t < older else highest[t]
+                        maximum[np.uintp(line * all_step + start + t)] = top
+            shifts[at] = shift
+        task = _fetch_add(counter, 0, 1)
+
+
+@functools.cache
+def score_worker() -> Any:
+    """Return the C function that each thread runs, once for each of the two steps of a row."""
+    numbers, count = len(SCORE_NUMBERS), len(SCORE_NUMBERS) + len(SCORE_ARRAYS)
+
+    def work(call):
+        n = carray(call, (count,), np.int64)
+        p = n[numbers:]
+        kv_heads, lines, chunks = n[1], n[2] * n[3], (n[5] + 63) // 64
+        padded = (lines + PRODUCT_LINES - 1) // PRODUCT_LINES * PRODUCT_LINES
+        total = kv_heads * chunks
+        weights = carray(_pointer(p[9]), (total, padded, 64), np.float32)
+        factors = carray(_pointer(p[10]), (total, lines), np.float32)
+        pooling = carray(_pointer(p[12]), (kv_heads, lines), np.float32)
+        counter = carray(_pointer(p[7]), (1,), np.int64)
+        if n[0] == 0:
+            elements = _pointer(p[1])
+            caches = (
+                carray(elements, (1,), np.uint16),
+                carray(elements, (1,), np.int16),
+                carray(elements, (1,), np.float32),
+                carray(elements, (1,), np.uint8),
+            )
+            arrays = (
+                counter,
+                carray(_pointer(p[8]), (kv_heads,), np.int64),
+                weights,
+                factors,
+                carray(_pointer(p[11]), (total, 3, lines), np.float32),
+                pooling,
+                carray(_pointer(p[13]), (kv_heads,), np.float64),
+            )
+            _weigh(
+                n, carray(_pointer(p[0]), (1,), np.float32), caches,
+                carray(_pointer(p[2]), (256,), np.float32),
+                carray(_pointer(p[3]), (1,), np.int64), carray(_pointer(p[4]), (n[6],), np.int64),
+                carray(_pointer(p[5]), (n[4],), np.int64), carray(_pointer(p[6]), (1,), np.float32),
+                arrays,
+            )  # fmt: skip
+        else:
+            _reduce(
+                n, counter, weights, factors, pooling,
+                carray(_pointer(p[14]), (total,), np.float64),
+                carray(_pointer(p[15]), (1,), np.float32),
+                carray(_pointer(p[16]), (1,), np.float32),
+                carray(_pointer(p[17]), (1,), np.float32),
+                carray(_pointer(p[18]), (1,), np.float32),
+                carray(_pointer(p[19]), (1,), np.float32),
+            )  # fmt: skip
 
     return _c_function(work)

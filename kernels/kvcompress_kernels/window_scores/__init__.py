@@ -4,6 +4,7 @@ import torch
 
 from kvcompress_kernels import contract
 from kvcompress_kernels.contract import check_keys, check_pages, check_tensor, require
+from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.window_scores.result import Outputs, WindowScores
 
 __all__ = ["WindowScores", "window_scores_of_rows"]
@@ -26,6 +27,7 @@ def window_scores_of_rows(
     grouped: bool = False,
     sinks: torch.Tensor | None = None,
     row_log_sums: torch.Tensor | None = None,
+    offsets: Offsets | None = None,
 ) -> WindowScores:
     """Return the attention of each row's last w queries to its tokens, reduced over the queries.
 
@@ -67,12 +69,15 @@ def window_scores_of_rows(
             None. With it, a GPU reads K once instead of twice. The GPU checks each query's
             attention sum, and scores a layer again without these values if a sum differs from 1 by
             more than 5e-5. Smaller errors stay in the scores. Unused with `sinks` or `pooled`.
+        offsets: where a page stores K of a head, if `key_pages` is not a strided view of it. Then
+            only its shape, first two strides and start count. Needs a CPU.
 
     Returns:
         The reductions of all rows. A shorter row is 0 in `total` and `variance` from column
         ``lengths[r] - w`` on, and in `last` and `maximum` from column ``lengths[r]`` on.
 
     Raises:
+        ImportError: The op runs on a CPU without numba.
         ValueError: Shapes or dtypes disagree, N is 0, the window is empty or as long as the prompt,
             `variance` is set for a single query, or `pooled` is set without `maximum`.
     """
@@ -97,11 +102,13 @@ def window_scores_of_rows(
         check_tensor(_NAME, "row_log_sums", row_log_sums, (rows, heads, w), torch.float32)
     require(w > 1 or not variance, _NAME, "a variance needs a window of at least 2", w)
     require(maximum or not pooled, _NAME, "pooled needs maximum", (pooled, maximum))
-    if contract.runs_triton(query):
-        from kvcompress_kernels.window_scores.triton import run_rows
-    else:
-        from kvcompress_kernels.window_scores.cpu import run_rows
-
     outputs = Outputs(variance, maximum, pooled, last, grouped)
     arguments = query, key_pages, pages, tokens, scale, lengths, outputs, sinks
-    return run_rows(*arguments, row_log_sums)
+    if contract.runs_triton(query):
+        from kvcompress_kernels.window_scores.triton import run_rows
+
+        require(offsets is None, _NAME, "on a GPU offsets must be None", offsets)
+        return run_rows(*arguments, row_log_sums)
+    from kvcompress_kernels.window_scores import cpu
+
+    return cpu.run_rows(*arguments, offsets)

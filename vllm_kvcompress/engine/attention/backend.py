@@ -16,10 +16,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from kvcompress_kernels.dequantise_pages import dequantise_pages
-from kvcompress_kernels.packed_attention import Offsets, packed_attention
+from kvcompress_kernels.packed_attention import LayerAttention, Offsets
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
-from vllm_kvcompress.engine.pages.pool import LayerGroups, LayerTables, PagePool
+from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies
 from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import PLAIN_CACHES
@@ -54,6 +54,8 @@ class GroupedBatch(NamedTuple):
     """``[R + 1]`` int32: offset of each row's first query."""
     max_query_tokens: int
     """Upper bound on a row's queries."""
+    has_all_rows: bool = False
+    """Whether every row has groups in every layer, so that vLLM's attention is not needed."""
 
 
 class CompressedBatch(NamedTuple):
@@ -179,10 +181,8 @@ class CompressedImpl(ABC):
 
     _compressor: PromptCompressor | None = None
     _layer: int
-    _groups: LayerGroups | None
     _offsets: Offsets | None
-    _scale: float
-    _sinks: torch.Tensor | None
+    _attend: LayerAttention | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -215,9 +215,21 @@ class CompressedImpl(ABC):
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
         """Connect the layer to its worker's compressor; an unbound layer runs as vLLM's."""
         self._compressor, self._layer = compressor, layer
-        scales = compressor.packer.scales
-        self._groups, self._offsets = compressor.pool.groups(layer), compressor.layout.offsets
-        self._scale, self._sinks = scales.logits[layer], scales.sinks_of(layer)
+        pool, scales = compressor.pool, compressor.packer.scales
+        self._offsets, groups = compressor.layout.offsets, pool.groups(layer)
+        if groups is not None:
+            self._attend = LayerAttention(
+                pool.elements,
+                self._offsets,
+                groups.pages,
+                groups.tokens,
+                groups.slots,
+                groups.live,
+                query_heads=vars(self)["num_heads"],
+                scale=scales.logits[layer],
+                sinks=scales.sinks_of(layer),
+                workspace=pool.workspace,
+            )
 
     def forward(
         self,
@@ -244,38 +256,31 @@ class CompressedImpl(ABC):
             if batch.stores_queries:
                 assert compressor.pool.ring is not None, self._layer
                 compressor.pool.ring.store(self._layer, queries)
-        result: torch.Tensor = super().forward(  # type: ignore[misc]
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-        )
+        result = output
+        if batch.grouped is None or not batch.grouped.has_all_rows:
+            result = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
         if compressor is not None:
             if batch.grouped is not None:
-                self._attend_to_groups(compressor.pool, query, output, batch.grouped)
+                self._attend_to_groups(query, output, batch.grouped)
             if compressor.watching:
                 compressor.after_attention(self._layer, queries)
         return result
 
     def _attend_to_groups(
-        self, pool: PagePool, query: torch.Tensor, output: torch.Tensor, batch: GroupedBatch
+        self, query: torch.Tensor, output: torch.Tensor, batch: GroupedBatch
     ) -> None:
         """Replace the output of rows with packed groups, whose groups vLLM's attention skipped."""
-        layer, groups = self._layer, self._groups
-        assert groups is not None, layer
-        packed_attention(
+        layer = self._layer
+        assert self._attend is not None, layer
+        self._attend(
             query,
             output.view(query.shape),
-            pool.elements,
-            self._offsets,
-            groups.pages,
-            groups.tokens,
             batch.tables[layer],
             batch.lengths[layer],
             batch.query_start,
-            groups.slots,
-            groups.live,
-            scale=self._scale,
-            max_query_tokens=batch.max_query_tokens,
-            sinks=self._sinks,
-            workspace=pool.workspace,
+            batch.max_query_tokens,
         )
 
 

@@ -63,7 +63,8 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         starts = common.query_start_loc[: rows + 1]
         grouped = None
         if pool.have_groups(read.slots):
-            grouped = GroupedBatch(tables, lengths, starts, read.max_query_tokens)
+            has_all_rows = pool.have_only_groups(read.slots)
+            grouped = GroupedBatch(tables, lengths, starts, read.max_query_tokens, has_all_rows)
             lengths = pool.short_lengths(read.slots, starts, rows)
         # Layers with equal lengths share a work plan; with uniform budgets nearly all are equal.
         unique, plan_index = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)

@@ -122,6 +122,7 @@ class Packer:
             layers=layers,
             value_scale=1.0 if source.lengths is not None else scales.values_of_layers(layers),
             sinks=sinks,
+            offsets=readable.offsets,
         )
 
     def column_sums(

@@ -32,12 +32,16 @@ class TiledMover:
         )
 
     def open(self, pages: torch.Tensor, reads: Reads) -> ReadablePages:
-        """Return copies of the keys and values that are read, in the order of `pages`."""
-        flat = pages.flatten()
+        """Return copies of the keys and values that are read, in the order of `pages`.
+
+        Window attention reads the pages themselves.
+        """
+        flat, cache, layout = pages.flatten(), self.pool.elements, self._layout
+        values = layout.unpack_values(cache, flat if Reads.VALUES in reads else flat[:0])
+        if not reads & (Reads.COLUMN_SUMS | Reads.KEYS | Reads.VALUES):
+            return ReadablePages(layout.heads_of_keys(cache), values, pages, layout.offsets)
         with_keys = reads & (Reads.WINDOW | Reads.COLUMN_SUMS | Reads.KEYS)
-        keys = self._layout.unpack_keys(self.pool.elements, flat if with_keys else flat[:0])
-        with_values = Reads.VALUES in reads
-        values = self._layout.unpack_values(self.pool.elements, flat if with_values else flat[:0])
+        keys = layout.unpack_keys(cache, flat if with_keys else flat[:0])
         return ReadablePages(keys, values, torch.arange(len(flat)).view_as(pages))
 
     def move(self, move: Move) -> torch.Tensor | None:

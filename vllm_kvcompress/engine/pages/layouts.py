@@ -38,6 +38,8 @@ class ReadablePages(NamedTuple):
     """``[n, Hkv, bs, D]``."""
     pages: torch.Tensor
     """Indices of the requested pages in `keys` and `values`."""
+    offsets: Offsets | None = None
+    """Where a page stores K, if `keys` only has the shape and the start of each head's keys."""
 
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -214,6 +216,15 @@ class Tiled:
     def __init__(self, keys: Elements, values: Elements) -> None:
         self._keys, self._values = _Tiles(keys), _Tiles(values)
         self.offsets = _offsets(keys, values)
+
+    def heads_of_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return a view ``[N, Hkv, D, block_size]`` of K in the order of memory.
+
+        `offsets` has the true place of each element.
+        """
+        block, width = pages.shape[2:]
+        shape = *pages.shape[:2], width // 2, block
+        return pages.as_strided(shape, (*pages.stride()[:2], block, 1), pages.storage_offset())
 
     def unpack_keys(self, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy ``[n, Hkv, D, block_size]`` of the keys in the pages `ids`.

@@ -439,6 +439,12 @@ class PagePool:
         """Return whether any of the slots has packed pages that hold groups."""
         return not self._slots_with_groups.isdisjoint(slots)
 
+    def have_only_groups(self, slots: Sequence[int]) -> bool:
+        """Return whether all slots have tokens in groups, in every layer. Waits for the device."""
+        if self._group_tokens is None or not self._slots_with_groups.issuperset(slots):
+            return False
+        return bool(self._group_tokens[slots].all())
+
     def may_use_scratch(self, queries: Mapping[str, int]) -> bool:
         """Return whether a batch may have rows that read scratch pages.
 
