@@ -1062,6 +1062,7 @@ PRODUCT_LINES = 6
 _TILE = 4
 """Chunks of a task."""
 _LEAST_ATTENTION = np.float32(2.0**-100)
+_LOWEST_TOP = np.float32(-1e29)
 
 SCORE_NUMBERS = (
     "step", "kv_heads", "group", "window", "dim", "tokens", "block", "page_step", "head_step",
@@ -1136,39 +1137,65 @@ def _read_panel(
                 rows[d, t] = _as_float(elements[np.uintp(at + key_dims[d])], table)
 
 
+@intrinsic
+def _highest(typing_context, scores, at):
+    """Return the maximum of 64 scores from element `at` on. NaN is ignored."""
+
+    def code(context, builder, signature, args):
+        scores = _elements(context, builder, signature, args, 0)
+
+        def larger(a, b):
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        highest = None
+        for first in range(0, 64, _LANES):
+            at = builder.add(args[1], ir.Constant(ir.IntType(64), first))
+            part = _vector_at(builder, scores, at, ir.FloatType(), _LANES)
+            part = builder.load(part, align=4)
+            highest = part if highest is None else larger(part, highest)
+        lanes = _LANES
+        while lanes > 1:
+            lanes //= 2
+            halves = (
+                ir.Constant(ir.VectorType(ir.IntType(32), lanes), [*range(start, start + lanes)])
+                for start in (0, lanes)
+            )
+            low, high = (builder.shuffle_vector(highest, highest, half) for half in halves)
+            highest = larger(low, high)
+        return builder.extract_element(highest, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(scores, types.intp), code
+
+
 @_compiled
-def _weigh_line(row, limit, past, tops, sums, line):
-    """Replace a line's 64 logits, which are exponents of 2, by weights.
+def _weigh_lines(scores, lines, past, tops, sums):
+    """Replace the logits of all lines in a chunk, which are exponents of 2, by weights.
 
     A weight is 2 to the logit less the line's top, which is a whole number near the maximum.
 
     Args:
-        limit: first column that the query does not attend to.
+        scores: ``[lines, 64]``.
         past: first column of the window.
-        tops: ``[lines]``, the line's top is written.
-        sums: ``[3, lines]``: the sum of all weights, that of the past, and the sum of the past's
-            weights times their logits less the top.
+        tops: ``[lines]``, written.
+        sums: ``[3, lines]``, written: the sum of all weights, that of the past, and the sum of the
+            past's weights times their logits less the top.
     """
-    top = _LOWEST
-    for t in range(64):
-        top = max(top, row[t] if t < limit else _LOWEST)
-    top = np.rint(top)
-    total, before, product = np.float32(0), np.float32(0), np.float32(0)
-    for t in range(64):
-        logit = row[t]
-        whole = np.rint(logit)
-        exponent = np.float32(whole - top)
-        scale = _power_of_two(max(exponent, _LEAST_EXPONENT))
-        weight = np.float32(_power(np.float32(logit - whole)) * scale)
-        weight = np.float32(0) if exponent < _LEAST_EXPONENT else weight
-        weight = weight if t < limit else np.float32(0)
-        row[t] = weight
-        total += weight
-        weighted = np.float32(weight * max(np.float32(logit - top), _LEAST_EXPONENT))
-        before += weight if t < past else np.float32(0)
-        product += weighted if t < past else np.float32(0)
-    tops[line] = top
-    sums[0, line], sums[1, line], sums[2, line] = total, before, product
+    for m in range(lines):
+        row = scores[m]
+        top = max(np.rint(_highest(scores, 64 * m)), _LOWEST_TOP)
+        total, before, product = np.float32(0), np.float32(0), np.float32(0)
+        for t in range(64):
+            logit = row[t]
+            whole = np.rint(logit)
+            # 2 ** -127 is computed as 0.
+            scale = _power_of_two(max(np.float32(whole - top), _LEAST_EXPONENT - _ONE))
+            weight = np.float32(_power(np.float32(logit - whole)) * scale)
+            row[t] = weight
+            total += weight
+            before += weight if t < past else np.float32(0)
+            product += np.float32(weight * np.float32(logit - top)) if t < past else np.float32(0)
+        tops[m] = top
+        sums[0, m], sums[1, m], sums[2, m] = total, before, product
 
 
 @_compiled
@@ -1230,24 +1257,11 @@ def _attention(weight, factor):
 @_compiled
 def _read_attention(weights, factors, first, window, rows, columns):
     """Write the attention of a query head's lines in a chunk to `rows`; add it to `columns`."""
-    full = window // 8 * 8
-    for i in range(0, full, 8):
-        m = first + i
-        f0, f1, f2, f3 = factors[m], factors[m + 1], factors[m + 2], factors[m + 3]
-        f4, f5, f6, f7 = factors[m + 4], factors[m + 5], factors[m + 6], factors[m + 7]
+    for i in range(window):
+        factor, line, row = factors[first + i], weights[first + i], rows[i]
         for t in range(64):
-            a0, a1 = _attention(weights[m, t], f0), _attention(weights[m + 1, t], f1)
-            a2, a3 = _attention(weights[m + 2, t], f2), _attention(weights[m + 3, t], f3)
-            a4, a5 = _attention(weights[m + 4, t], f4), _attention(weights[m + 5, t], f5)
-            a6, a7 = _attention(weights[m + 6, t], f6), _attention(weights[m + 7, t], f7)
-            rows[i, t], rows[i + 1, t], rows[i + 2, t], rows[i + 3, t] = a0, a1, a2, a3
-            rows[i + 4, t], rows[i + 5, t], rows[i + 6, t], rows[i + 7, t] = a4, a5, a6, a7
-            columns[t] += ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))
-    for i in range(full, window):
-        factor = factors[first + i]
-        for t in range(64):
-            a = _attention(weights[first + i, t], factor)
-            rows[i, t] = a
+            a = _attention(line[t], factor)
+            row[t] = a
             columns[t] += a
 
 
@@ -1313,12 +1327,13 @@ def _weigh(n, query, caches, table, pages, key_tokens, key_dims, sinks, arrays):
                         dim, scores, b * PRODUCT_LINES * 64 + 16 * part,
                     )  # fmt: skip
             if first + 64 <= past:
-                for m in range(lines):
-                    _weigh_line(scores[m], 64, 64, factors[at], sums[at], m)
+                _weigh_lines(scores, lines, 64, factors[at], sums[at])
             else:
                 for m in range(lines):
-                    limit = past + m % window + 1 - first
-                    _weigh_line(scores[m], limit, past - first, factors[at], sums[at], m)
+                    # The query attends to no later column.
+                    for t in range(max(past + m % window + 1 - first, 0), 64):
+                        scores[m, t] = _LOWEST
+                _weigh_lines(scores, lines, past - first, factors[at], sums[at])
         if _fetch_add(arrivals, head, 1) == tiles - 1:
             arrivals[head] = 0
             _set_factors(
