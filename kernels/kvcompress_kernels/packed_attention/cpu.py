@@ -30,7 +30,7 @@ from kvcompress_kernels.packed_attention.scratch import (
 )
 
 _NAME = "packed_attention"
-_ELEMENT = {
+ELEMENT = {
     torch.bfloat16: np.uint16,
     torch.float16: np.int16,
     torch.float32: np.float32,
@@ -98,7 +98,7 @@ def compile_for(
         query, cache: dtypes of the queries and of the cache.
         output: dtype of the output; that of the queries if None.
     """
-    kinds = (_ELEMENT[dtype] for dtype in (query, output or query, cache))
+    kinds = (ELEMENT[dtype] for dtype in (query, output or query, cache))
     attention_worker(*kinds, (0,) * (head_dim // 8))
 
 
@@ -166,7 +166,7 @@ class LayerCall:
         self._call = np.array([numbers.get(name, 0) for name in names], np.int64)
         factors = self._call[FACTORS:].view(np.float32)
         factors[:3] = scale * math.log2(math.e), key_scale, value_scale
-        self._cache, self._eighths = _ELEMENT[pages.dtype], (0,) * (dim // 8)
+        self._cache, self._eighths = ELEMENT[pages.dtype], (0,) * (dim // 8)
 
     def __call__(
         self,
@@ -188,5 +188,5 @@ class LayerCall:
             query_start.data_ptr(),
         )
         self._counter[0] = 0
-        kinds = _ELEMENT[query.dtype], _ELEMENT[output.dtype], self._cache
+        kinds = ELEMENT[query.dtype], ELEMENT[output.dtype], self._cache
         run_on_threads(attention_worker(*kinds, self._eighths), call)

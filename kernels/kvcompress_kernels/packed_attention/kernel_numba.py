@@ -1065,8 +1065,8 @@ _LEAST_ATTENTION = np.float32(2.0**-100)
 _LOWEST_TOP = np.float32(-1e29)
 
 SCORE_NUMBERS = (
-    "step", "kv_heads", "group", "window", "dim", "tokens", "block", "page_step", "head_step",
-    "kind", "has_sinks", "pooled", "grouped", "has_variance", "has_last", "has_maximum",
+    "step", "reader", "call", "kv_heads", "group", "window", "dim", "tokens", "block", "page_step",
+    "head_step", "has_sinks", "pooled", "grouped", "has_variance", "has_last", "has_maximum",
     "total_step", "all_step",
 )  # fmt: skip
 SCORE_ARRAYS = (
@@ -1113,28 +1113,53 @@ def _multiply_lines(typing_context, query, at, panel, keys, dim, scores, place):
     return types.void(query, *offsets), code
 
 
-@_compiled
-def _read_panel(
-    elements, table, pages, first, tokens, block, page_step, head, key_tokens, key_dims, step, panel
-):
-    """Write up to 64 keys, from token `first` on, to the panel ``[4, D, 16]``.
+@functools.cache
+def key_reader(cache: Any) -> Any:
+    """Return the C function that reads 64 keys of a KV head, for an element type.
 
-    Args:
-        head: offset of the KV head in a page.
-        step: as in `_step`, of `key_tokens`.
+    Its arguments are the address of those of `score_worker`, the KV head, the chunk, and the
+    address of a panel ``[4, D, 16]`` of float32, which it writes.
     """
-    for part in range((tokens + 15) // 16):
-        start, rows = first + 16 * part, panel[part]
-        if step == 1 or step == 2:
-            at = pages[start // block] * page_step + head + key_tokens[start % block]
-            for d in range(len(key_dims)):
-                _read_run(elements, at + key_dims[d], step, table, rows[d], 0)
-            continue
-        for t in range(min(16, first + tokens - start)):
-            token = start + t
-            at = pages[token // block] * page_step + head + key_tokens[token % block]
-            for d in range(len(key_dims)):
-                rows[d, t] = _as_float(elements[np.uintp(at + key_dims[d])], table)
+    numbers, count = len(SCORE_NUMBERS), len(SCORE_NUMBERS) + len(SCORE_ARRAYS)
+
+    def work(call, head, chunk, to):
+        n = carray(call, (count,), np.int64)
+        p, dim, tokens, block = n[numbers:], n[6], n[7], n[8]
+        elements = carray(_pointer(p[1]), (1,), cache)
+        table = carray(_pointer(p[2]), (256,), np.float32)
+        pages = carray(_pointer(p[3]), (1,), np.int64)
+        key_tokens = carray(_pointer(p[4]), (block,), np.int64)
+        key_dims = carray(_pointer(p[5]), (dim,), np.int64)
+        panel, step = carray(to, (4 * dim, 16), np.float32), _step(key_tokens)
+        for first in range(0, min(64, tokens - 64 * chunk), 16):
+            row = first // 16 * dim
+            for t in range(min(16, tokens - 64 * chunk - first)):
+                token = 64 * chunk + first + t
+                at = pages[token // block] * n[9] + head * n[10] + key_tokens[token % block]
+                if step == 1 or step == 2:
+                    for d in range(dim):
+                        _read_run(elements, at + key_dims[d], step, table, panel[row + d], 0)
+                    break
+                for d in range(dim):
+                    panel[row + d, t] = _as_float(elements[np.uintp(at + key_dims[d])], table)
+
+    signature = types.void(types.voidptr, types.int64, types.int64, types.voidptr)
+    return _cached(cfunc, signature)(work)
+
+
+@intrinsic
+def _read_keys_with(typing_context, reader, call, head, chunk, panel):
+    """Call the function at the address `reader`, which is a `key_reader`."""
+
+    def code(context, builder, signature, args):
+        index, pointer = ir.IntType(64), cgutils.voidptr_t
+        function = ir.FunctionType(ir.VoidType(), [pointer, index, index, pointer]).as_pointer()
+        to = builder.bitcast(_elements(context, builder, signature, args, 4), pointer)
+        given = builder.inttoptr(args[1], pointer), args[2], args[3], to
+        builder.call(builder.inttoptr(args[0], function), given)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, panel), code
 
 
 @intrinsic
@@ -1168,14 +1193,14 @@ def _highest(typing_context, scores, at):
 
 
 @_compiled
-def _weigh_lines(scores, lines, past, tops, sums):
+def _weigh_lines(scores, lines, is_past, tops, sums):
     """Replace the logits of all lines in a chunk, which are exponents of 2, by weights.
 
     A weight is 2 to the logit less the line's top, which is a whole number near the maximum.
 
     Args:
         scores: ``[lines, 64]``.
-        past: first column of the window.
+        is_past: ``[64]``: 1 for columns before the window, and 0 for its own columns.
         tops: ``[lines]``, written.
         sums: ``[3, lines]``, written: the sum of all weights, that of the past, and the sum of the
             past's weights times their logits less the top.
@@ -1192,8 +1217,9 @@ def _weigh_lines(scores, lines, past, tops, sums):
             weight = np.float32(_power(np.float32(logit - whole)) * scale)
             row[t] = weight
             total += weight
-            before += weight if t < past else np.float32(0)
-            product += np.float32(weight * np.float32(logit - top)) if t < past else np.float32(0)
+            older = np.float32(weight * is_past[t])
+            before += older
+            product += np.float32(older * np.float32(logit - top))
         tops[m] = top
         sums[0, m], sums[1, m], sums[2, m] = total, before, product
 
@@ -1292,33 +1318,19 @@ def _pool(weights, factors, pooling, rows, at, start, past, first, window, padde
 
 
 @_compiled
-def _weigh(n, query, caches, table, pages, key_tokens, key_dims, sinks, arrays):
+def _weigh(n, query, sinks, counter, arrivals, weights, factors, sums, pooling, entropy):
     """Multiply queries and keys, and weigh the logits, until no task is left."""
-    kv_heads, group, window, dim, tokens, block = n[1], n[2], n[3], n[4], n[5], n[6]
-    page_step, head_step, kind = n[7], n[8], n[9]
-    counter, arrivals, weights, factors, sums, pooling, entropy = arrays
+    kv_heads, group, window, dim, tokens = n[3], n[4], n[5], n[6], n[7]
     chunks, lines, past = (tokens + 63) // 64, group * window, tokens - window
     blocks = (lines + PRODUCT_LINES - 1) // PRODUCT_LINES
     tiles = (chunks + _TILE - 1) // _TILE
-    step = _step(key_tokens)
-    panel = _aligned(4 * dim, 16)
-    panels = panel.reshape((4, dim, 16))
+    panel, is_past = np.empty((4 * dim, 16), np.float32), np.ones(64, np.float32)
     task = _fetch_add(counter, 0, 1)
     while task < kv_heads * tiles:
         head, tile = task // tiles, task % tiles
-        place = head * head_step
         for c in range(_TILE * tile, min(_TILE * tile + _TILE, chunks)):
             first, at = 64 * c, head * chunks + c
-            count = min(64, tokens - first)
-            where = pages, first, count, block, page_step, place, key_tokens, key_dims, step, panels
-            if kind == 0:
-                _read_panel(caches[0], table, *where)
-            elif kind == 1:
-                _read_panel(caches[1], table, *where)
-            elif kind == 2:
-                _read_panel(caches[2], table, *where)
-            else:
-                _read_panel(caches[3], table, *where)
+            _read_keys_with(n[1], n[2], head, c, panel)
             scores = weights[at]
             for part in range(4):
                 for b in range(blocks):
@@ -1326,18 +1338,18 @@ def _weigh(n, query, caches, table, pages, key_tokens, key_dims, sinks, arrays):
                         query, (head * blocks + b) * dim * PRODUCT_LINES, panel, part * dim * 16,
                         dim, scores, b * PRODUCT_LINES * 64 + 16 * part,
                     )  # fmt: skip
-            if first + 64 <= past:
-                _weigh_lines(scores, lines, 64, factors[at], sums[at])
-            else:
+            for t in range(64):
+                is_past[t] = np.float32(first + t < past)
+            if first + 64 > past:
                 for m in range(lines):
                     # The query attends to no later column.
                     for t in range(max(past + m % window + 1 - first, 0), 64):
                         scores[m, t] = _LOWEST
-                _weigh_lines(scores, lines, past - first, factors[at], sums[at])
+            _weigh_lines(scores, lines, is_past, factors[at], sums[at])
         if _fetch_add(arrivals, head, 1) == tiles - 1:
             arrivals[head] = 0
             _set_factors(
-                head * chunks, chunks, lines, past, head, group, window, n[10] != 0, n[11] != 0,
+                head * chunks, chunks, lines, past, head, group, window, n[11] != 0, n[12] != 0,
                 sinks, weights, factors, sums, pooling, entropy,
             )  # fmt: skip
         task = _fetch_add(counter, 0, 1)
@@ -1346,17 +1358,15 @@ def _weigh(n, query, caches, table, pages, key_tokens, key_dims, sinks, arrays):
 @_compiled
 def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, recent, last, maximum):
     """Reduce the attention over the window's queries until no task is left."""
-    kv_heads, group, window, tokens, pooled, grouped = n[1], n[2], n[3], n[5], n[11], n[12]
-    has_variance, has_last, has_maximum, total_step, all_step = n[13], n[14], n[15], n[16], n[17]
+    kv_heads, group, window, tokens, pooled, grouped = n[3], n[4], n[5], n[7], n[12], n[13]
+    has_variance, has_last, has_maximum, total_step, all_step = n[14], n[15], n[16], n[17], n[18]
     chunks, past = (tokens + 63) // 64, tokens - window
     tiles = (chunks + _TILE - 1) // _TILE
     share = np.float32(_ONE / np.float32(group)) if grouped else _ONE
     zero, mean_share = np.float32(0), np.float32(_ONE / np.float32(window))
     square_share = np.float32(_ONE / np.float32(max(window - 1, 1)))
-    rows, padded = _aligned(window, 64), np.empty(68, np.float32)
-    line_sums, columns, squares = np.empty(64, np.float32), _aligned(1, 64)[0], _aligned(1, 64)[0]
-    deviations, highest, pools = _aligned(1, 64)[0], _aligned(1, 64)[0], _aligned(1, 64)[0]
-    latest = _aligned(1, 64)[0]
+    rows, padded = np.empty((window, 64), np.float32), np.empty(68, np.float32)
+    columns, squares, line_sums, deviations, latest, highest, pools = np.empty((7, 64), np.float32)
     task = _fetch_add(counter, 0, 1)
     while task < kv_heads * tiles:
         head, tile = task // tiles, task % tiles
@@ -1422,7 +1432,7 @@ def score_worker() -> Any:
     def work(call):
         n = carray(call, (count,), np.int64)
         p = n[numbers:]
-        kv_heads, lines, chunks = n[1], n[2] * n[3], (n[5] + 63) // 64
+        kv_heads, lines, chunks = n[3], n[4] * n[5], (n[7] + 63) // 64
         padded = (lines + PRODUCT_LINES - 1) // PRODUCT_LINES * PRODUCT_LINES
         total = kv_heads * chunks
         weights = carray(_pointer(p[9]), (total, padded, 64), np.float32)
@@ -1430,14 +1440,10 @@ def score_worker() -> Any:
         pooling = carray(_pointer(p[12]), (kv_heads, lines), np.float32)
         counter = carray(_pointer(p[7]), (1,), np.int64)
         if n[0] == 0:
-            elements = _pointer(p[1])
-            caches = (
-                carray(elements, (1,), np.uint16),
-                carray(elements, (1,), np.int16),
-                carray(elements, (1,), np.float32),
-                carray(elements, (1,), np.uint8),
-            )
-            arrays = (
+            _weigh(
+                n,
+                carray(_pointer(p[0]), (1,), np.float32),
+                carray(_pointer(p[6]), (1,), np.float32),
                 counter,
                 carray(_pointer(p[8]), (kv_heads,), np.int64),
                 weights,
@@ -1446,13 +1452,6 @@ def score_worker() -> Any:
                 pooling,
                 carray(_pointer(p[13]), (kv_heads,), np.float64),
             )
-            _weigh(
-                n, carray(_pointer(p[0]), (1,), np.float32), caches,
-                carray(_pointer(p[2]), (256,), np.float32),
-                carray(_pointer(p[3]), (1,), np.int64), carray(_pointer(p[4]), (n[6],), np.int64),
-                carray(_pointer(p[5]), (n[4],), np.int64), carray(_pointer(p[6]), (1,), np.float32),
-                arrays,
-            )  # fmt: skip
         else:
             _reduce(
                 n, counter, weights, factors, pooling,

@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcompress_kernels.packed_attention.cpu import float8_table, run_on_threads
+from kvcompress_kernels.packed_attention.cpu import ELEMENT, float8_table, run_on_threads
 from kvcompress_kernels.packed_attention.kernel_numba import (
     PRODUCT_LINES,
     SCORE_ARRAYS,
     SCORE_NUMBERS,
+    key_reader,
     score_worker,
 )
 from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.window_scores.result import Outputs, WindowScores
 
-_KINDS = torch.bfloat16, torch.float16, torch.float32
-"""Dtypes of keys, by their number in the numba code. Float8 has the next number."""
 _COLUMNS = 64
 """Columns of a chunk."""
 
@@ -92,11 +91,11 @@ def run_rows(
             for name in SCORE_ARRAYS
         ]
     )
-    kind = _KINDS.index(key_pages.dtype) if key_pages.dtype in _KINDS else len(_KINDS)
     numbers = len(SCORE_NUMBERS)
     call = np.empty(numbers + len(SCORE_ARRAYS), np.int64)
     call[:numbers] = (
-        *(0, kv_heads, group, w, dim, tokens, block, *key_pages.stride()[:2], kind),
+        *(0, key_reader(ELEMENT[key_pages.dtype]).address, call.ctypes.data),
+        *(kv_heads, group, w, dim, tokens, block, *key_pages.stride()[:2]),
         *(sinks is not None, outputs.pooled, outputs.grouped),
         *(outputs.variance, outputs.last, outputs.maximum, tokens - w, tokens),
     )
