@@ -496,4 +496,4 @@ def test_compiles_without_a_writable_cache_folder():
 
     scope: dict[str, object] = {}
     exec("def double(x):\n    return 2 * x", scope)
-    assert kernel_numba._compiled(scope["double"])(21) == 42
+    assert kernel_numba._cached(kernel_numba.njit)(scope["double"])(21) == 42

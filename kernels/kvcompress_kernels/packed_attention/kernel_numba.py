@@ -73,7 +73,9 @@ def _cached(decorate: Callable[..., Any], *args: Any, **options: Any) -> Callabl
     return apply
 
 
-_compiled = _cached(njit, fastmath=_MATH, nogil=True, error_model="numpy")
+_compiled = _cached(
+    njit, fastmath=_MATH, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 @intrinsic
@@ -1066,8 +1068,8 @@ _LOWEST_TOP = np.float32(-1e29)
 
 SCORE_NUMBERS = (
     "step", "reader", "call", "kv_heads", "group", "window", "dim", "tokens", "block", "page_step",
-    "head_step", "has_sinks", "pooled", "grouped", "has_variance", "has_last", "has_maximum",
-    "total_step", "all_step",
+    "head_step", "pooled", "grouped", "has_variance", "has_last", "has_maximum", "total_step",
+    "all_step",
 )  # fmt: skip
 SCORE_ARRAYS = (
     "query", "elements", "table", "pages", "key_tokens", "key_dims", "sinks", "counter", "arrivals",
@@ -1226,42 +1228,39 @@ def _weigh_lines(scores, lines, is_past, tops, sums):
 
 @_compiled
 def _set_factors(
-    first, chunks, lines, past, head, group, window, has_sinks, pooled, sinks, weights, factors,
-    sums, pooling, entropy,
+    first, chunks, lines, past, head, group, window, pooled, sinks, weights, factors, sums,
+    pooling, entropy,
 ):  # fmt: skip
     """Replace the tops of a KV head's lines by factors, which turn weights into attention.
 
     Also write the head's entropy, and with `pooled` the factors of its pooled lines.
     """
-    top, total = np.empty(lines, np.float32), np.zeros(lines, np.float32)
-    mass, surprise = np.zeros(lines, np.float32), np.zeros(lines, np.float32)
-    top[:] = _LOWEST
+    top, total, mass = np.empty((3, lines), np.float32)
     for m in range(lines):
-        if has_sinks:
-            top[m] = max(_LOWEST, np.rint(sinks[head * group + m // window]))
+        top[m] = max(_LOWEST, np.rint(sinks[head * group + m // window]))
     for c in range(first, first + chunks):
         for m in range(lines):
             top[m] = max(top[m], factors[c, m])
+    for m in range(lines):
+        total[m] = _exp2(np.float32(sinks[head * group + m // window] - top[m]))
+        mass[m] = np.float32(0)
     for c in range(first, first + chunks):
         for m in range(lines):
             total[m] += sums[c, 0, m] * _exp2(np.float32(factors[c, m] - top[m]))
-    for m in range(lines):
-        if has_sinks:
-            total[m] += _exp2(np.float32(sinks[head * group + m // window] - top[m]))
+    result = np.float64(0)
     for c in range(first, first + chunks):
+        bits = np.float32(0)
         for m in range(lines):
             distance = np.float32(factors[c, m] - top[m])
             factor = np.float32(_exp2(distance) / total[m])
             before = np.float32(sums[c, 1, m] * factor)
             mass[m] += before
-            surprise[m] -= np.float32(sums[c, 2, m] * factor)
-            surprise[m] -= before * max(distance, _LEAST_EXPONENT)
+            bits += sums[c, 2, m] * factor + before * max(distance, _LEAST_EXPONENT)
             factors[c, m] = factor
-    result = np.float64(0)
+        result -= np.float64(bits)
     for m in range(lines):
-        bits = np.float64(surprise[m]) + np.float64(mass[m]) * math.log2(np.float64(total[m]))
-        result += bits * math.log(2.0)
-    entropy[head] = result
+        result += np.float64(mass[m]) * math.log2(np.float64(total[m]))
+    entropy[head] = result * math.log(2.0)
     if pooled and past > 0:
         # Each column counts five times in the sum of a pooled line, columns next to an end less.
         for m in range(lines):
@@ -1349,24 +1348,39 @@ def _weigh(n, query, sinks, counter, arrivals, weights, factors, sums, pooling, 
         if _fetch_add(arrivals, head, 1) == tiles - 1:
             arrivals[head] = 0
             _set_factors(
-                head * chunks, chunks, lines, past, head, group, window, n[11] != 0, n[12] != 0,
-                sinks, weights, factors, sums, pooling, entropy,
+                head * chunks, chunks, lines, past, head, group, window, n[11], sinks, weights,
+                factors, sums, pooling, entropy,
             )  # fmt: skip
         task = _fetch_add(counter, 0, 1)
 
 
 @_compiled
+def _store(target, place, columns, first, stop):
+    """Copy columns from `first` to `stop` to the elements from `place` on."""
+    for t in range(first, stop):
+        target[np.uintp(place + t)] = columns[t]
+
+
+@_compiled
+def _clear(columns):
+    for t in range(64):
+        columns[t] = np.float32(0)
+
+
+@_compiled
 def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, recent, last, maximum):
     """Reduce the attention over the window's queries until no task is left."""
-    kv_heads, group, window, tokens, pooled, grouped = n[3], n[4], n[5], n[7], n[12], n[13]
-    has_variance, has_last, has_maximum, total_step, all_step = n[14], n[15], n[16], n[17], n[18]
+    kv_heads, group, window, tokens, pooled, grouped = n[3], n[4], n[5], n[7], n[11], n[12]
+    has_variance, has_last, has_maximum, total_step, all_step = n[13], n[14], n[15], n[16], n[17]
     chunks, past = (tokens + 63) // 64, tokens - window
     tiles = (chunks + _TILE - 1) // _TILE
     share = np.float32(_ONE / np.float32(group)) if grouped else _ONE
-    zero, mean_share = np.float32(0), np.float32(_ONE / np.float32(window))
+    mean_share = np.float32(_ONE / np.float32(window))
     square_share = np.float32(_ONE / np.float32(max(window - 1, 1)))
     rows, padded = np.empty((window, 64), np.float32), np.empty(68, np.float32)
-    columns, squares, line_sums, deviations, latest, highest, pools = np.empty((7, 64), np.float32)
+    columns, squares = np.empty((2, 64), np.float32)
+    statistics = np.empty((5, 64), np.float32)
+    line_sums, deviations, latest, highest, pools = statistics
     task = _fetch_add(counter, 0, 1)
     while task < kv_heads * tiles:
         head, tile = task // tiles, task % tiles
@@ -1376,11 +1390,10 @@ def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, rece
             shift = np.float64(0)
             for g in range(group):
                 if g == 0 or not grouped:
-                    for t in range(64):
-                        line_sums[t], deviations[t], latest[t] = zero, zero, zero
-                        highest[t], pools[t] = zero, zero
-                for t in range(64):
-                    columns[t], squares[t] = zero, zero
+                    for row in statistics:
+                        _clear(row)
+                _clear(columns)
+                _clear(squares)
                 _read_attention(weights[at], factors[at], g * window, window, rows, columns)
                 if has_variance or has_maximum:
                     for i in range(window):
@@ -1406,20 +1419,17 @@ def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, rece
                 if grouped and g < group - 1:
                     continue
                 line = head if grouped else head * group + g
-                for t in range(older):
-                    total[np.uintp(line * total_step + start + t)] = line_sums[t]
-                for t in range(older, count):
-                    recent[np.uintp(line * window + start + t - past)] = line_sums[t]
+                place = line * total_step + start
+                _store(total, place, line_sums, 0, older)
+                _store(recent, line * window + start - past, line_sums, older, count)
                 if has_variance:
-                    for t in range(older):
-                        variance[np.uintp(line * total_step + start + t)] = deviations[t]
+                    _store(variance, place, deviations, 0, older)
+                place = line * all_step + start
                 if has_last:
-                    for t in range(count):
-                        last[np.uintp(line * all_step + start + t)] = latest[t]
+                    _store(last, place, latest, 0, count)
                 if has_maximum:
-                    for t in range(count):
-                        top = pools[t] if pooled and t < older else highest[t]
-                        maximum[np.uintp(line * all_step + start + t)] = top
+                    _store(maximum, place, highest, older if pooled else 0, count)
+                    _store(maximum, place, pools, 0, older if pooled else 0)
             shifts[at] = shift
         task = _fetch_add(counter, 0, 1)
 

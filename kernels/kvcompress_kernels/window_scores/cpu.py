@@ -58,6 +58,8 @@ def run_rows(
         )
     else:
         tokens_at, dims_at = offsets.key_tokens.long(), offsets.key_dims.long()
+    if sinks is None:
+        sinks = torch.full((count, heads), -torch.inf, dtype=torch.float32)
     counter, unused = torch.zeros(1, dtype=torch.int64), torch.empty(0)
 
     shared = {
@@ -75,7 +77,7 @@ def run_rows(
     by_row = {
         "query": _in_blocks(query, kv_heads, scale, padded),
         "pages": pages.long().contiguous(),
-        "sinks": unused if sinks is None else sinks * math.log2(math.e),
+        "sinks": sinks * math.log2(math.e),
         "entropy": entropy,
         "shifts": shifts,
         "total": total,
@@ -96,7 +98,7 @@ def run_rows(
     call[:numbers] = (
         *(0, key_reader(ELEMENT[key_pages.dtype]).address, call.ctypes.data),
         *(kv_heads, group, w, dim, tokens, block, *key_pages.stride()[:2]),
-        *(sinks is not None, outputs.pooled, outputs.grouped),
+        *(outputs.pooled, outputs.grouped),
         *(outputs.variance, outputs.last, outputs.maximum, tokens - w, tokens),
     )
     worker = score_worker()
