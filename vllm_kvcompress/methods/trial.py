@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
+from kvcompress_kernels.window_scores import WindowScores, reference
 from vllm_kvcompress.errors import ConfigError, shorten
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, ScoreUse, Selector, build
 from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
@@ -169,7 +171,7 @@ def _scores(
 ) -> torch.Tensor:
     """Return the ``[N, Hkv, max_tokens - w]`` scores, after computing them twice."""
     reads = method.scorer.reads
-    attention = method.attention(layers, query) if Reads.WINDOW in reads else None
+    attention = _attention(layers, query, reads) if Reads.WINDOW in reads else None
     given_sums = sums.clone() if Reads.COLUMN_SUMS in reads else None
     scores = []
     for _ in range(2):
@@ -179,6 +181,43 @@ def _scores(
     if not _equal(*scores):
         raise ConfigError(_NOT_REPEATABLE.format("score", "scores"))
     return scores[0]
+
+
+def _attention(layers: PagedLayers, query: torch.Tensor, reads: Reads) -> WindowScores:
+    """Return the attention of each layer's queries, from the definition of the kernel.
+
+    The kernel's CPU code imports numba, and vLLM starts no engine on a CPU after that import.
+    """
+    counts = [layers.max_tokens] * len(layers) if layers.lengths is None else layers.lengths
+    by_layer = []
+    for layer, count in enumerate(map(int, counts)):
+        pages = layers.pages[layer, : -(-count // _BLOCK)]
+        scores = reference.run(
+            query[layer],
+            layers.key_pages,
+            pages,
+            count,
+            _DIM**-0.5,
+            Reads.VARIANCE in reads,
+            Reads.MAXIMUM in reads,
+            Reads.POOLED in reads,
+            last=Reads.LAST in reads,
+        )
+        fields = {
+            name: pad(x, (0, layers.max_tokens - count)) if name != "recent" else x
+            for name, x in scores._asdict().items()
+            if x is not None and x.dim()
+        }
+        if Reads.KV_HEADS in reads:
+            lines = {name: x.unflatten(0, (_KV_HEADS, -1)) for name, x in fields.items()}
+            fields = {
+                name: x.amax(1) if name == "maximum" else x.mean(1) for name, x in lines.items()
+            }
+        by_layer.append(scores._replace(**fields))
+    stacked: list[Any] = [
+        None if parts[0] is None else torch.stack(parts) for parts in zip(*by_layer, strict=True)
+    ]
+    return WindowScores(*stacked)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
