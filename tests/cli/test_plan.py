@@ -296,6 +296,9 @@ def test_k4v3_is_recommended_on_cpus_only(plan_text, wide, tiny):
     assert "Recommended: --kv-compress cake-chunk --kv-packed-dtype k4v3. Measured" in on_cpu
     assert shares in on_gpu
     assert shares in on_cpu
+    slower = "but 1.20 times on a Xeon with AMX."
+    assert slower in on_cpu
+    assert slower not in on_gpu + text(wide, "--device", "cpu", "--dtype", "float32")
     assert "┃ k4v3, untested ┃" in text(wide, *packed)
     assert "┃ k4v3 ┃" in text(wide, *packed, "--device", "cpu")
     small_heads = text(tiny, "--device", "cpu")

@@ -171,6 +171,11 @@ def _recommended_notes(device: str, shape: ModelShape) -> list[str]:
         advice = (
             f"Recommended: --kv-compress {RECOMMENDED} --kv-packed-dtype k4v3. Measured {memory}"
         )
+        if shape.itemsize == 2:
+            advice += (
+                " With 8 prompts of 6,000 tokens at 0.4, decode steps took 0.83 times as long as in"
+                " 16 bits on an EPYC, but 1.20 times on a Xeon with AMX."
+            )
     else:
         advice = f"{in_16_bits} No GPU has run --kv-packed-dtype k4v3. On CPUs, measured {memory}"
     fp8 = (
