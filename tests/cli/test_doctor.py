@@ -9,6 +9,7 @@ import zlib
 from importlib.metadata import version
 
 import pytest
+import torch
 from rich.console import Console
 from vllm.v1.core.block_pool import BlockPool
 
@@ -408,3 +409,19 @@ def test_the_off_switch_passes_the_checks_of_an_unsupported_model(
     assert found["compression"]["detail"] == why
     done = run_doctor_in_process("doctor", tiny, "--expect", "on", "--json", *flags)
     assert checks(done)["expected"]["detail"] == "compression is off, expected on"
+
+
+@pytest.mark.parametrize(("amx", "packed_dtype", "dtype", "slow"), [
+    (True, "k4v3", torch.bfloat16, True),
+    (True, "k4v3", torch.float32, False),
+    (True, "auto", torch.bfloat16, False),
+    (False, "k4v3", torch.bfloat16, False),
+])  # fmt: skip
+def test_slow_decoding_in_k4v3_is_named(amx, packed_dtype, dtype, slow, monkeypatch):
+    from vllm_kvcompress.engine.doctor.trial_engine import _support
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx})
+    settings = CompressionConfig.parse({"compress": RECOMMENDED, "packed_dtype": packed_dtype})
+    support = _support(settings, dtype)
+    assert support.startswith(f"supported by {RECOMMENDED}")
+    assert ("1.2 times as long" in support) is slow

@@ -11,6 +11,11 @@ from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.worker.worker import CompressingWorker
 
 
+def runs_amx(dtype: torch.dtype) -> bool:
+    """Return whether vLLM's AMX kernels compute the attention of a model of this dtype."""
+    return dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_tile"))
+
+
 class CompressingCPUWorker(CompressingWorker, CPUWorker):
     """vLLM's CPU worker with CPU_ATTN on both model runners."""
 
@@ -23,8 +28,7 @@ class CompressingCPUWorker(CompressingWorker, CPUWorker):
         Without AVX-512, `packed_attention` takes 0.6 to 0.9 of the time of vLLM's kernel
         (benchmarks/results/packed_attention_cpu.json). AVX-512 without AMX is not measured.
         """
-        amx = bool(torch.cpu.get_capabilities().get("amx_tile"))
-        return amx and self.vllm_config.model_config.dtype == torch.bfloat16
+        return runs_amx(self.vllm_config.model_config.dtype)
 
     def compile_or_warm_up_model(self) -> Any:
         """Also compile the attention over packed groups, so that no request waits for it."""
