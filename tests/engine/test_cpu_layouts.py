@@ -12,11 +12,14 @@ from vllm import _custom_ops as ops
 from amx_layout import offsets, pretend_amx, pretend_no_amx
 from checkpoints import tokens
 from engines import BLOCK, engine, settings
+from kvcompress_kernels.window_scores import window_scores_of_rows
 from processor import needs_avx512
 from quantised import FLOAT8
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.pages.layouts import Strided, Tiled, find_layout, read
+from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
 
 HEADS = 3
 
@@ -108,6 +111,28 @@ def test_layout_of_vllms_float8_kernels(isa, name, block, dim, dtype):
     keys, values = read(layout, pages.view(stored), torch.tensor([1]))
     for part, expected in zip((keys[0].mT, values[0]), tokens.transpose(1, 2), strict=True):
         assert torch.equal(part.to(dtype), expected.to(dtype))
+
+
+def test_windows_are_scored_in_tiles_like_in_copies_of_their_keys():
+    """Only methods that read no more than the window leave the keys in their tiles."""
+    block, dim = 32, 16
+    keys_at, values_at = offsets(block, dim)
+    write = table_writer(keys_at, block * dim + values_at)
+    layout = detect(write, block, dim, torch.bfloat16)
+    assert isinstance(layout, Tiled)
+    caches = torch.zeros(2, 6, HEADS, block, 2 * dim, dtype=torch.bfloat16)
+    for page in caches.flatten(0, 1):
+        write(*torch.randn(2, block, HEADS, dim).bfloat16(), page[None])
+    pool = PagePool([*caches], max_requests=1, max_rows=1, max_blocks=6, block_size=block)
+    mover, pages = TiledMover(pool, layout), torch.tensor([[3, 0, 5], [7, 10, 6]])
+    query, results = torch.randn(2, 4, 2 * HEADS, dim), []
+    for reads in (Reads.WINDOW, Reads.WINDOW | Reads.KEYS):
+        keys, _, indices, places = mover.open(pages, reads)
+        assert (places is None) == (Reads.KEYS in reads)
+        options = {"variance": True, "maximum": True, "offsets": places}
+        results.append(window_scores_of_rows(query, keys, indices, 90, 0.3, **options))
+    for in_tiles, in_copies in zip(*results, strict=True):
+        assert torch.equal(in_tiles, in_copies)
 
 
 @needs_avx512
