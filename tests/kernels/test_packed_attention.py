@@ -490,6 +490,46 @@ def test_missing_numba_is_named(monkeypatch):
 
 @pytest.mark.cpu
 @pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
+def test_vllm_can_search_the_modules_of_the_compiler():
+    """Its search, when an engine starts, reads the `__dict__` of every object that has one."""
+    import_module("kvcompress_kernels.packed_attention.kernel_numba")
+    from llvmlite.binding import ffi
+
+    assert not hasattr(ffi.lib, "__dict__")
+    assert ffi.lib.LLVMPY_GetVersionInfo
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
+def test_a_layer_may_be_called_again_with_other_tensors():
+    from kvcompress_kernels.packed_attention.cpu import LayerCall
+
+    batch = Batch(Shape(packed=(200, 70), ordinary=(40, 8), queries=(1, 5)))
+    layer = LayerCall(
+        batch.pages,
+        None,
+        batch.packed,
+        batch.packed_tokens,
+        batch.slots,
+        batch.live,
+        batch.query.shape[1],
+        scale=batch.shape.dim**-0.5,
+        key_scale=1.0,
+        value_scale=1.0,
+        sinks=None,
+        scratch=None,
+    )
+    for live in (2, 1):
+        batch.live.fill_(live)
+        batch.query = torch.randn_like(batch.query)
+        batch.lengths, batch.tables = batch.lengths.clone(), batch.tables.clone()
+        output = batch.output.clone()
+        layer(batch.query, output, batch.tables, batch.lengths, batch.query_start, 5)
+        assert torch.equal(output, batch.run())
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
 def test_compiles_without_a_writable_cache_folder():
     """Numba finds no cache folder for code that is in no file, either."""
     from kvcompress_kernels.packed_attention import kernel_numba

@@ -40,6 +40,7 @@ from kvcompress_kernels.packed_attention.scratch import SPLITS
 
 try:
     from llvmlite import ir
+    from llvmlite.binding import ffi
     from numba import carray, cfunc, njit, types
     from numba.core import cgutils
     from numba.extending import intrinsic, overload
@@ -47,6 +48,24 @@ except ImportError as error:
     raise ImportError(
         "window scores and packed pages on a CPU need numba, which vLLM installs: pip install numba"
     ) from error
+
+
+def _hide_dict(library: Any, get: Callable[[Any, str], Any]) -> None:
+    """Make attribute `__dict__` of llvmlite's library missing. Otherwise it is a C function.
+
+    When an engine starts, vLLM searches the attributes of all modules for Triton kernels. It fails
+    on an object whose `__dict__` is no dictionary.
+    """
+
+    def get_attribute(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return get(self, name)
+
+    library.__getattr__ = get_attribute
+
+
+_hide_dict(type(ffi.lib), type(ffi.lib).__getattr__)
 
 _FEW_LINES = 8
 """Most lines for which codes are unpacked again for every 4 lines instead of stored in a panel."""
