@@ -1076,13 +1076,13 @@ def dequantise_worker(cache: Any, eighths: tuple[int, ...]) -> Any:
 # -- window scores --------------------------------------------------------------------------------
 # Equal columns must have equal results in every chunk, so that their ties go to the lower position.
 # So all loops over columns have 64 iterations, and chunks differ only by powers of 2, whose
-# products are exact. Attention below 2 ** -100 counts as 0, because smaller products may round.
+# products are exact. Attention below 2 ** -124 counts as 0, because smaller products may round.
 
 PRODUCT_LINES = 6
 """Lines that are multiplied at once: their products with 16 keys stay in registers."""
 _TILE = 4
 """Chunks of a task."""
-_LEAST_ATTENTION = np.float32(2.0**-100)
+_LEAST_ATTENTION = np.float32(2.0**-124)
 _LOWEST_TOP = np.float32(-1e29)
 
 SCORE_NUMBERS = (
