@@ -12,6 +12,7 @@ from vllm import _custom_ops as ops
 from amx_layout import offsets, pretend_amx, pretend_no_amx
 from checkpoints import tokens
 from engines import BLOCK, engine, settings
+from kvcompress_kernels.packed_attention.kernel_numba import key_reader, score_worker
 from kvcompress_kernels.window_scores import window_scores_of_rows
 from processor import needs_avx512
 from quantised import FLOAT8
@@ -133,6 +134,20 @@ def test_windows_are_scored_in_tiles_like_in_copies_of_their_keys():
         results.append(window_scores_of_rows(query, keys, indices, 90, 0.3, **options))
     for in_tiles, in_copies in zip(*results, strict=True):
         assert torch.equal(in_tiles, in_copies)
+
+
+def test_no_request_waits_for_the_compiler(model):
+    """The engine compiles the scoring code when it starts, or loads it from numba's cache."""
+    functions = key_reader, score_worker
+    for function in functions:
+        function.cache_clear()
+    with engine(model, additional_config=settings("cake", 0.3)) as llm:
+        assert [function.cache_info().misses for function in functions] == [1, 1]
+        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
+        llm.generate([tokens(300, seed=1)], 2)
+        assert packed == [300]
+        assert [function.cache_info().misses for function in functions] == [1, 1]
+        assert all(function.cache_info().hits for function in functions)
 
 
 @needs_avx512

@@ -185,8 +185,8 @@ def test_lookahead_after_pieces_and_before_a_decode_budget(method, model):
     pieces = {"max_whole": 384, "piece": PIECE, **PROBE, "window": 8}
     bounds = {"decode_budget": bound, "decode_interval": INTERVAL}
     config = lookahead_config(method, BUDGET, LOOKAHEAD, **pieces, **bounds)
-    # Seeds 5 and 6 have two tokens at cake-chunk's threshold whose scores differ relatively by 7e-11
-    # and 6e-8, less than a step of float32. With seed 10 they differ by 4e-6.
+    # With seeds 5 and 6, two scores at cake-chunk's threshold differ relatively by 7e-11 and 6e-8,
+    # which is less than a step of float32. With seed 10 they differ by 4e-6.
     prompt = tokens(length, seed=10)
     limits = {"blocks": 1 + 384 // BLOCK, "max_model_len": 656, "max_num_batched_tokens": 70}
     run = recorded(model, config, prompt, num_output, **limits)

@@ -305,7 +305,7 @@ def test_a_wrong_entry_is_refused_with_its_package_the_rule_and_the_fix(case, tm
 
 @pytest.mark.parametrize("kind", ["allocator", "scorer", "selector"])
 def test_built_in_parts_pass_the_same_checks(kind, monkeypatch):
-    """Checks never call the CPU kernel: vLLM starts no engine once its numba is imported."""
+    """Checks never call the kernel, whose CPU code takes seconds to compile."""
     monkeypatch.delattr("vllm_kvcompress.methods.method.window_scores_of_rows")
     for name in registry.BUILT_IN[kind]:
         check_part(kind, name, registry.TABLES[kind][name])

@@ -186,7 +186,7 @@ def _scores(
 def _attention(layers: PagedLayers, query: torch.Tensor, reads: Reads) -> WindowScores:
     """Return the attention of each layer's queries, from the definition of the kernel.
 
-    The kernel's CPU code imports numba, and vLLM starts no engine on a CPU after that import.
+    The kernel's CPU code needs numba, and compiling it takes seconds.
     """
     counts = [layers.max_tokens] * len(layers) if layers.lengths is None else layers.lengths
     by_layer = []

@@ -26,6 +26,15 @@ _COLUMNS = 64
 """Columns of a chunk."""
 
 
+def compile_for(cache: torch.dtype) -> None:
+    """Compile the code for a cache of this dtype, or load it from numba's cache on disk.
+
+    Compiling takes several seconds, which a request must not wait for.
+    """
+    key_reader(ELEMENT[cache])
+    score_worker()
+
+
 def run_rows(
     query: torch.Tensor,
     key_pages: torch.Tensor,

@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.worker.worker import CompressingWorker
+from vllm_kvcompress.methods.base import Reads
 
 
 def runs_amx(dtype: torch.dtype) -> bool:
@@ -31,9 +32,14 @@ class CompressingCPUWorker(CompressingWorker, CPUWorker):
         return runs_amx(self.vllm_config.model_config.dtype)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Also compile the attention over packed groups, so that no request waits for it."""
+        """Also compile the numba code that requests may use, so that none of them waits for it."""
         assert self.compressor is not None
         pool = self.compressor.pool
+        attention = Reads.WINDOW | Reads.COLUMN_SUMS
+        if any(settings.method.reads & attention for settings in self.settings.variants):
+            from kvcompress_kernels.window_scores.cpu import compile_for as compile_scoring
+
+            compile_scoring(pool.elements.dtype)
         if pool.packs_groups:
             from kvcompress_kernels.dequantise_pages.cpu import compile_for as compile_dequantising
             from kvcompress_kernels.packed_attention.cpu import compile_for
