@@ -238,8 +238,8 @@ class Engine:
         context = self.worker.vllm_config.compilation_config.static_forward_context
         attention = [layer for layer in context.values() if hasattr(layer, "impl")]
         for index, layer in enumerate(attention):
-            if not all_layers and layer.impl._compressor is None:
-                continue  # a sliding-window layer
+            if not all_layers and (layer.impl._compressor is None or layer.impl._is_draft):
+                continue  # a layer with a sliding window, or of a draft model
             forward = layer.impl.forward
 
             def recording(

@@ -1,11 +1,13 @@
 """Which layers of a model are compressed, derived from vLLM's configuration alone."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 
 from vllm_kvcompress.planning.layer_groups import LayerGroups, layer_groups, layer_types
+from vllm_kvcompress.refusals.tested import DRAFT_MODELS
 
 
 def groups_of(config: VllmConfig) -> LayerGroups:
@@ -27,6 +29,32 @@ def state_blocks_per_group(config: VllmConfig) -> int:
     block, so a request holds two.
     """
     return 2 if getattr(config.cache_config, "mamba_cache_mode", "none") == "align" else 1
+
+
+def layer_index(name: str) -> int:
+    """Return the model-wide index of a layer, the first number in its name."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+def draft_layers_of(config: VllmConfig) -> int:
+    """Return D, the number of layers of a draft model with a KV cache of their own; 0 without.
+
+    They follow the target's layers in number, and vLLM keeps them in the same blocks.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.method not in DRAFT_MODELS:
+        return 0
+    draft = speculative.draft_model_config.hf_config
+    modules = getattr(draft, "n_predict", None) if speculative.method == "mtp" else None
+    return int(modules or draft.num_hidden_layers)
+
+
+def draft_names(config: VllmConfig, names: Iterable[str]) -> list[str]:
+    """Return the names of a draft model's layers, in the order of their indices."""
+    if not draft_layers_of(config):
+        return []
+    target_layers = int(config.model_config.get_total_num_hidden_layers())
+    return sorted((name for name in names if layer_index(name) >= target_layers), key=layer_index)
 
 
 def stages_of(config: VllmConfig) -> tuple[tuple[int, ...], ...]:

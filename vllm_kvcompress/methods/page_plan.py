@@ -44,6 +44,8 @@ class PagePlan:
         cell: for a plan that packs every token in whole cells of packed pages, the tokens of a
             cell. The tokens after the last whole cell belong to the tail. None for any other plan.
         recent_tokens: minimum tokens of the tail, if packed pages have a format of their own.
+        draft_layers: layers of a draft model, D, which share the target's blocks. They keep every
+            token, in ordinary pages. `pages` are the same with and without them.
     """
 
     num_layers: int
@@ -63,6 +65,7 @@ class PagePlan:
     leading_tokens: int = 0
     cell: int | None = None
     recent_tokens: int = 0
+    draft_layers: int = 0
 
     def in_cells(self, cell: int) -> "PagePlan":
         """Return the plan that packs the tokens behind the first block in whole cells.
@@ -195,9 +198,19 @@ class PagePlan:
         return min(self.full_pages, self.pages - (self.num_layers - 1) * self.floor_pages)
 
     @property
+    def layer_draft_pages(self) -> int:
+        """Return the packed pages of each draft layer: those of all blocks that are packed."""
+        return self.packed_end // self.block_size - self.leading_blocks
+
+    @property
+    def draft_pages(self) -> int:
+        """Return the packed pages over all draft layers."""
+        return self.draft_layers * self.layer_draft_pages if self.draft_layers else 0
+
+    @property
     def blocks(self) -> int:
         """Return the number of vLLM blocks that hold the pages, K."""
-        return -(-self.pages // self.num_layers)
+        return -(-(self.pages + self.draft_pages) // (self.num_layers + self.draft_layers))
 
     @property
     def freed_blocks(self) -> int:
@@ -269,6 +282,7 @@ def page_plan(
     cell: int | None = None,
     recent_tokens: int = RECENT_TOKENS,
     leading: int | None = None,
+    draft_layers: int = 0,
 ) -> PagePlan | None:
     """Return the plan for a prompt, or None if no block would become free.
 
@@ -287,6 +301,7 @@ def page_plan(
         cell: as in `PagePlan.in_cells`, for a plan that turns out to keep all tokens.
         recent_tokens: minimum of the last tokens that stay in ordinary blocks, with `page_tokens`.
         leading: first tokens that stay in an ordinary block; None for `leading_tokens`.
+        draft_layers: as in `PagePlan`.
     """
     layers, tokens = budget.num_layers, budget.tokens
     recent_tokens = 0 if page_tokens is None else recent_tokens
@@ -313,13 +328,18 @@ def page_plan(
         packed_page_tokens=page_tokens,
         leading_tokens=leading,
         recent_tokens=recent_tokens,
+        draft_layers=draft_layers,
     )
     plan = replace(plan, pages=min(plan.pages, layers * plan.full_pages))
     plan = raise_for_protected(plan, full_share=full_share, share_budget=share_budget)
     if plan.keeps_all and cell:
         plan = plan.in_cells(cell)
-        return plan if plan.pages else None
-    return plan if plan.pages < layers * (full_blocks - plan.leading_blocks) else None
+        if not plan.pages:
+            return None
+    elif plan.pages >= layers * (full_blocks - plan.leading_blocks):
+        return None
+    # Draft pages may take what the dropped tokens leave.
+    return None if draft_layers and plan.freed_blocks <= 0 else plan
 
 
 def raise_for_protected(

@@ -52,6 +52,7 @@ class Sizes:
         groups: all layers of the model; None if all are compressed.
         in_flight: tokens of all requests that one step computes.
         max_drafts: maximum draft tokens that a decode step computes, which may be rejected.
+        draft_layers: layers of a draft model, D, which keep every token in the same blocks.
     """
 
     layers: int
@@ -67,6 +68,7 @@ class Sizes:
     groups: LayerGroups | None = None
     in_flight: int = 1
     max_drafts: int = 0
+    draft_layers: int = 0
 
     @property
     def key_itemsize(self) -> int:
@@ -93,7 +95,8 @@ class Sizes:
     def block_bytes(self) -> int:
         """Return the bytes of one block: keys and values of its tokens in all layers of a group."""
         page = 2 * self.kv_heads * self.head_dim * self.key_itemsize * self.block_size
-        return (self.layers if self.groups is None else self.groups.size) * page
+        layers = self.layers if self.groups is None else self.groups.size
+        return (layers + self.draft_layers) * page
 
 
 def _aligned(count: int) -> int:
@@ -133,7 +136,7 @@ def requests_per_pack(plan: PagePlan, longest: int, *, staged: bool) -> int:
     count = longest // plan.tokens
     if staged:
         staging_pages = plan.num_layers * longest // (_STAGING_DIVISOR * plan.block_size)
-        count = min(count, staging_pages // max(plan.pages, 1))
+        count = min(count, staging_pages // max(plan.pages + plan.draft_pages, 1))
     return max(count, 1)
 
 
@@ -185,7 +188,8 @@ def table_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     slots, columns = _slots(sizes, settings), table_columns(sizes, settings, blocks)
     # The page of an ordinary block before packed pages takes a column of its own.
     leading = slots * int(settings.packs_k4v3)
-    return ((slots + sizes.rows) * columns + leading) * sizes.layers * _INT
+    tables = (slots + sizes.rows) * columns
+    return (tables * (sizes.layers + sizes.draft_layers) + leading * sizes.layers) * _INT
 
 
 def group_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
@@ -357,7 +361,8 @@ def _staging_bytes(
     largest = 0
     for variant in settings.variants:
         pages = _max_pages(sizes, settings, variant)
-        staging = min(pages, sizes.layers * (blocks or pages)) * head_page
+        pages = min(pages, sizes.layers * (blocks or pages))
+        staging = (pages + sizes.draft_layers * (longest // block)) * head_page
         largest = max(
             largest, staging * sizes.kv_heads + merged if variant.parts.merge else staging
         )

@@ -34,6 +34,7 @@ class PlannedRequest:
         prompt: tokens of the prompt.
         output: maximum output tokens.
         spans: protected spans of the prompt.
+        draft_layers: layers of a draft model, which keep every token.
     """
 
     settings: CompressionConfig
@@ -43,6 +44,7 @@ class PlannedRequest:
     prompt: int
     output: int
     spans: Spans = ()
+    draft_layers: int = 0
 
     @property
     def cached(self) -> int:
@@ -84,6 +86,7 @@ class PlannedRequest:
             prefilled=self.prompt,
             spans=self.spans,
             page_tokens=self.page_tokens,
+            draft_layers=self.draft_layers,
         )
 
     @cached_property
@@ -184,7 +187,7 @@ class PlannedRequest:
         else:
             footprint, _ = self._after_packing(self.plan, computed)
         unpacked_blocks = -(-computed // self.block_size) - footprint.first_block
-        return footprint.leading_blocks - (-footprint.pages // self.num_layers) + unpacked_blocks
+        return footprint.leading_blocks + footprint.packed_blocks + unpacked_blocks
 
     @property
     def times_repacked(self) -> int:
@@ -206,7 +209,12 @@ class PlannedRequest:
         if not self.settings.enabled:
             return None
         return self.settings.page_plan(
-            self.num_layers, self.prompt, self.block_size, self.spans, self.page_tokens
+            self.num_layers,
+            self.prompt,
+            self.block_size,
+            self.spans,
+            self.page_tokens,
+            self.draft_layers,
         )
 
     @property
@@ -217,7 +225,10 @@ class PlannedRequest:
     def _footprint(self, leading_blocks: int) -> KVFootprint:
         """Return the footprint of the request before its first packing."""
         return KVFootprint(
-            num_layers=self.num_layers, block_size=self.block_size, leading_blocks=leading_blocks
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            leading_blocks=leading_blocks,
+            draft_layers=self.draft_layers,
         )
 
     def _packed_footprint(self, plan: PagePlan) -> KVFootprint:

@@ -321,13 +321,21 @@ SERVER: tuple[Rule[Server], ...] = (
         because="they bypass the plugin's worker",
     ),
     Rule(
-        name=f"EAGLE, MTP and all drafts but `{tested.DRAFTS}`",
-        when=lambda s: _other(s, "--speculative-config", (tested.DRAFTS,)),
-        reason="drafts of {found} are not tested, or come from layers with their own KV cache",
+        name="MTP and all drafts but `ngram` and `eagle`",
+        when=lambda s: _other(s, "--speculative-config", (tested.DRAFTS, *tested.DRAFT_MODELS)),
+        reason="drafts of {found} are not tested",
         fix="draft from the prompt with --speculative-config"
         f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config and the'
         " --spec- flags, and name {it.name} itself as the model instead of a speculator for it",
-        because="a draft model's layers have their own KV cache",
+        because=UNTESTED,
+    ),
+    Rule(
+        name="`eagle` with async scheduling, or on Model Runner V2",
+        when=lambda s: tested.DRAFT_LAYERS in s.options and s.options.get("draft layers with"),
+        reason="a draft model's layers are not tested with {found[0]}",
+        fix="{found[1]}, or draft from the prompt with"
+        f' --speculative-config \'{{{{"method": "{tested.DRAFTS}", ...}}}}\'',
+        because=UNTESTED,
     ),
     RUST_FRONT_END,
     *(_only_default(flag, reason) for flag, reason in _ONLY_DEFAULTS.items()),

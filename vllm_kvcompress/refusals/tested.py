@@ -11,6 +11,8 @@ CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
 """KV connectors: two names in vLLM for the same class."""
 DRAFTS = "ngram"
+DRAFT_MODELS = ("eagle",)
+"""Methods of drafting by layers with a KV cache of their own, which keep every token."""
 EXECUTORS = ("MultiprocExecutor", "UniProcExecutor", "RayExecutorV2")
 """Executors of vLLM that call each rank's worker for every step."""
 STATE_MODELS = frozenset(
@@ -37,8 +39,10 @@ NGRAM, CONNECTOR = "--speculative-config", "--kv-transfer-config"
 PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
 WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
+DRAFT_LAYERS = "draft layers"
 TOGETHER: Mapping[str, tuple[str, ...]] = {
-    NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES),
+    NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES, DRAFT_LAYERS),
+    DRAFT_LAYERS: (),
     PIPELINE: (TENSOR, DATA, RAY, IMAGES, REUSE),
     TENSOR: (DATA, RAY, WINDOWS, STATES, IMAGES, REUSE),
     DATA: (WINDOWS, STATES, IMAGES, REUSE),

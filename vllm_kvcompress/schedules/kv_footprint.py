@@ -22,6 +22,7 @@ class KVFootprint:
         frozen: layers keep their page counts from now on.
         intact_from: index of the request's token from which on nothing was dropped.
         leading_blocks: ordinary blocks before the packed tokens, which are never packed.
+        draft_layers: layers of a draft model, which keep every token in packed pages of their own.
     """
 
     num_layers: int
@@ -32,6 +33,7 @@ class KVFootprint:
     frozen: bool = False
     intact_from: int = 0
     leading_blocks: int = 0
+    draft_layers: int = 0
 
     def __post_init__(self) -> None:
         self.first_block = max(self.first_block, self.leading_blocks)
@@ -39,6 +41,12 @@ class KVFootprint:
     def pages_at(self, blocks: int) -> int:
         """Return the pages over all layers once the request has `blocks` blocks in vLLM's count."""
         return self.pages + self.num_layers * (blocks - self.first_block)
+
+    @property
+    def packed_blocks(self) -> int:
+        """Return the blocks that hold the packed pages."""
+        draft_pages = self.draft_layers * (self.first_block - self.leading_blocks)
+        return -(-(self.pages + draft_pages) // (self.num_layers + self.draft_layers))
 
     def max_layer_tokens(self, tokens: int) -> int:
         """Return the tokens that no layer exceeds once `tokens` of the request are computed."""

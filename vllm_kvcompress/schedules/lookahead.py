@@ -33,6 +33,7 @@ class LookaheadSchedule(Schedule):
         cached: tokens found in the prefix cache. Their queries are not available.
         spans: protected spans of the prompt.
         page_tokens: tokens in a packed page; None if it holds those of an ordinary page.
+        draft_layers: layers of a draft model, which keep every token.
     """
 
     settings: CompressionConfig
@@ -44,6 +45,7 @@ class LookaheadSchedule(Schedule):
     cached: int = 0
     spans: Spans = ()
     page_tokens: int | None = None
+    draft_layers: int = 0
 
     @property
     def due(self) -> int:
@@ -152,6 +154,7 @@ class LookaheadSchedule(Schedule):
                 page_tokens=self.page_tokens,
                 recent_tokens=self.settings.recent_tokens,
                 leading=self._leading,
+                draft_layers=self.draft_layers,
             )
         else:
             blocks, tail = divmod(tokens, size)
@@ -165,6 +168,7 @@ class LookaheadSchedule(Schedule):
                 total=budget.total,
                 spans=self.spans,
                 computed=tokens,
+                draft_layers=self.draft_layers,
             )
             plan = raise_for_protected(
                 plan,
@@ -202,7 +206,10 @@ class LookaheadSchedule(Schedule):
             unprotected = self.settings.method.lookahead_window + self.block_size
             max_tokens = protected + max(unprotected, max_tokens)
         max_tokens += self.settings.resolved_lookahead
-        return -(-max_tokens // self.block_size) + 2
+        max_pages = -(-max_tokens // self.block_size) + 2
+        draft_pages = max(-(-self.due // self.block_size), max_pages)
+        layers, drafts = self.num_layers, self.draft_layers
+        return -(-(layers * max_pages + drafts * draft_pages) // (layers + drafts))
 
     def blocks_when_due(self, blocks_at_end: int) -> int:
         """Return the blocks that prompt and output hold when they are packed, if packed in place.

@@ -576,11 +576,12 @@ class CompressionConfig(SettingsGroup):
         block_size: int,
         spans: Spans = (),
         page_tokens: int | None = None,
+        draft_layers: int = 0,
     ) -> PagePlan | None:
         """Return the page plan of a prompt; None if it is too short, or frees no block.
 
         Args:
-            page_tokens: as in `page_plan`.
+            page_tokens, draft_layers: as in `page_plan`.
         """
         if tokens < max(self.resolved_min_prompt, 1):
             return None
@@ -593,6 +594,7 @@ class CompressionConfig(SettingsGroup):
             page_tokens=page_tokens,
             cell=self.grid_cell(page_tokens) or page_tokens,
             recent_tokens=self.recent_tokens,
+            draft_layers=draft_layers,
         )
 
     def budget_spec(self, num_layers: int, tokens: int) -> BudgetSpec:

@@ -70,6 +70,8 @@ class CompressedBatch(NamedTuple):
     copies."""
     grouped: GroupedBatch | None = None
     """None if no row has packed groups."""
+    drafts: LayerMetadata | None = None
+    """Metadata of each draft layer; None if they share the batch's metadata."""
 
 
 _UNCOMPRESSED = CompressedBatch()
@@ -102,10 +104,16 @@ class CompressedBuilder:
 
     _compressor: PromptCompressor | None = None
     _batch_order: BatchOrder
+    _for_drafts = False
 
     def bind(self, compressor: PromptCompressor, batch_order: BatchOrder) -> None:
         """Connect the builder to its worker's compressor; an unbound builder acts as vLLM's."""
         self._compressor, self._batch_order = compressor, batch_order
+
+    def bind_drafts(self, compressor: PromptCompressor, batch_order: BatchOrder) -> None:
+        """Connect the builder of a draft model's layers, which have tables of their own."""
+        self.bind(compressor, batch_order)
+        self._for_drafts = True
 
     def _slots(self, compressor: PromptCompressor, common: CommonAttentionMetadata) -> list[int]:
         """Pass the batch to the compressor and return the page pool's slot of each request."""
@@ -183,6 +191,7 @@ class CompressedImpl(ABC):
     _layer: int
     _offsets: Offsets | None
     _attend: LayerAttention | None = None
+    _is_draft = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -231,6 +240,14 @@ class CompressedImpl(ABC):
                 workspace=pool.workspace,
             )
 
+    def bind_draft(self, compressor: PromptCompressor, layer: int) -> None:
+        """Connect a draft model's layer, which keeps every token and is not scored.
+
+        Args:
+            layer: its index among the draft layers.
+        """
+        self._compressor, self._layer, self._is_draft = compressor, layer, True
+
     def forward(
         self,
         layer: Any,
@@ -244,6 +261,14 @@ class CompressedImpl(ABC):
         **kwargs: Any,
     ) -> torch.Tensor:
         compressor, batch, queries = self._compressor, batch_of(attn_metadata), query
+        if self._is_draft:
+            assert compressor is not None, self._layer
+            if batch.drafts is not None:
+                kv_cache, attn_metadata = compressor.pool.pages, batch.drafts[self._layer]
+            result: torch.Tensor = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            return result
         if compressor is not None:
             if (copies := batch.copies) is not None:
                 packed, destinations = copies.packed[self._layer], copies.destinations

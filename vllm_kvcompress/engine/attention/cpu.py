@@ -46,6 +46,8 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         compressor = self._compressor
         if compressor is None or not compressor.running:
             return super().build(common_prefix_len, common, fast_build)
+        if self._for_drafts:
+            return self._build_for_drafts(compressor.pool, common)
         slots = self._slots(compressor, common)
         if not any(slots):
             return super().build(common_prefix_len, common, fast_build)
@@ -86,6 +88,26 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
             )
         batch = copy.copy(layers[0])
         attach_batch(batch, CompressedBatch(layers, pool.stores_queries, read.copies, grouped))
+        return batch
+
+    def _build_for_drafts(
+        self, pool: PagePool, common: CommonAttentionMetadata
+    ) -> CPUAttentionMetadata:
+        """Build the metadata of draft layers, of which each reads its own packed pages."""
+        slots = pool.slots(self._batch_order(common))
+        batch = super().build(0, common)
+        if pool.none_packed(slots):
+            return batch
+        tables, lengths = pool.draft_tables(
+            slots, common.block_table_tensor, common.seq_lens, len(slots)
+        )
+        layers = []
+        for table, length in zip(tables, lengths, strict=True):
+            # Draft layers keep every token, so vLLM's work plan is theirs too.
+            layer = copy.copy(batch)
+            layer.block_table, layer.seq_lens = table, length
+            layers.append(layer)
+        attach_batch(batch, CompressedBatch(drafts=layers))
         return batch
 
     def _work_plan(

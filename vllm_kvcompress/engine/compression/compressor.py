@@ -184,10 +184,21 @@ class PromptCompressor:
                 job = self._group_job(pack_request, row, block_table)
             else:
                 job = self._job_with_ring_queries(pack_request, row, block_table)
+            job.draft_pages = self._draft_pages(pack_request, row, block_table)
             step.jobs.append(job)
         step.additions = [
             (addition, row_of[addition.request_id]) for addition in plan.add_attention
         ]
+
+    def _draft_pages(
+        self, pack_request: PackRequest, row: int, block_table: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return `PackJob.draft_pages` of a request."""
+        if self.pool.drafts is None:
+            return None
+        blocks = block_table[row, : pack_request.packed_end // self.pool.block_size].long()
+        (slot,) = self.pool.slots([pack_request.request_id])
+        return self.pool.drafts.source(slot, blocks)
 
     def _group_job(self, pack_request: AddGroups, row: int, block_table: torch.Tensor) -> PackJob:
         """Return the job that adds groups for output tokens, or for a part of a prompt."""

@@ -8,6 +8,7 @@ import torch
 from kvcompress_kernels.move_kept import move_kept
 from kvcompress_kernels.quantise_kept import quantise_kept
 from vllm_kvcompress.engine.compression.merging import Merging, merge_dropped_tokens
+from vllm_kvcompress.engine.pages.draft_pages import DraftMove
 from vllm_kvcompress.engine.pages.layouts import PageViews, ReadablePages, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.methods.base import Reads
@@ -56,6 +57,7 @@ class Move:
         merging: how to merge dropped tokens into kept tokens; None to discard them.
         group_tokens: ``[N]`` int32, tokens that each row keeps in its pages, if these hold groups
             in k4v3; None if they hold tokens in the cache's dtype.
+        drafts: pages of draft layers to copy at the same time; None without a draft model.
     """
 
     source: SourcePages
@@ -66,6 +68,7 @@ class Move:
     in_place: bool
     merging: Merging | None
     group_tokens: torch.Tensor | None = None
+    drafts: DraftMove | None = None
 
     def kept_in_pages(self, block_size: int) -> torch.Tensor:
         """Return ``[N]`` int32, the tokens that each row keeps in its pages."""
@@ -121,13 +124,15 @@ class StridedMover:
         heads are independent, so the buffer has the size of one head and is reused for each; merged
         tokens need all heads at once.
         """
-        cache, targets = self.pool.elements, move.targets
+        cache, targets, drafts = self.pool.elements, move.targets, move.drafts
         if not move.in_place:
+            if drafts is not None:
+                move_kept(self.keys, self.values, drafts.pages, None, drafts.counts, drafts.targets)
             if move.merging is not None:
                 return self._merge(move, move.merging, targets, cache)
             self._write(move, (self.keys, self.values), move.kept, targets, cache)
             return None
-        staging_pages, thresholds = _staging(move.counts, targets.shape[1]), None
+        staging_pages, thresholds = _staging(move.counts, targets), None
         heads = [slice(head, head + 1) for head in range(self.keys.shape[1])]
         for head in heads if move.merging is None else [slice(None)]:
             part = self.keys[:, head], self.values[:, head]
@@ -137,6 +142,11 @@ class StridedMover:
             else:
                 thresholds = self._merge(move, move.merging, staging_pages, staged)
             staged_views = self._layout.views(staged)
+            if drafts is not None:
+                copy = cache.new_empty(drafts.total, *cache[:, head].shape[1:])
+                copied, pages = self._layout.views(copy), _staging(*drafts[1:3])
+                move_kept(*part, drafts.pages, None, drafts.counts, pages, into=copied)
+                move_kept(*copied, pages, None, drafts.counts, drafts.targets, into=part)
             move_kept(*staged_views, staging_pages, None, move.counts, targets, into=part)
         return thresholds
 
@@ -199,7 +209,7 @@ class StridedMover:
         return torch.cat(thresholds)
 
 
-def _staging(counts: torch.Tensor, max_pages: int) -> torch.Tensor:
-    """Return ``[N, max_pages]``: pages of a buffer in which the rows follow each other."""
-    column = torch.arange(max_pages, device=counts.device)
+def _staging(counts: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the pages of a buffer in which the rows follow each other, shaped like `targets`."""
+    column = torch.arange(targets.shape[1], device=counts.device)
     return (counts.cumsum(0) - counts)[:, None] + column

@@ -21,6 +21,7 @@ from vllm_kvcompress.engine.compression.mover import Move, Mover, SourcePages
 from vllm_kvcompress.engine.compression.protected_slots import ProtectedSlots
 from vllm_kvcompress.engine.compression.reports import Stopwatch
 from vllm_kvcompress.engine.messages.step import AddGroups, PackRequest, ScoredByRing
+from vllm_kvcompress.engine.pages.draft_pages import DraftMove
 from vllm_kvcompress.engine.pages.pool import PackedBlocks
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.errors import quoted_id
@@ -55,6 +56,8 @@ class PackJob:
         sums: for a prompt that has dropped no token, by layer that needs them, column sums
             ``[Hq, S]`` float32. Other sums are in the page pool.
         stopwatch: measures the packing time; None to skip the measurement.
+        draft_pages: ``[D, n]`` int64, flat pages with the tokens of the request's first n blocks in
+            the layers of a draft model; None without one.
     """
 
     pack_request: PackRequest
@@ -65,6 +68,7 @@ class PackJob:
     log_sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
     sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
     stopwatch: Stopwatch | None = None
+    draft_pages: torch.Tensor | None = None
 
 
 Observer = Callable[[PackRequest, torch.Tensor, torch.Tensor], None]
@@ -164,29 +168,29 @@ class Packer:
                         stopwatches.enter_context(job.stopwatch.running(shared_by=len(batch)))
                 first = batch[0].pack_request
                 if isinstance(first, AddGroups):
-                    pages |= self._add_groups(first, batch[0].blocks)
+                    pages |= self._add_groups(first, batch[0])
                 else:
                     pages |= self._pack(batch)
         return pages
 
-    def _add_groups(
-        self, pack_request: AddGroups, blocks: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def _add_groups(self, pack_request: AddGroups, job: PackJob) -> dict[str, torch.Tensor]:
         """Pack all tokens since the last packing, in k4v3. Return the same as `run`.
 
         Args:
-            blocks: ``[n]`` int64, vLLM block ids of the request's tokens up to the last one added.
+            job: its `blocks` are those of the request's tokens up to the last one added.
         """
         pool, plan, tokens = self.pool, pack_request.plan, pack_request.added_tokens
+        blocks = job.blocks
         assert pack_request.destination is not None, pack_request
         assert blocks is not None, pack_request
         # A prompt may end before it has filled another page.
         if tokens:
             device = pool.pages.device
             pages = pool.flat_ids_in_all_layers(blocks[len(blocks) - tokens // plan.block_size :])
-            targets = pool.destination(pack_request.destination).view(-1, self.num_layers).T.int()
+            count = -(-tokens // plan.page_tokens)
+            destination = pool.destination(pack_request.destination)[: self.num_layers * count]
+            targets = destination.view(count, self.num_layers).T.int()
             slots = torch.arange(tokens, dtype=torch.int32, device=device)
-            count = targets.shape[1]
             per_layer = torch.ones(self.num_layers, dtype=torch.int32, device=device)
             self.mover.move(
                 Move(
@@ -198,6 +202,7 @@ class Packer:
                     in_place=pack_request.in_place,
                     merging=None,
                     group_tokens=per_layer * tokens,
+                    drafts=self._draft_move([job]),
                 )
             )
             leading = blocks[: pack_request.leading_blocks]
@@ -326,6 +331,7 @@ class Packer:
             if method.merge
             else None,
             group_tokens=group_tokens,
+            drafts=self._draft_move(jobs),
         )
         pool_sums = pool.sums if packed_again and Reads.COLUMN_SUMS in method.reads else None
         sums = None if pool_sums is None else pool_sums.read(source.pages)
@@ -581,6 +587,31 @@ class Packer:
             return pool.assign(assigned, counts, group_tokens, leading)
         assert not assigned, "a batch must not mix requests with and without a destination"
         return [pool.packed(pack_request.request_id)[0] for pack_request in pack_requests]
+
+    def _draft_move(self, jobs: Sequence[PackJob]) -> DraftMove | None:
+        """Assign the jobs' draft pages, and return how to move them; None without a draft model."""
+        pool, rows = self.pool, list[tuple[torch.Tensor, torch.Tensor]]()
+        for job in jobs:
+            plan, pages = job.pack_request.plan, job.draft_pages
+            if pool.drafts is None or pages is None:
+                continue
+            assert job.pack_request.destination is not None, job.pack_request
+            destination = pool.destination(job.pack_request.destination)
+            targets = destination[len(destination) - plan.draft_pages :].view(len(pages), -1).int()
+            leading, moved = pages[:, : plan.leading_blocks], pages[:, plan.leading_blocks :]
+            pool.admit(job.pack_request.request_id)
+            (slot,) = pool.slots([job.pack_request.request_id])
+            pool.drafts.assign(slot, leading, targets)
+            rows += zip(moved, targets, strict=True)
+        if not rows:
+            return None
+        counts = [len(targets) for _, targets in rows]
+        return DraftMove(
+            pages=pad_sequence([pages for pages, _ in rows], batch_first=True),
+            counts=async_tensor_h2d(counts, device=pool.pages.device, dtype=torch.int32),
+            targets=pad_sequence([targets for _, targets in rows], batch_first=True),
+            total=sum(counts),
+        )
 
     def _merging(
         self, method: Method, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int

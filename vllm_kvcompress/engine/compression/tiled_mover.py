@@ -52,6 +52,12 @@ class TiledMover:
         """
         pending_writes = list[tuple[torch.Tensor, PageViews | torch.Tensor]]()
         thresholds = []
+        if (drafts := move.drafts) is not None:
+            for pages, targets, count in zip(
+                drafts.pages, drafts.targets, drafts.counts.tolist(), strict=True
+            ):
+                copy = self.pool.byte_pages[pages[:count]]
+                pending_writes.append((targets[:count].long(), copy))
         tokens = move.kept_in_pages(self.pool.block_size).tolist()
         for row, count in enumerate(move.counts.tolist()):
             if move.merging is None:

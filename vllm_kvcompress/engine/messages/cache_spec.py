@@ -4,7 +4,7 @@
 treats the spec as the class that it extends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -41,11 +41,14 @@ class CompressedSpec(FullAttentionSpec):
         num_compressed_layers: layers that share the page pool, L.
         settings: the engine's compression settings.
         ring_slots: maximum number of requests whose latest queries the workers store.
+        num_draft_layers: layers of a draft model that share the page pool, D. They keep every
+            token.
     """
 
     num_compressed_layers: int
     settings: CompressionConfig
     ring_slots: int
+    num_draft_layers: int = 0
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return the most memory that one request uses in this layer, in bytes.
@@ -76,7 +79,13 @@ class CompressedSpec(FullAttentionSpec):
             raise AssertionError("compressed layers must form a group of their own")
         plain = FullAttentionSpec.merge([_plain(spec) for spec in specs])
         first = specs[0]
-        return _compressed(plain, first.num_compressed_layers, first.settings, first.ring_slots)
+        return _compressed(
+            plain,
+            first.num_compressed_layers,
+            first.settings,
+            first.ring_slots,
+            first.num_draft_layers,
+        )
 
 
 def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
@@ -84,16 +93,27 @@ def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
 
 
 def _compressed(
-    spec: FullAttentionSpec, num_layers: int, settings: CompressionConfig, ring_slots: int
+    spec: FullAttentionSpec,
+    num_layers: int,
+    settings: CompressionConfig,
+    ring_slots: int,
+    draft_layers: int,
 ) -> CompressedSpec:
     vllm_fields = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
     return CompressedSpec(
-        **vllm_fields, num_compressed_layers=num_layers, settings=settings, ring_slots=ring_slots
+        **vllm_fields,
+        num_compressed_layers=num_layers,
+        settings=settings,
+        ring_slots=ring_slots,
+        num_draft_layers=draft_layers,
     )
 
 
 def compressed_specs(
-    specs: Mapping[str, KVCacheSpec], settings: CompressionConfig, ring_slots: int = 0
+    specs: Mapping[str, KVCacheSpec],
+    settings: CompressionConfig,
+    ring_slots: int = 0,
+    draft_names: Collection[str] = (),
 ) -> dict[str, KVCacheSpec]:
     """Return the layers' specs, with a `CompressedSpec` for every full-attention layer.
 
@@ -104,6 +124,7 @@ def compressed_specs(
         settings: the engine's settings. A decode interval and a piece size that are not set are
             derived from the block size.
         ring_slots: maximum number of requests whose latest queries the workers store.
+        draft_names: names of a draft model's layers.
 
     Raises:
         ConfigError: the model has an unsupported layer or no full-attention layer, its layers
@@ -117,6 +138,15 @@ def compressed_specs(
         )
     others = {name: spec for name, spec in specs.items() if type(spec) in _UNCOMPRESSED}
     full = {name: spec for name, spec in specs.items() if name not in others}
+    for name in draft_names:
+        target = next((spec for other, spec in full.items() if other not in draft_names), None)
+        if target is not None and specs[name] != target:
+            raise ConfigError(
+                "--kv-compress needs draft layers with the target's KV heads, head size, dtype and"
+                f" full attention, but {name} differs; draft from the prompt with"
+                ' --speculative-config \'{"method": "ngram", ...}\', or remove'
+                " --speculative-config"
+            )
     if not full:
         raise ConfigError(
             "--kv-compress needs a full-attention layer, but all layers of this model have a"
@@ -153,7 +183,10 @@ def compressed_specs(
     )
     refuse(LAYERS, server)
     compressed = {
-        name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()
+        name: _compressed(
+            spec, len(full) - len(draft_names), settings, ring_slots, len(draft_names)
+        )
+        for name, spec in full.items()
     }
     return {name: compressed.get(name, spec) for name, spec in specs.items()}
 

@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.assign_pages import assign_pages
 from kvcompress_kernels.page_tables import page_tables
+from vllm_kvcompress.engine.pages.draft_pages import DraftPages
 from vllm_kvcompress.engine.pages.method_state import AttentionSums, Thresholds
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scratch_pages import MIN_QUERIES, ScratchCopies, ScratchPages
@@ -125,6 +126,8 @@ class PagePool:
         packs_groups: whether any request may be packed in k4v3.
         scratch_blocks: how many of the last blocks are scratch pages, which vLLM's scheduler does
             not know (`ScratchPages`).
+        draft_layers: how many of the last layers belong to a draft model (`DraftPages`). A block
+            has their pages too, and kept tokens of any layer may lie in them.
     """
 
     def __init__(
@@ -138,12 +141,16 @@ class PagePool:
         stored: torch.dtype | None = None,
         packs_groups: bool = False,
         scratch_blocks: int = 0,
+        draft_layers: int = 0,
     ) -> None:
-        self.pages, self.layer_offset, self.block_stride = flat_pages(layers)
+        self.pages, self._page_offset, self.block_stride = flat_pages(layers)
+        count = len(layers) - draft_layers
+        # Those of the layers that a method compresses.
+        self.layer_offset = self._page_offset[:count]
         # vLLM allocates a float8 cache as uint8; `elements` views it in the stored dtype.
         self.elements = self.pages if stored is None else self.pages.view(stored)
         self.block_size = block_size
-        count, device = len(layers), self.pages.device
+        device = self.pages.device
         columns = max_blocks + int(packs_groups)
         num_slots = max_requests + 1 + (SCRATCH_ROWS if scratch_blocks else 0)
         self._packed = torch.zeros(num_slots, count, columns, dtype=torch.int32, device=device)
@@ -194,6 +201,16 @@ class PagePool:
         # Tokens in groups of each layer, for slots whose layers have equally many.
         self._equal_group_tokens: dict[int, int] = {}
         self._free = list(range(max_requests, 0, -1))
+        self.drafts: DraftPages | None = None
+        if draft_layers:
+            self.drafts = DraftPages(
+                self._page_offset[count:],
+                self.block_stride,
+                slots=num_slots,
+                max_rows=max_rows,
+                max_blocks=max_blocks,
+                block_size=block_size,
+            )
 
     @property
     def max_layer_tokens(self) -> int:
@@ -228,7 +245,7 @@ class PagePool:
         """
         device, layers = self.pages.device, len(self.layer_offset)
         if sums:
-            pages = self.flat_ids_in_all_layers(torch.arange(self._num_blocks, device=device))
+            pages = self._pages_of(torch.arange(self._num_blocks, device=device))
             self.sums = AttentionSums(pages, len(self.pages), kv_heads, self.block_size)
         if thresholds:
             slots = len(self._first_block)
@@ -242,10 +259,14 @@ class PagePool:
         """Return the flat pages ``[L, n]``, int64, of n vLLM block ids in all layers."""
         return blocks.long() * self.block_stride + self.layer_offset[:, None]
 
+    def _pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the flat pages ``[L + D, n]``, int64, of n vLLM block ids, draft layers' last."""
+        return blocks.long() * self.block_stride + self._page_offset[:, None]
+
     def destination(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the ``len(blocks) * L`` flat pages of the blocks, int64, block by block."""
+        """Return the ``len(blocks) * (L + D)`` flat pages of the blocks, int64, block by block."""
         ids = async_tensor_h2d(list(blocks), device=self.pages.device, dtype=torch.int64)
-        return self.flat_ids_in_all_layers(ids).T.flatten()
+        return self._pages_of(ids).T.flatten()
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Fill the pages of vLLM blocks with zeros, in all layers."""
@@ -268,6 +289,8 @@ class PagePool:
         """
         if request_id not in self._slots:
             slot = self._slots[request_id] = self._free.pop()
+            if self.drafts is not None:
+                self.drafts.reset(slot)
             if self.thresholds is not None:
                 self.thresholds.reset(slot)
         return self._slots[request_id]
@@ -353,7 +376,7 @@ class PagePool:
         assign_pages(
             uploaded[:rows].view(-1, 3),
             uploaded[rows:],
-            self.layer_offset,
+            self._page_offset,
             self.block_stride,
             counts,
             self._packed,
@@ -604,10 +627,27 @@ class PagePool:
         Args:
             slots, seq_lens, rows: as in `tables`.
         """
+        self._upload_slots(slots)
+        if self.ring is not None:
+            self.ring.set_batch_rows(self._row_slots, seq_lens, self._live, rows)
+
+    def _upload_slots(self, slots: list[int]) -> None:
         if slots != self._uploaded_slots:
             if len(slots) != len(self._uploaded_slots):
                 self._live.fill_(len(slots))
             self._uploaded_slots = slots
             async_tensor_h2d(slots, out=self._row_slots[: len(slots)])
-        if self.ring is not None:
-            self.ring.set_batch_rows(self._row_slots, seq_lens, self._live, rows)
+
+    def draft_tables(
+        self, slots: list[int], block_table: torch.Tensor, seq_lens: torch.Tensor, rows: int
+    ) -> LayerTables:
+        """Refresh the draft layers' tables and lengths for a batch (`DraftPages.tables`).
+
+        Args:
+            slots, block_table, seq_lens, rows: as in `tables`.
+        """
+        assert self.drafts is not None
+        self._upload_slots(slots)
+        return LayerTables(
+            *self.drafts.tables(self._row_slots, self._live, block_table, seq_lens, rows)
+        )

@@ -69,6 +69,7 @@ class Admissions:
         pool: vLLM's block pool. Block 0 is the null block.
         other_layers: blocks that the uncompressed layers use. None if all are compressed.
         itemsize: bytes of a cached number.
+        draft_layers: layers of a draft model that share the page pool, D.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Admissions:
         pool: BlockPool,
         other_layers: OtherLayers | None = None,
         itemsize: int = 2,
+        draft_layers: int = 0,
     ) -> None:
+        self.draft_layers = draft_layers
         self.settings = settings
         self._other_layers = other_layers
         self._itemsize = itemsize
@@ -146,7 +149,7 @@ class Admissions:
         if key not in self._plans:
             page_tokens = self.packed_page_tokens(settings)
             layers, size = self._num_layers, self._block_size
-            plan = settings.page_plan(layers, tokens, size, spans, page_tokens)
+            plan = settings.page_plan(layers, tokens, size, spans, page_tokens, self.draft_layers)
             self._plans[key] = settings, plan
             if len(self._plans) > _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]

@@ -47,6 +47,7 @@ class RequestSchedules:
             num_layers=self._num_layers,
             block_size=self._block_size,
             leading_blocks=leading_blocks,
+            draft_layers=self._admissions.draft_layers,
         )
 
     def of(self, state: RequestState) -> RequestSchedule:
@@ -150,6 +151,7 @@ class RequestSchedules:
             prefilled=int(request.num_tokens),
             spans=state.options.spans,
             page_tokens=self._admissions.packed_page_tokens(prefill.settings),
+            draft_layers=self._admissions.draft_layers,
         )
         max_blocks = max(prefill.max_blocks, lookahead.blocks_when_due(prefill.blocks_at_end))
         if lookahead.due <= request.num_tokens or max_blocks > self._admissions.max_request_blocks:

@@ -58,6 +58,7 @@ class _CompressingMixin:
             manager.block_pool,
             other_layers_of(vllm_config),
             spec.dtype.itemsize,
+            spec.num_draft_layers,
         )
         self.states = RequestStates(scheduler.requests, self.admissions.new_state)
         self.lookaheads = LookAheads(spec.ring_slots)

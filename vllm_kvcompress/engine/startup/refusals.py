@@ -15,7 +15,14 @@ from vllm_kvcompress.planning.model_traits import Traits, traits_of
 from vllm_kvcompress.refusals.model import MODEL
 from vllm_kvcompress.refusals.rule import refuse
 from vllm_kvcompress.refusals.server import SERVER, Executor, Server
-from vllm_kvcompress.refusals.tested import EXECUTORS, IMAGES, MODALITIES, RAY
+from vllm_kvcompress.refusals.tested import (
+    DRAFT_LAYERS,
+    DRAFT_MODELS,
+    EXECUTORS,
+    IMAGES,
+    MODALITIES,
+    RAY,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 
 WORKERS = {
@@ -98,6 +105,12 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     yield "--no-disable-cascade-attn", getattr(model, "disable_cascade_attn", True) is False
     yield "--no-enable-prefix-caching", not cache.enable_prefix_caching
     yield "--speculative-config", speculative and (speculative.method or "none")
+    if speculative and speculative.method in DRAFT_MODELS:
+        yield DRAFT_LAYERS, True
+        if config.scheduler_config.async_scheduling:
+            yield "draft layers with", ("async scheduling", "pass --no-async-scheduling")
+        if config.use_v2_model_runner:
+            yield "draft layers with", ("Model Runner V2", f"unset {_RUNNER_SWITCH}")
     yield "--use-replayssm", getattr(cache, "use_replayssm", False)
     if (mode := getattr(cache, "mamba_cache_mode", "none")) == "align":
         yield "--prefix-match-unit", getattr(cache, "prefix_match_unit", None)

@@ -3,7 +3,7 @@
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-from vllm_kvcompress.engine.layers import groups_of, layers_per_stage
+from vllm_kvcompress.engine.layers import draft_layers_of, groups_of, layers_per_stage
 from vllm_kvcompress.planning.memory import Sizes, reserved_bytes
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -24,6 +24,7 @@ def sizes_of(config: VllmConfig) -> Sizes:
         max_requests=int(config.scheduler_config.max_num_seqs),
         cache_itemsize=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize,
         max_drafts=0 if speculative is None else int(speculative.num_speculative_tokens),
+        draft_layers=draft_layers_of(config),
         max_graph_rows=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
 

@@ -29,7 +29,13 @@ from vllm_kvcompress.engine.attention.backend import (
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.layers import groups_of, stages_of
+from vllm_kvcompress.engine.layers import (
+    draft_layers_of,
+    draft_names,
+    groups_of,
+    layer_index,
+    stages_of,
+)
 from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.messages.settings import parsed_settings
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
@@ -88,8 +94,9 @@ class CompressingWorker:
         refuse_other_backends(self.vllm_config, self.backends)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        slots = ring_slots(sizes_of(self.vllm_config), self.settings)
-        return compressed_specs(super().get_kv_cache_spec(), self.settings, slots)  # type: ignore[misc]
+        config, specs = self.vllm_config, super().get_kv_cache_spec()  # type: ignore[misc]
+        slots = ring_slots(sizes_of(config), self.settings)
+        return compressed_specs(specs, self.settings, slots, draft_names(config, specs))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV cache with scratch blocks after vLLM's, and build the compressor."""
@@ -281,37 +288,56 @@ def bind_compressor(
             " --kv-compress"
         )
     group = groups[compressed[0]]
-    names = sorted(group.layer_names, key=_layer_index)
+    names = sorted(group.layer_names, key=layer_index)
     context = config.compilation_config.static_forward_context
     layers: list[Attention] = [context[name] for name in names]
-    builders = [b for g in runner.attn_groups[compressed[0]] for b in g.metadata_builders]
+    num_target = len(names) - len(draft_names(config, names))
+    target, drafts = layers[:num_target], layers[num_target:]
+    builders = [
+        builder
+        for attn_group in runner.attn_groups[compressed[0]]
+        if not set(attn_group.layer_names).isdisjoint(names[:num_target])
+        for builder in attn_group.metadata_builders
+    ]
     impls = {type(layer.impl) for layer in layers}
     foreign = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
-    foreign += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
+    draft_builders = draft_builders_of(runner)
+    for builder in (*builders, *draft_builders):
+        if not isinstance(builder, CompressedBuilder):
+            foreign.append(type(builder))
     stages, stage = stages_of(config), get_pp_group().rank_in_group
     expected = stages[stage]
-    unexpected_layers = tuple(map(_layer_index, names)) != expected
+    unexpected_layers = (
+        tuple(map(layer_index, names[:num_target])) != expected
+        or len(drafts) != draft_layers_of(config)
+        or len(draft_builders) != bool(drafts)
+    )
     if foreign or len(impls) != 1 or len(builders) != 1 or unexpected_layers:
         raise VllmHookError(
             f"compression needs the {len(expected)} full-attention layers of the model's config in"
-            f" one group, all on its own attention backend; got {len(layers)} layers,"
-            f" {len(builders)} builders and foreign classes"
+            f" one group, all on its own attention backend; got {len(target)} layers and"
+            f" {len(drafts)} draft layers with {len(builders)} and {len(draft_builders)} builders,"
+            " and foreign classes"
             f" {sorted({cls.__name__ for cls in foreign})}"
         )
     block_size = group.kv_cache_spec.block_size
     num_blocks = kv_cache_config.num_blocks
-    pool = page_pool(config, settings, layers, block_size, num_blocks, scratch)
+    pool = page_pool(config, settings, layers, block_size, num_blocks, scratch, len(drafts))
     compressor = PromptCompressor(
         settings,
         pool,
         layers[0].impl.layout(layers[0], config.model_config.dtype),
-        scales=scales_of(layers, pool.pages.device),
+        scales=scales_of(target, pool.pages.device),
         stages=Stages(stages, stage, pool.pages.device),
         queries=(*_query_shape(layers), config.model_config.dtype),
     )
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(target):
         layer.impl.bind(compressor, index)
+    for index, layer in enumerate(drafts):
+        layer.impl.bind_draft(compressor, index)
     builders[0].bind(compressor, batch_order(runner))
+    for builder in draft_builders:
+        builder.bind_drafts(compressor, batch_order(runner))
     watch_every_layer(runner, compressor, config.parallel_config)
     return compressor
 
@@ -323,15 +349,17 @@ def page_pool(
     block_size: int,
     num_blocks: int,
     scratch: int,
+    draft_layers: int = 0,
 ) -> PagePool:
     """Return a page pool over the layers' caches, with the query ring and method state.
 
     Args:
         config, settings: of the worker.
-        layers: the compressed layers, with their caches allocated.
+        layers: the compressed layers, then the draft model's, with their caches allocated.
         block_size: tokens in a block.
         num_blocks: allocated blocks.
         scratch: how many of the last blocks are scratch blocks.
+        draft_layers: how many of the last layers belong to a draft model.
 
     Raises:
         VllmHookError: vLLM split each block of the cache into several kernel blocks.
@@ -354,6 +382,7 @@ def page_pool(
         stored=stored_in(layers),
         packs_groups=settings.packs_k4v3,
         scratch_blocks=scratch,
+        draft_layers=draft_layers,
     )
     heads, dim = _query_shape(layers)
     if pool.packs_groups:
@@ -502,8 +531,10 @@ def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: Paral
     manager.dispatch = dispatching
 
 
-def _layer_index(name: str) -> int:
-    return next(int(part) for part in name.split(".") if part.isdigit())
+def draft_builders_of(runner: Any) -> list[Any]:
+    """Return the metadata builders of a draft model's layers; empty without such layers."""
+    attn_groups = getattr(getattr(runner, "drafter", None), "draft_attn_groups", [])
+    return [builder for group in attn_groups for builder in group.metadata_builders]
 
 
 def batch_order(runner: Any) -> BatchOrder:

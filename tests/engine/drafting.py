@@ -1,0 +1,88 @@
+"""Draft with a tiny random head of which some drafts are accepted, and watch what happens."""
+
+from types import SimpleNamespace
+
+import torch
+
+FOUR_TOKENS = (5, 9, 200, 311)
+"""Token ids that requests and drafts are limited to, so that a random head is sometimes right."""
+
+
+def speculative(head: str, drafts: int = 3, method: str = "eagle") -> dict:
+    """Return an engine's options for `drafts` drafts per step by a head."""
+    config = {"method": method, "model": head, "num_speculative_tokens": drafts}
+    return {"speculative_config": config}
+
+
+def limit_drafts(llm, token_ids=FOUR_TOKENS) -> None:
+    """Let an engine draft only `token_ids`."""
+    drafter, ids = llm.worker.model_runner.drafter, torch.tensor(token_ids)
+
+    def sample(hidden_states, *args, **kwargs):
+        return ids[drafter.model.compute_logits(hidden_states)[:, ids].argmax(-1)]
+
+    drafter._greedy_sample = sample
+
+
+def watch_drafts(llm) -> SimpleNamespace:
+    """Count drafts that are verified, and accepted, in later steps."""
+    counts = SimpleNamespace(verified=0, accepted=0)
+    make_stats = llm.scheduler.make_spec_decoding_stats
+
+    def counting(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs):
+        counts.verified += num_draft_tokens
+        counts.accepted += num_accepted_tokens
+        return make_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    llm.scheduler.make_spec_decoding_stats = counting
+    return counts
+
+
+def draft_layers(llm) -> list:
+    """Return the attention layers of the draft model."""
+    context = llm.worker.vllm_config.compilation_config.static_forward_context
+    return [layer for layer in context.values() if layer.impl._is_draft]
+
+
+def watch_draft_attention(llm) -> list[float]:
+    """Compare later attention of the draft layer with float64, and record the largest errors.
+
+    The reference has every key and value that the layer computed, by request and position. It
+    attends to all tokens before a query, whatever the page tables say. Prompts must not come from
+    the prefix cache.
+    """
+    runner, errors = llm.worker.model_runner, []
+    (layer,) = draft_layers(llm)
+    impl, drafter, cached = layer.impl, runner.drafter, {}
+    forward, heads, dim = impl.forward, impl.num_heads, impl.head_size
+
+    def attending(lay, query, key, value, kv_cache, metadata, output, *args, **kwargs):
+        out = forward(lay, query, key, value, kv_cache, metadata, output, *args, **kwargs)
+        if metadata is None or not llm.compressor.running:
+            return out
+        starts = metadata.query_start_loc.tolist()
+        rows = zip(runner.input_batch.req_ids, starts, starts[1:], strict=False)
+        for request_id, start, stop in rows:
+            positions = drafter.positions[start:stop].tolist()
+            tokens = cached.setdefault(request_id, {})
+            for row, position in zip(range(start, stop), positions, strict=True):
+                tokens[position] = key[row].view(-1, dim), value[row].view(-1, dim)
+            for row, position in zip(range(start, stop), positions, strict=True):
+                keys, values = (
+                    torch.stack(part).double().repeat_interleave(heads // impl.num_kv_heads, 1)
+                    for part in zip(*(tokens[p] for p in range(position + 1)), strict=True)
+                )
+                logits = torch.einsum("hd,nhd->hn", query[row].view(-1, dim).double(), keys)
+                expected = torch.einsum("hn,nhd->hd", (logits * impl.scale).softmax(-1), values)
+                errors.append(float((out[row].view(-1, dim) - expected).abs().max()))
+        return out
+
+    impl.forward = attending
+    return errors
+
+
+def draft_pages(llm, request_id: str) -> list[int]:
+    """Return the flat pages that a compressed request's draft layers were packed into."""
+    pool = llm.compressor.pool
+    slot = pool._slots[request_id]
+    return pool.drafts._packed[slot, :, : pool.drafts._packed_pages[slot]].flatten().tolist()

@@ -1,0 +1,152 @@
+"""EAGLE: greedy outputs equal those without drafts, and the draft layer keeps every token.
+
+The draft layer's cache lies in the target's blocks, which compression frees. Wrong draft pages
+would be silent: the target rejects bad drafts, so outputs stay right and only get slower. So its
+attention is compared with a float64 reference that knows no pages.
+"""
+
+import pytest
+
+from checkpoints import tokens
+from draft_checkpoints import make_eagle
+from drafting import (
+    FOUR_TOKENS,
+    draft_pages,
+    limit_drafts,
+    speculative,
+    watch_draft_attention,
+    watch_drafts,
+)
+from engines import BLOCK, engine, model_runner_v1_only, settings
+from vllm_kvcompress.errors import ConfigError
+
+pytestmark = model_runner_v1_only
+NEW = 24
+LENGTHS = (417, 640, 90, 321, 545)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+PROMPTS[3][:200] = PROMPTS[0][:200]
+# scored by a window's queries, by the last query, by all queries, with merging, and by none
+METHODS = ["off", "cake", "tova", "h2o", "d2o", "streamingllm"]
+ANY_METHOD = settings("cake", 0.4, allow_override="all")
+FEW = {"allowed_token_ids": list(FOUR_TOKENS)}
+SIZES = {"max_model_len": 1024, "max_num_seqs": 8}
+OPTIONS = {
+    "prefix cache": {},
+    "no cache": {"enable_prefix_caching": False},
+    "chunks": {"max_num_batched_tokens": 64},
+    "preempted": {"blocks": 1 + 24, "max_model_len": 704},
+}
+
+
+@pytest.fixture(scope="module")
+def head(model):
+    return make_eagle(model)
+
+
+@pytest.fixture(scope="module")
+def outputs_without_drafts(model):
+    """Return each prompt's output by method, alone and without drafts."""
+    with engine(model, additional_config=ANY_METHOD, enable_prefix_caching=False) as llm:
+        return {
+            method: [
+                llm.generate([prompt], NEW, extra_args={"kv_compress": method}, **FEW)[0]
+                for prompt in PROMPTS
+            ]
+            for method in METHODS
+        }
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_greedy_outputs_match_those_without_drafts(options, model, head, outputs_without_drafts):
+    options = SIZES | speculative(head) | options
+    with engine(model, additional_config=ANY_METHOD, **options) as llm:
+        limit_drafts(llm)
+        free, drafts, preempted = llm.free_blocks, watch_drafts(llm), 0
+        for method, expected in outputs_without_drafts.items():
+            for order in (1, -1):
+                cuts = llm.watch_preemptions() if "blocks" in options else {}
+                outputs = llm.generate(
+                    PROMPTS[::order], NEW, extra_args={"kv_compress": method}, **FEW
+                )[::order]
+                preempted += len(cuts)
+                if not cuts:
+                    assert outputs == expected, method
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free
+        assert llm.compressor.compressed >= 2 * 4 * (len(METHODS) - 1)
+        assert bool(preempted) == ("blocks" in options)
+        assert 0 < drafts.accepted < drafts.verified
+
+
+# few blocks: prompts are packed in place, where draft and target write over each other's pages
+@pytest.mark.parametrize("blocks", [1 + 1000, 1 + 21], ids=["fresh", "in place"])
+@pytest.mark.parametrize("method", ["snapkv", "d2o"])
+def test_draft_layer_attends_to_all_tokens(method, blocks, model, head):
+    with engine(
+        model,
+        additional_config=settings(method, 0.3),
+        enable_prefix_caching=False,
+        blocks=blocks,
+        max_num_batched_tokens=128,
+        max_model_len=672,
+        max_num_seqs=8,
+        **speculative(head),
+    ) as llm:
+        limit_drafts(llm)
+        in_place = llm.watch_packing(lambda outputs: outputs.pack_request.in_place)
+        errors, drafts = watch_draft_attention(llm), watch_drafts(llm)
+        for prompt in (PROMPTS[1], PROMPTS[3]):
+            llm.generate([prompt], NEW, **FEW)
+        assert in_place[0] == (blocks == 1 + 21)
+        assert len(errors) > sum(map(len, (PROMPTS[1], PROMPTS[3]))) + 2 * NEW
+        assert max(errors) < 1e-4
+        assert 0 < drafts.accepted < drafts.verified
+
+
+def test_draft_pages_lie_in_the_destination_blocks(model, head):
+    """Layers and draft layer share the destination blocks, and no page twice."""
+    with engine(
+        model, additional_config=settings("cake", 0.3), **SIZES, **speculative(head)
+    ) as llm:
+        llm.submit("r", PROMPTS[1], NEW)
+        while not llm.compressor.compressed:
+            llm.step()
+        (request,) = llm.running()
+        pool, blocks = llm.compressor.pool, llm.packed_blocks(request.request_id)
+        full = len(PROMPTS[1]) // BLOCK
+        pages = draft_pages(llm, request.request_id)
+        assert len(pages) == full
+        counts = pool._num_packed[pool._slots[request.request_id]]
+        packed = pool._packed[pool._slots[request.request_id]]
+        for row, count in zip(packed, counts.tolist(), strict=True):
+            pages += row[:count].tolist()
+        own = pool.destination([block.block_id for block in blocks]).tolist()
+        assert len(set(pages)) == len(pages) == int(counts.sum()) + full
+        assert set(pages) <= set(own)
+        assert len(own) - len(pages) < len(pool._page_offset)
+        llm.drain()
+
+
+def test_a_prompt_that_frees_no_block_stays_uncompressed(model, head):
+    """Five full blocks at 0.75: the four layers would free one block, the draft layer needs it."""
+    config, prompt = settings("snapkv", 0.78), tokens(5 * BLOCK + 3, seed=8)
+    compressed = {}
+    for name, options in (("without", {}), ("with", speculative(head))):
+        with engine(model, additional_config=config, **SIZES, **options) as llm:
+            llm.generate([prompt], 4)
+            compressed[name] = llm.compressor.compressed
+    assert compressed == {"without": 1, "with": 0}
+
+
+@pytest.mark.parametrize(
+    "shape", [{"kv_heads": 4}, {"head_dim": 64}], ids=["KV heads", "head size"]
+)
+def test_draft_layers_of_another_shape_are_refused(shape, model):
+    head = make_eagle(model, **shape)
+    with (
+        pytest.raises(ConfigError, match="draft layers with the target's KV heads") as refusal,
+        engine(model, additional_config=settings(), **SIZES, **speculative(head)),
+    ):
+        pass
+    assert "model.layers.4" in str(refusal.value)
+    assert "ngram" in str(refusal.value)
