@@ -86,3 +86,51 @@ def draft_pages(llm, request_id: str) -> list[int]:
     pool = llm.compressor.pool
     slot = pool._slots[request_id]
     return pool.drafts._packed[slot, :, : pool.drafts._packed_pages[slot]].flatten().tolist()
+
+
+class ForcedDrafts:
+    """Replaces an engine's drafts by the tokens that requests will output, or by wrong ones.
+
+    The draft model still runs, and writes its cache. Drafts are known by their position, because
+    with async scheduling the host does not know yet how many of the latest drafts were accepted.
+
+    Args:
+        llm: the engine.
+        texts: tokens of the prompt and the output, by the request id passed to `Engine.submit`.
+        is_wrong: whether the draft of the token at a position is wrong.
+    """
+
+    def __init__(self, llm, texts, is_wrong) -> None:
+        self.texts, self.is_wrong = texts, is_wrong
+        self._runner = llm.worker.model_runner
+        self._drafter = self._runner.drafter
+        self._propose = self._drafter.propose
+        self._drafter.propose = self.propose
+
+    def propose(self, num_speculative_tokens, target_token_ids, target_positions, *args, **kwargs):
+        metadata = kwargs["common_attn_metadata"]
+        indices = kwargs["token_indices_to_sample"]
+        if indices is None:
+            indices = metadata.query_start_loc[1:] - 1
+        # Tokens at these positions are sampled by the target; drafts follow.
+        sampled = (target_positions[indices] + 1).tolist()
+        drafts = self._propose(
+            num_speculative_tokens, target_token_ids, target_positions, *args, **kwargs
+        ).clone()
+        for row, (request_id, position) in enumerate(
+            zip(self._runner.input_batch.req_ids, sampled, strict=True)
+        ):
+            drafts[row] = torch.tensor(
+                [
+                    self._draft(request_id.split("-")[0], position + 1 + index)
+                    for index in range(num_speculative_tokens)
+                ]
+            )
+        return drafts
+
+    def _draft(self, name, position) -> int:
+        text = self.texts[name]
+        right = text[position] if position < len(text) else FOUR_TOKENS[0]
+        if not self.is_wrong(position):
+            return right
+        return next(token for token in FOUR_TOKENS if token != right)

@@ -14,6 +14,8 @@ import pytest
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from deferred_frees import defer_frees
+from draft_checkpoints import make_eagle
+from drafting import limit_drafts, speculative
 from engines import BLOCK, Engine, engine, settings
 from test_lookahead import BUDGET, LOOKAHEAD, LookaheadReplay, lookahead_config
 from test_ngram import FOUR_TOKENS, NGRAM
@@ -49,6 +51,7 @@ class EngineKind:
         options: more engine options.
         sampling: sampling parameters of every request, beside the load's.
         seeds: seeds of its loads.
+        drafts: drafts of an EAGLE head per step; 0 without one.
         deferred: freed blocks wait for the running steps, as with a KV connector that pulls.
     """
 
@@ -60,6 +63,7 @@ class EngineKind:
     sampling: dict[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
     deferred: bool = False
+    drafts: int = 0
 
 
 KINDS = {
@@ -77,6 +81,10 @@ KINDS = {
     "priority": EngineKind(options={"scheduling_policy": "priority"}),
     # Outputs use four tokens only, or there would be hardly any drafts.
     "drafts": EngineKind(options=NGRAM, sampling=FOUR_TOKENS, seeds=(7, 17)),
+    "eagle": EngineKind(drafts=5, sampling=FOUR_TOKENS, seeds=(6,)),
+    "eagle, async": EngineKind(
+        drafts=5, options={"async_scheduling": True}, sampling=FOUR_TOKENS, seeds=(6,)
+    ),
 }
 
 
@@ -187,14 +195,17 @@ def run_load(llm: Engine, kind: EngineKind, seed: int) -> dict[str, list[int]]:
 
 def start_engine(name: str, folder: Any) -> Any:
     kind = KINDS[name]
+    model = make(kind.model, folder)
+    drafting = speculative(make_eagle(model), kind.drafts) if kind.drafts else {}
     return engine(
-        make(kind.model, folder),
+        model,
         additional_config=pressure_config(**kind.more),
         blocks=1 + kind.pool,
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=256,
         **kind.options,
+        **drafting,
     )
 
 
@@ -208,6 +219,8 @@ def test_lookaheads_are_compressed_before_a_request_is_preempted(
         watch = PressureWatch(llm)
         if KINDS[name].deferred:
             defer_frees(llm)
+        if KINDS[name].drafts:
+            limit_drafts(llm)
         for seed in KINDS[name].seeds:
             outputs = run_load(llm, KINDS[name], seed)
             assert {key: len(output) for key, output in outputs.items()} == {

@@ -51,7 +51,7 @@ class Sizes:
         cache_itemsize: bytes per element of a cached key; None for `itemsize`.
         groups: all layers of the model; None if all are compressed.
         in_flight: tokens of all requests that one step computes.
-        max_drafts: maximum draft tokens that a decode step computes, which may be rejected.
+        max_drafts: maximum draft tokens that the steps in flight compute, which may be rejected.
         draft_layers: layers of a draft model, D, which keep every token in the same blocks.
     """
 

@@ -330,11 +330,11 @@ SERVER: tuple[Rule[Server], ...] = (
         because=UNTESTED,
     ),
     Rule(
-        name="`eagle` with async scheduling, or on Model Runner V2",
-        when=lambda s: tested.DRAFT_LAYERS in s.options and s.options.get("draft layers with"),
-        reason="a draft model's layers are not tested with {found[0]}",
-        fix="{found[1]}, or draft from the prompt with"
-        f' --speculative-config \'{{{{"method": "{tested.DRAFTS}", ...}}}}\'',
+        name="`eagle` on Model Runner V2",
+        when=lambda s: s.options.get("V2 with draft layers"),
+        reason="a draft model's layers are not tested on Model Runner V2",
+        fix="draft from the prompt with --speculative-config"
+        f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\'',
         because=UNTESTED,
     ),
     RUST_FRONT_END,

@@ -23,7 +23,9 @@ class Schedule(ABC):
     def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """Return the page plan to apply after a step that ends with `tokens` computed, or None."""
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
+    def step_limit(
+        self, plan_at: PlanAt, computed: int, max_tokens: int, unverified: int = 0
+    ) -> tuple[int, int]:
         """Return how many tokens the next step computes, and how many probe tokens follow them.
 
         By default a step may end anywhere, and no probe tokens follow.
@@ -32,6 +34,7 @@ class Schedule(ABC):
             plan_at: returns the plan after a step that ends with this many tokens computed.
             computed: computed tokens of the request.
             max_tokens: maximum tokens of the step, the probe included.
+            unverified: of `computed`, draft tokens in steps in flight, which may be rejected.
         """
         return max_tokens, 0
 

@@ -115,7 +115,9 @@ class GroupSchedule(PrefillSchedule):
         intervals = max(computed - self._start, 0) // self.interval + 1
         return min(self._start + intervals * self.interval, self.tokens)
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
+    def step_limit(
+        self, plan_at: PlanAt, computed: int, max_tokens: int, unverified: int = 0
+    ) -> tuple[int, int]:
         """Return the tokens of a chunk that starts after `computed` tokens, and 0 probe tokens."""
         if not self.in_pieces:
             return max_tokens, 0

@@ -80,16 +80,21 @@ class LookaheadSchedule(Schedule):
         window = self.settings.method.lookahead_window
         return min(self.prefilled - min_queries, self.due - window, max_tokens)
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
+    def step_limit(
+        self, plan_at: PlanAt, computed: int, max_tokens: int, unverified: int = 0
+    ) -> tuple[int, int]:
         """Return the tokens of a step that starts after `computed` tokens, and 0 probe tokens.
 
         Tokens computed after the request is due read the packed cache, so no draft token may be
         among them. The number of accepted drafts is not known before a step ends, so the step in
-        which the request falls due has no drafts.
+        which the request falls due has no drafts. With async scheduling, a step is scheduled before
+        the outputs of the step before it are known. If its drafts may all be accepted, and the next
+        token fall due, the request waits for these outputs.
         """
-        if computed >= self.due:
+        if computed - unverified >= self.due:
             return max_tokens, 0
-        return min(max_tokens, max(self.due - 1 - computed, 1)), 0
+        before_due = self.due - 1 - computed
+        return min(max_tokens, max(before_due, 0 if unverified else 1)), 0
 
     def keeps_queries(self, tokens: int) -> bool:
         """Return whether a chunk that ends with `tokens` computed leaves queries that may score."""

@@ -78,7 +78,9 @@ class PieceSchedule(PrefillSchedule):
         min_rows = window if self.spans else min(probe, window)
         return rows if rows >= max(min_rows, self.settings.method.min_window) else 0
 
-    def step_limit(self, plan_at: PlanAt, computed: int, max_tokens: int) -> tuple[int, int]:
+    def step_limit(
+        self, plan_at: PlanAt, computed: int, max_tokens: int, unverified: int = 0
+    ) -> tuple[int, int]:
         """Return the tokens of the chunk that starts after `computed` tokens, and its probe tokens.
 
         If a step has no space for the probe too, the chunk ends before the boundary. That way, the

@@ -76,12 +76,12 @@ class RequestSchedule:
             self._latest = latest
         return latest[4]
 
-    def step_limit(self, computed: int, max_tokens: int) -> tuple[int, int]:
+    def step_limit(self, computed: int, max_tokens: int, unverified: int = 0) -> tuple[int, int]:
         """Return `Schedule.step_limit` of the current schedule; no limit if there is none."""
         schedule = self.current
         if schedule is None:
             return max_tokens, 0
-        return schedule.step_limit(self.plan, computed, max_tokens)
+        return schedule.step_limit(self.plan, computed, max_tokens, unverified)
 
     def longest_prefix_hit(self, max_tokens: int) -> int:
         """Return how many tokens of the prompt, at most `max_tokens`, may come from the cache."""

@@ -381,8 +381,14 @@ class Packer:
         max_tokens = max(plan.tokens for plan in plans)
         if jobs[0].pack_request.reads_page_tables:
             max_pages = max(-(-plan.tokens // plan.block_size) for plan in plans)
-            batch_rows = [job.batch_row for job in jobs]
-            return self.source_pages(*self.pool.row_tables(batch_rows, max_pages))
+            tables, lengths = self.pool.row_tables([job.batch_row for job in jobs], max_pages)
+            if isinstance(jobs[0].pack_request, ScoredByRing):
+                # The step's lengths include draft tokens, which may be rejected.
+                lengths = self.pool.lengths_at(
+                    [job.pack_request.request_id for job in jobs],
+                    [job.pack_request.tokens for job in jobs],
+                )
+            return self.source_pages(tables, lengths)
         request_blocks = [job.blocks for job in jobs if job.blocks is not None]
         assert len(request_blocks) == len(jobs), jobs
         if len(jobs) == 1:

@@ -317,6 +317,21 @@ class PagePool:
         lengths = self._lengths.index_select(1, indices)
         return tables.transpose(0, 1).long(), lengths.T.contiguous()
 
+    def lengths_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
+        """Return the tokens ``[R, L]`` int32 that each layer holds of R requests, without a sync.
+
+        Args:
+            request_ids: requests with packed pages in the cache's dtype.
+            tokens: computed tokens of each request.
+        """
+        numbers = [*self.slots(request_ids), *tokens]
+        uploaded = async_tensor_h2d(numbers, device=self.pages.device, dtype=torch.int64)
+        slots, computed = uploaded.view(2, -1)
+        dropped = self._first_block.index_select(0, slots)[:, None]
+        dropped = dropped - self._num_packed.index_select(0, slots)
+        lengths: torch.Tensor = computed[:, None] - dropped * self.block_size
+        return lengths.int()
+
     def row_table(self, layer: int, row: int, max_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `row_tables` of one layer and row: pages ``[1, 1, W]`` and tokens ``[1, 1]``."""
         table, length = self._tables[layer, row, :max_pages], self._lengths[layer, row]

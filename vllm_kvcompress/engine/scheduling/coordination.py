@@ -169,6 +169,8 @@ class Coordination:
         )
         if request_id in self._states.ids_without_packing and not self._lookaheads:
             return needed
+        # Behind these tokens, vLLM allocates slots for drafts that a draft model will write.
+        num_tokens = min(num_tokens, kwargs.get("num_tokens_main_model", num_tokens))
         step_builder = self._step_builder
         needed += sum(int(block.ref_cnt) == 0 for block in self._packed_hit(request_id))
         hit_blocks = new_computed_blocks[self._groups.compressed_index]

@@ -66,7 +66,7 @@ class NextStep:
         destinations, num_steps = 0, 0
         while num_steps < self._num_stages or unscheduled:
             destinations += self._simulate_step(
-                running, computed_tokens, allocated_tokens, unscheduled
+                running, computed_tokens, allocated_tokens, unscheduled, is_next=not num_steps
             )
             num_steps += 1
         return destinations + sum(
@@ -80,6 +80,8 @@ class NextStep:
         computed_tokens: dict[str, int],
         allocated_tokens: dict[str, int],
         unscheduled: set[str],
+        *,
+        is_next: bool,
     ) -> int:
         """Advance all requests by one step, and return the destination blocks of its packings.
 
@@ -88,6 +90,7 @@ class NextStep:
             computed_tokens: computed tokens by request id. Updated.
             allocated_tokens: tokens with allocated blocks by request id, including probes. Updated.
             unscheduled: ids of look-aheads that no step has scheduled yet. Updated.
+            is_next: whether it is the next step, scheduled before the latest outputs are known.
         """
         scheduler, destinations = self._scheduler, 0
         token_budget = int(scheduler.max_num_scheduled_tokens)
@@ -96,12 +99,19 @@ class NextStep:
             request_id = request.request_id
             computed = computed_tokens[request_id]
             known = int(request.num_tokens) + int(request.num_output_placeholders)
-            # The last output token is never computed.
+            # The last output token is never computed. Drafts in flight may be rejected, so the
+            # request may not be as far as vLLM counts.
             last_token = int(request.num_prompt_tokens + request.max_tokens) - 1
+            unverified = self._step_builder.unverified_drafts(request_id)
+            last_token += unverified
             remaining = min(last_token, int(scheduler.max_model_len) - 1) - computed
             if remaining <= 0:
                 unscheduled.discard(request_id)
                 continue
+            if is_next and unverified and request_id in unscheduled:
+                schedule = self._schedules.of(self._states.of(request))
+                if schedule.step_limit(computed, 1, unverified)[0] == 0:
+                    continue  # It waits for its outputs.
             num_new = min(max(known - computed, 1), remaining, max_chunk, token_budget)
             probe_tokens = 0
             if num_new > 1:
@@ -115,7 +125,9 @@ class NextStep:
                 continue
             new_end = computed + self._with_drafts(request, computed, num_new, known)
             computed_tokens[request_id] = new_end
-            allocated_tokens[request_id] = max(allocated_tokens[request_id], new_end + probe_tokens)
+            allocated_tokens[request_id] = max(
+                allocated_tokens[request_id], self._allocated(new_end + probe_tokens)
+            )
             unscheduled.discard(request_id)
             taken = self._step_builder.destination_blocks(request_id, computed + num_new, ())
             destinations += taken.must_be_fresh + taken.may_be_fresh
@@ -152,6 +164,14 @@ class NextStep:
         remaining = int(self._scheduler.max_model_len) - 1 - computed
         return max(min(num_new + num_drafts, remaining), num_new)
 
+    def _allocated(self, end: int) -> int:
+        """Return the tokens with allocated blocks once a step computes a request's first `end`.
+
+        A draft model writes its drafts behind them (``num_lookahead_tokens``).
+        """
+        scheduler = self._scheduler
+        return min(end + int(scheduler.num_lookahead_tokens), int(scheduler.max_model_len))
+
     def _max_chunk(self, token_budget: int) -> int:
         """Return the maximum number of tokens of one prompt that a step computes."""
         config = self._scheduler.scheduler_config
@@ -176,6 +196,6 @@ class NextStep:
         end = tokens + min(num_steps * max_chunk, remaining)
         first_pack = end if prefill is None else min(prefill.first_end, end)
         taken = self._step_builder.destination_blocks(request_id, max(first_pack, tokens), ())
-        missing = self._groups.missing_blocks(request_id, end, 1 + num_steps)
-        missing -= self._groups.missing_blocks(request_id, tokens)
+        missing = self._groups.missing_blocks(request_id, self._allocated(end), 1 + num_steps)
+        missing -= self._groups.missing_blocks(request_id, self._allocated(tokens))
         return missing + taken.must_be_fresh + taken.may_be_fresh

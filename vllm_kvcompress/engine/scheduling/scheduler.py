@@ -73,6 +73,7 @@ class _CompressingMixin:
             deferred_free,
             CompressionStats(),
             self._packed_prefixes(manager, deferred_free),
+            self._unverified_drafts,
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
@@ -235,9 +236,21 @@ class _CompressingMixin:
             return tokens
         state = self.states.of(request)
         schedule = self.schedules.of(state)
-        tokens, probe_tokens = schedule.step_limit(num_computed_tokens, tokens)
+        unverified = self._unverified_drafts(request.request_id)
+        tokens, probe_tokens = schedule.step_limit(num_computed_tokens, tokens, unverified)
         self.step_builder.set_probe(state, probe_tokens)
         return tokens + probe_tokens
+
+    def _unverified_drafts(self, request_id: str) -> int:
+        """Return the number of a request's draft tokens in steps whose outputs have not arrived.
+
+        vLLM counts them as computed, and as output (`Request.num_output_placeholders`). Each may
+        still be rejected. Every other token of these steps is certain.
+        """
+        return sum(
+            len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            for output, _ in self._steps_in_flight
+        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Advance the requests, except for probe tokens: the next tokens take their positions."""
@@ -256,13 +269,14 @@ class _CompressingMixin:
             raise VllmHookError(self._stop_message)
         self.coordination.begin_step(self.requests.keys())  # type: ignore[attr-defined]
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._steps_in_flight.append((output, None))
         waiting = self.step_builder.pack_due_lookaheads()
         if waiting:
             needed = self.next_step.blocks_for_running(self.lookaheads.request_ids)
             self.step_builder.pack_early(waiting, needed, overlaps=self.next_step.overlaps)
         plan = self.step_builder.build()
         attach_plan(output, plan)
-        self._steps_in_flight.append((output, plan))
+        self._steps_in_flight[-1] = output, plan
         if self.admissions.settings.usage:
             self.usage_notes.add_plan(plan)
         return output

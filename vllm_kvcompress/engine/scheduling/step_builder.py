@@ -6,7 +6,7 @@ pages depends only on lengths (`methods.page_plan`), so the scheduler waits for 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ class StepBuilder:
         deferred_free: frees blocks that the step still reads.
         stats: counts for the metrics.
         packed_prefixes: packed pages in the prefix cache; None if pages are not reused.
+        unverified_drafts: returns how many draft tokens of a request are in steps in flight.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class StepBuilder:
         deferred_free: DeferredFree,
         stats: CompressionStats,
         packed_prefixes: PackedPrefixes | None = None,
+        unverified_drafts: Callable[[str], int] = lambda request_id: 0,
     ) -> None:
-        self.packed_prefixes = packed_prefixes
+        self.packed_prefixes, self.unverified_drafts = packed_prefixes, unverified_drafts
         self._manager, self.states, self.admissions = manager, states, admissions
         self.schedules, self.lookaheads, self.stats = schedules, lookaheads, stats
         self._deferred_free = deferred_free
@@ -299,8 +301,10 @@ class StepBuilder:
         schedule = state.current_schedule
         output, footprint, request = schedule.output, schedule.footprint, state.request
         if schedule.lookahead is not None:
-            # Drafts do not count: how many are accepted is known only after the step.
+            # Drafts do not count: how many are accepted is known only after the step. vLLM counts
+            # those of steps in flight as output.
             known_tokens = int(request.num_tokens + request.num_output_placeholders)
+            known_tokens -= self.unverified_drafts(state.request_id)
             self.lookaheads.note_step(state, min(tokens, known_tokens))
             return
         if output is None:

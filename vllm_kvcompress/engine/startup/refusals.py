@@ -107,10 +107,7 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     yield "--speculative-config", speculative and (speculative.method or "none")
     if speculative and speculative.method in DRAFT_MODELS:
         yield DRAFT_LAYERS, True
-        if config.scheduler_config.async_scheduling:
-            yield "draft layers with", ("async scheduling", "pass --no-async-scheduling")
-        if config.use_v2_model_runner:
-            yield "draft layers with", ("Model Runner V2", f"unset {_RUNNER_SWITCH}")
+        yield "V2 with draft layers", config.use_v2_model_runner
     yield "--use-replayssm", getattr(cache, "use_replayssm", False)
     if (mode := getattr(cache, "mamba_cache_mode", "none")) == "align":
         yield "--prefix-match-unit", getattr(cache, "prefix_match_unit", None)

@@ -12,6 +12,7 @@ def sizes_of(config: VllmConfig) -> Sizes:
     """Return the sizes that determine the memory of one rank."""
     model, parallel = config.model_config, config.parallel_config
     groups, speculative = groups_of(config), config.speculative_config
+    steps_in_flight = 2 if config.scheduler_config.async_scheduling else 1
     return Sizes(
         layers=layers_per_stage(config),
         groups=groups if groups.num_uncompressed else None,
@@ -23,7 +24,9 @@ def sizes_of(config: VllmConfig) -> Sizes:
         block_size=int(config.cache_config.block_size),
         max_requests=int(config.scheduler_config.max_num_seqs),
         cache_itemsize=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize,
-        max_drafts=0 if speculative is None else int(speculative.num_speculative_tokens),
+        max_drafts=0
+        if speculative is None
+        else steps_in_flight * int(speculative.num_speculative_tokens),
         draft_layers=draft_layers_of(config),
         max_graph_rows=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
