@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from checkpoints import VOCAB
+from checkpoints import VOCAB, make
 
 _HEAD = {
     "model_type": "llama",
@@ -85,3 +85,62 @@ def _write(path: Path, config: dict[str, object], weights: dict[str, torch.Tenso
         {name: each.contiguous() for name, each in weights.items()}, path / "model.safetensors"
     )
     return str(path)
+
+
+def make_eagle3(target: str) -> str:
+    """Write an EAGLE3 head of one layer beside a Llama checkpoint; return its path."""
+    shape = json.loads(Path(target, "config.json").read_text())
+    hidden, heads, kv_heads = (
+        shape[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    path, name, head_dim = Path(f"{target}-eagle3"), "midlayer", shape["head_dim"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "draft_vocab_size": VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    weights = _layer(name, hidden, 2 * hidden, heads, kv_heads, head_dim)
+    for norm in (f"{name}.input_layernorm", f"{name}.hidden_norm", "norm"):
+        weights[f"{norm}.weight"] = torch.ones(hidden)
+    # Three of the target's layers pass their hidden states on.
+    weights["fc.weight"] = torch.cat([torch.eye(hidden)] * 3, 1)
+    weights["lm_head.weight"] = _weights_of(target)["lm_head.weight"]
+    return _write(path, config | _shape(hidden, heads, kv_heads, head_dim), weights)
+
+
+def make_with_mtp(folder: Path, modules: int = 1) -> str:
+    """Write the glm4-moe checkpoint with MTP modules like its last layer; return its path."""
+    target = Path(make("glm4-moe", folder))
+    path = folder / f"glm4-moe-mtp-{modules}"
+    path.mkdir(exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    config["num_nextn_predict_layers"] = modules
+    (path / "config.json").write_text(json.dumps(config))
+    weights, layers, hidden = (
+        _weights_of(str(target)), config["num_hidden_layers"], config["hidden_size"],
+    )  # fmt: skip
+    last = f"model.layers.{layers - 1}."
+    for module in range(layers, layers + modules):
+        name = f"model.layers.{module}"
+        weights |= {
+            f"{name}.{key.removeprefix(last)}": each.clone()
+            for key, each in weights.items()
+            if key.startswith(last)
+        }
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            weights[f"{name}.{norm}.weight"] = torch.ones(hidden)
+        weights[f"{name}.eh_proj.weight"] = torch.cat(
+            [_random(1, hidden, hidden) * 0.1, torch.eye(hidden)], 1
+        )
+        weights[f"{name}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+        weights[f"{name}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(
+        {name: each.contiguous() for name, each in weights.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return str(path)
+
+
+def _weights_of(path: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(path, "model.safetensors"))

@@ -4,24 +4,38 @@ from types import SimpleNamespace
 
 import torch
 
+from engines import V2
+
 FOUR_TOKENS = (5, 9, 200, 311)
 """Token ids that requests and drafts are limited to, so that a random head is sometimes right."""
 
 
-def speculative(head: str, drafts: int = 3, method: str = "eagle") -> dict:
-    """Return an engine's options for `drafts` drafts per step by a head."""
-    config = {"method": method, "model": head, "num_speculative_tokens": drafts}
-    return {"speculative_config": config}
+def speculative(head: str | None, drafts: int = 3, method: str = "eagle") -> dict:
+    """Return an engine's options for `drafts` drafts per step by a head.
+
+    Args:
+        head: its checkpoint; None if the target's has the draft layers.
+    """
+    config = {"method": method, "num_speculative_tokens": drafts}
+    return {"speculative_config": config if head is None else config | {"model": head}}
+
+
+def drafter_of(llm):
+    """Return the drafter of either model runner."""
+    runner = llm.worker.model_runner
+    return runner.speculator if V2 else runner.drafter
 
 
 def limit_drafts(llm, token_ids=FOUR_TOKENS) -> None:
     """Let an engine draft only `token_ids`."""
-    drafter, ids = llm.worker.model_runner.drafter, torch.tensor(token_ids)
+    head, ids = drafter_of(llm).model, torch.tensor(token_ids)
+    compute_logits = head.compute_logits
 
-    def sample(hidden_states, *args, **kwargs):
-        return ids[drafter.model.compute_logits(hidden_states)[:, ids].argmax(-1)]
+    def limited(*args, **kwargs):
+        logits = compute_logits(*args, **kwargs)
+        return torch.full_like(logits, -torch.inf).index_copy(1, ids, logits[:, ids])
 
-    drafter._greedy_sample = sample
+    head.compute_logits = limited
 
 
 def watch_drafts(llm) -> SimpleNamespace:
@@ -41,7 +55,8 @@ def watch_drafts(llm) -> SimpleNamespace:
 def draft_layers(llm) -> list:
     """Return the attention layers of the draft model."""
     context = llm.worker.vllm_config.compilation_config.static_forward_context
-    return [layer for layer in context.values() if layer.impl._is_draft]
+    attention = [layer for layer in context.values() if hasattr(layer, "impl")]
+    return [layer for layer in attention if layer.impl._is_draft]
 
 
 def watch_draft_attention(llm) -> list[float]:
@@ -51,9 +66,17 @@ def watch_draft_attention(llm) -> list[float]:
     attends to all tokens before a query, whatever the page tables say. Prompts must not come from
     the prefix cache.
     """
-    runner, errors = llm.worker.model_runner, []
+    runner, drafter, errors = llm.worker.model_runner, drafter_of(llm), []
     (layer,) = draft_layers(llm)
-    impl, drafter, cached = layer.impl, runner.drafter, {}
+    impl, cached, rows_of = layer.impl, {}, lambda: runner.input_batch.req_ids
+    if V2:
+        propose, batches = drafter.propose, []
+
+        def proposing(input_batch, *args, **kwargs):
+            batches[:] = [input_batch]
+            return propose(input_batch, *args, **kwargs)
+
+        drafter.propose, rows_of = proposing, lambda: batches[0].req_ids
     forward, heads, dim = impl.forward, impl.num_heads, impl.head_size
 
     def attending(lay, query, key, value, kv_cache, metadata, output, *args, **kwargs):
@@ -61,9 +84,12 @@ def watch_draft_attention(llm) -> list[float]:
         if metadata is None or not llm.compressor.running:
             return out
         starts = metadata.query_start_loc.tolist()
-        rows = zip(runner.input_batch.req_ids, starts, starts[1:], strict=False)
+        all_positions = drafter.input_buffers.positions if V2 else drafter.positions
+        rows = zip(rows_of(), starts, starts[1:], strict=False)
         for request_id, start, stop in rows:
-            positions = drafter.positions[start:stop].tolist()
+            # Model Runner V2 leaves the positions of rejected tokens as they were.
+            first = int(all_positions[start])
+            positions = range(first, first + stop - start)
             tokens = cached.setdefault(request_id, {})
             for row, position in zip(range(start, stop), positions, strict=True):
                 tokens[position] = key[row].view(-1, dim), value[row].view(-1, dim)

@@ -1,4 +1,4 @@
-"""EAGLE: greedy outputs equal those without drafts, and the draft layer keeps every token.
+"""EAGLE, EAGLE3 and MTP: outputs equal those without drafts, and draft layers keep every token.
 
 The draft layer's cache lies in the target's blocks, which compression frees. Wrong draft pages
 would be silent: the target rejects bad drafts, so outputs stay right and only get slower. So its
@@ -7,8 +7,8 @@ attention is compared with a float64 reference that knows no pages.
 
 import pytest
 
-from checkpoints import tokens
-from draft_checkpoints import make_eagle
+from checkpoints import make, tokens
+from draft_checkpoints import make_eagle, make_eagle3, make_with_mtp
 from drafting import (
     FOUR_TOKENS,
     draft_pages,
@@ -17,10 +17,9 @@ from drafting import (
     watch_draft_attention,
     watch_drafts,
 )
-from engines import BLOCK, engine, model_runner_v1_only, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from vllm_kvcompress.errors import ConfigError
 
-pytestmark = model_runner_v1_only
 NEW = 24
 LENGTHS = (417, 640, 90, 321, 545)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
@@ -43,6 +42,50 @@ def head(model):
     return make_eagle(model)
 
 
+# A draft method, and CUDA's attention backend that stand-ins run on a CPU.
+CASES = [("eagle", None), ("eagle3", None), ("mtp", None)]
+if V2:
+    CASES = [("eagle", None), ("eagle", "FLASH_ATTN"), ("mtp", "TRITON_ATTN")]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from padding rows
+@pytest.mark.parametrize(("method", "backend"), CASES)
+def test_draft_models_keep_their_tokens(
+    method, backend, checkpoints_folder, async_scheduling_allowed, monkeypatch
+):
+    """Outputs equal those without drafts, and the draft layer attends to all tokens.
+
+    Look-aheads and async scheduling are those of the default method on a GPU.
+    """
+    if backend is not None:
+        import cuda_on_cpu
+
+        cuda_on_cpu.use(monkeypatch, backend)
+    prompts = [PROMPTS[3][:170]] if V2 else PROMPTS[2:4]
+    new = 14 if V2 else NEW
+    if method == "mtp":
+        model, head = make_with_mtp(checkpoints_folder), None
+    else:
+        model = make("llama-gqa", checkpoints_folder)
+        head = make_eagle(model) if method == "eagle" else make_eagle3(model)
+    config = settings("cake-chunk", 0.3, lookahead=4, allow_override="off")
+    options = {"additional_config": config, "enable_prefix_caching": False, "max_num_seqs": 4}
+    options |= {"max_model_len": 512, "max_num_batched_tokens": 128}
+    with engine(model, **options) as llm:
+        expected = llm.generate(prompts, new, **FEW)
+    drafting = speculative(head, method=method)
+    with engine(model, **options, **drafting, async_scheduling=True) as llm:
+        limit_drafts(llm)
+        free, errors, drafts = llm.free_blocks, watch_draft_attention(llm), watch_drafts(llm)
+        assert llm.generate(prompts, new, **FEW) == expected
+        llm.finish_in_flight_steps()
+        assert llm.free_blocks == free
+        assert llm.compressor.compressed == 1
+        assert len(errors) > sum(map(len, prompts)) + 2 * new
+        assert max(errors) < 1e-4
+        assert 0 < drafts.accepted < drafts.verified
+
+
 @pytest.fixture(scope="module")
 def outputs_without_drafts(model):
     """Return each prompt's output by method, alone and without drafts."""
@@ -56,6 +99,7 @@ def outputs_without_drafts(model):
         }
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_greedy_outputs_match_those_without_drafts(options, model, head, outputs_without_drafts):
     options = SIZES | speculative(head) | options
@@ -78,7 +122,8 @@ def test_greedy_outputs_match_those_without_drafts(options, model, head, outputs
         assert 0 < drafts.accepted < drafts.verified
 
 
-# few blocks: prompts are packed in place, where draft and target write over each other's pages
+# Few blocks: prompts are packed in place, where draft and target write over each other's pages
+@model_runner_v1_only
 @pytest.mark.parametrize("blocks", [1 + 1000, 1 + 21], ids=["fresh", "in place"])
 @pytest.mark.parametrize("method", ["snapkv", "d2o"])
 def test_draft_layer_attends_to_all_tokens(method, blocks, model, head):
@@ -103,6 +148,7 @@ def test_draft_layer_attends_to_all_tokens(method, blocks, model, head):
         assert 0 < drafts.accepted < drafts.verified
 
 
+@model_runner_v1_only
 def test_draft_pages_lie_in_the_destination_blocks(model, head):
     """Layers and draft layer share the destination blocks, and no page twice."""
     with engine(
@@ -127,6 +173,7 @@ def test_draft_pages_lie_in_the_destination_blocks(model, head):
         llm.drain()
 
 
+@model_runner_v1_only
 def test_a_prompt_that_frees_no_block_stays_uncompressed(model, head):
     """Five full blocks at 0.75: the four layers would free one block, the draft layer needs it."""
     config, prompt = settings("snapkv", 0.78), tokens(5 * BLOCK + 3, seed=8)
@@ -138,6 +185,7 @@ def test_a_prompt_that_frees_no_block_stays_uncompressed(model, head):
     assert compressed == {"without": 1, "with": 0}
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize(
     "shape", [{"kv_heads": 4}, {"head_dim": 64}], ids=["KV heads", "head size"]
 )
@@ -149,4 +197,15 @@ def test_draft_layers_of_another_shape_are_refused(shape, model):
     ):
         pass
     assert "model.layers.4" in str(refusal.value)
+    assert "ngram" in str(refusal.value)
+
+
+@model_runner_v1_only
+def test_several_mtp_modules_are_refused(checkpoints_folder):
+    model = make_with_mtp(checkpoints_folder, modules=2)
+    with (
+        pytest.raises(ConfigError, match="drafts with 2 MTP modules, and one is tested") as refusal,
+        engine(model, additional_config=settings(), **SIZES, **speculative(None, 2, "mtp")),
+    ):
+        pass
     assert "ngram" in str(refusal.value)

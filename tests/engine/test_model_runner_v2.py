@@ -41,7 +41,7 @@ FILES = [
 def files():
     """Return the files of which this vLLM version and this CPU can run a test."""
     extra_files = ["quantised"] if AVX512 else []
-    extra_files += ["ngram"] if v2_drafts() else []
+    extra_files += ["ngram", "eagle"] if v2_drafts() else []
     extra_files += ["state_space"] if serves_states() else []
     return [*FILES, *(f"tests/engine/test_{name}.py" for name in extra_files)]
 

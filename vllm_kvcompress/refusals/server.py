@@ -321,7 +321,7 @@ SERVER: tuple[Rule[Server], ...] = (
         because="they bypass the plugin's worker",
     ),
     Rule(
-        name="MTP and all drafts but `ngram` and `eagle`",
+        name="Other drafts than `ngram`, `eagle`, `eagle3` and `mtp`",
         when=lambda s: _other(s, "--speculative-config", (tested.DRAFTS, *tested.DRAFT_MODELS)),
         reason="drafts of {found} are not tested",
         fix="draft from the prompt with --speculative-config"
@@ -330,11 +330,11 @@ SERVER: tuple[Rule[Server], ...] = (
         because=UNTESTED,
     ),
     Rule(
-        name="`eagle` on Model Runner V2",
-        when=lambda s: s.options.get("V2 with draft layers"),
-        reason="a draft model's layers are not tested on Model Runner V2",
+        name="Several MTP modules",
+        when=lambda s: s.options.get(tested.MTP_MODULES),
+        reason="this model drafts with {found} MTP modules, and one is tested",
         fix="draft from the prompt with --speculative-config"
-        f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\'',
+        f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config',
         because=UNTESTED,
     ),
     RUST_FRONT_END,

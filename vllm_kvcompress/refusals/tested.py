@@ -11,7 +11,7 @@ CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
 """KV connectors: two names in vLLM for the same class."""
 DRAFTS = "ngram"
-DRAFT_MODELS = ("eagle",)
+DRAFT_MODELS = ("eagle", "eagle3", "mtp")
 """Methods of drafting by layers with a KV cache of their own, which keep every token."""
 EXECUTORS = ("MultiprocExecutor", "UniProcExecutor", "RayExecutorV2")
 """Executors of vLLM that call each rank's worker for every step."""
@@ -39,7 +39,7 @@ NGRAM, CONNECTOR = "--speculative-config", "--kv-transfer-config"
 PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
 WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
-DRAFT_LAYERS = "draft layers"
+DRAFT_LAYERS, MTP_MODULES = "draft layers", "MTP modules"
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES, DRAFT_LAYERS),
     DRAFT_LAYERS: (),

@@ -110,20 +110,24 @@ class CompressedBuilder:
         """Connect the builder to its worker's compressor; an unbound builder acts as vLLM's."""
         self._compressor, self._batch_order = compressor, batch_order
 
-    def bind_drafts(self, compressor: PromptCompressor, batch_order: BatchOrder) -> None:
-        """Connect the builder of a draft model's layers, which have tables of their own."""
-        self.bind(compressor, batch_order)
-        self._for_drafts = True
+    def bind_drafts(self, compressor: PromptCompressor) -> None:
+        """Connect the builder of a draft model's layers, which have tables of their own.
+
+        Drafts follow the target's layers in a step, in the same batch.
+        """
+        self._compressor, self._for_drafts = compressor, True
 
     def _slots(self, compressor: PromptCompressor, common: CommonAttentionMetadata) -> list[int]:
         """Pass the batch to the compressor and return the page pool's slot of each request."""
         if not (compressor.planned or compressor.pool.has_requests):
-            return [0] * common.num_reqs
+            compressor.batch_slots = [0] * common.num_reqs
+            return compressor.batch_slots
         request_ids = self._batch_order(common)
         compressor.begin_batch(
             request_ids, common.query_start_loc_cpu.tolist(), common.block_table_tensor
         )
-        return compressor.pool.slots(request_ids)
+        compressor.batch_slots = compressor.pool.slots(request_ids)
+        return compressor.batch_slots
 
     @staticmethod
     def _read_rows(pool: PagePool, common: CommonAttentionMetadata, slots: list[int]) -> ReadRows:

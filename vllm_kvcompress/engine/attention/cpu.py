@@ -28,6 +28,7 @@ from vllm_kvcompress.engine.attention.backend import (
     GroupedBatch,
     attach_batch,
 )
+from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
@@ -47,7 +48,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         if compressor is None or not compressor.running:
             return super().build(common_prefix_len, common, fast_build)
         if self._for_drafts:
-            return self._build_for_drafts(compressor.pool, common)
+            return self._build_for_drafts(compressor, common)
         slots = self._slots(compressor, common)
         if not any(slots):
             return super().build(common_prefix_len, common, fast_build)
@@ -86,29 +87,39 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
                     causal=bool(common.causal),
                 )
             )
-        batch = copy.copy(layers[0])
-        attach_batch(batch, CompressedBatch(layers, pool.stores_queries, read.copies, grouped))
+        batch, drafts = copy.copy(layers[0]), None
+        if pool.drafts is not None:
+            # Model Runner V2 computes the first draft with the target's metadata.
+            drafts = self._draft_layers(pool, common, slots)
+        attach_batch(
+            batch, CompressedBatch(layers, pool.stores_queries, read.copies, grouped, drafts)
+        )
         return batch
 
     def _build_for_drafts(
-        self, pool: PagePool, common: CommonAttentionMetadata
+        self, compressor: PromptCompressor, common: CommonAttentionMetadata
     ) -> CPUAttentionMetadata:
-        """Build the metadata of draft layers, of which each reads its own packed pages."""
-        slots = pool.slots(self._batch_order(common))
-        batch = super().build(0, common)
-        if pool.none_packed(slots):
-            return batch
+        """Build the metadata of a batch of draft tokens."""
+        batch: CPUAttentionMetadata = super().build(0, common)
+        pool, slots = compressor.pool, compressor.batch_slots
+        if not pool.none_packed(slots):
+            attach_batch(batch, CompressedBatch(drafts=self._draft_layers(pool, common, slots)))
+        return batch
+
+    def _draft_layers(
+        self, pool: PagePool, common: CommonAttentionMetadata, slots: list[int]
+    ) -> list[CPUAttentionMetadata]:
+        """Return the metadata of draft layers, of which each reads its own packed pages."""
         tables, lengths = pool.draft_tables(
             slots, common.block_table_tensor, common.seq_lens, len(slots)
         )
-        layers = []
+        # Draft layers keep every token, so vLLM's work plan is theirs too.
+        batch, layers = super().build(0, common), []
         for table, length in zip(tables, lengths, strict=True):
-            # Draft layers keep every token, so vLLM's work plan is theirs too.
             layer = copy.copy(batch)
             layer.block_table, layer.seq_lens = table, length
             layers.append(layer)
-        attach_batch(batch, CompressedBatch(drafts=layers))
-        return batch
+        return layers
 
     def _work_plan(
         self,

@@ -40,6 +40,7 @@ from vllm_kvcompress.engine.attention.backend import (
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
+from vllm_kvcompress.engine.pages.pool import PagePool
 
 # FlashAttention versions whose log-sum-exp is float32 ``[Hq, tokens]``, the natural logarithm of
 # each query's softmax sum over the scaled logits.
@@ -71,6 +72,11 @@ class _PerLayer:
 class _PersistentBuilder(CompressedBuilder):
     """Builds metadata that reads the page pool's persistent tables and lengths."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM would refresh its own lengths inside the draft model's graph, but not our tables.
+        self.supports_draft_decode_metadata_update = False
+
     def build(
         self,
         common_prefix_len: int,
@@ -89,8 +95,14 @@ class _PersistentBuilder(CompressedBuilder):
             return build(common_prefix_len, common, fast_build)
         metadata = build(common_prefix_len, common, fast_build=True)
         # Outside a step the batch is a dummy, from graph capture or an idle data-parallel rank.
-        slots = self._slots(compressor, common) if compressor.running else [0] * common.num_reqs
-        pool = compressor.pool
+        pool, slots = compressor.pool, [0] * common.num_reqs
+        if self._for_drafts:
+            slots = compressor.batch_slots if compressor.running else slots
+            of_drafts = self._draft_layers(metadata, pool, common, slots)
+            attach_batch(metadata, CompressedBatch(drafts=of_drafts))
+            return metadata
+        if compressor.running:
+            slots = self._slots(compressor, common)
         read = self._read_rows(pool, common, slots)
         tables, lengths = self._layers(pool, common, slots, read.slots, common.num_reqs)
         vllm_lengths, grouped = lengths, None
@@ -101,8 +113,24 @@ class _PersistentBuilder(CompressedBuilder):
             if not compressor.running or pool.have_groups(read.slots):
                 grouped = GroupedBatch(tables, lengths, query_start, read.max_query_tokens)
         layers = _PerLayer(metadata, tables, vllm_lengths)
-        attach_batch(metadata, CompressedBatch(layers, pool.stores_queries, read.copies, grouped))
+        drafts: _PerLayer | None = None
+        if pool.drafts is not None:
+            # vLLM computes the first draft with the target's metadata.
+            drafts = self._draft_layers(metadata, pool, common, slots)
+        attach_batch(
+            metadata, CompressedBatch(layers, pool.stores_queries, read.copies, grouped, drafts)
+        )
         return metadata
+
+    @staticmethod
+    def _draft_layers(
+        metadata: Any, pool: PagePool, common: CommonAttentionMetadata, slots: list[int]
+    ) -> "_PerLayer":
+        """Refresh the draft layers' tables and lengths, and return their metadata."""
+        tables, lengths = pool.draft_tables(
+            slots, common.block_table_tensor, common.seq_lens, common.num_reqs
+        )
+        return _PerLayer(metadata, tables, lengths)
 
 
 class CompressedFlashBuilder(_PersistentBuilder, FlashAttentionMetadataBuilder):
@@ -127,8 +155,9 @@ class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """Capture with lengths of 1, as vLLM does, because maximum lengths make capture slow."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        if isinstance(layers := batch_of(metadata).layers, _PerLayer):
-            for lengths in layers.lengths:
+        batch = batch_of(metadata)
+        for layers in (batch.layers, batch.drafts):
+            for lengths in layers.lengths if isinstance(layers, _PerLayer) else ():
                 lengths.fill_(1)
         return metadata
 
@@ -163,7 +192,7 @@ class CompressedFlashImpl(CompressedImpl, FlashAttentionImpl):
 
     def forward(self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         compressor = self._compressor
-        if compressor is None or not compressor.keeps_log_sums:
+        if compressor is None or self._is_draft or not compressor.keeps_log_sums:
             return super().forward(layer, query, *args, **kwargs)
         if self.vllm_flash_attn_version not in _VERSIONS_WITH_LOG_SUMS:
             return super().forward(layer, query, *args, **kwargs)

@@ -67,6 +67,8 @@ class PromptCompressor:
     ) -> None:
         self.pool, self.layout = pool, layout
         self.compressed = 0
+        # The page pool's slot of each request in the latest batch.
+        self.batch_slots: list[int] = []
         num_layers = len(stages.own_layers)
         self.reports = Reports(stages, log=settings.log_requests)
         self._settings = settings

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.layers import draft_layers_of, groups_of
 from vllm_kvcompress.engine.messages.outputs import default_usage_to_none
 from vllm_kvcompress.engine.messages.settings import (
     attach_settings,
@@ -56,6 +56,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     refuse_unsupported(config, settings)
     if groups_of(config).stateful:
         check("worker.batch_rows", version=vllm.__version__)
+    if draft_layers_of(config):
+        check("worker.draft_builders", version=vllm.__version__)
     parallel, scheduler = config.parallel_config, config.scheduler_config
     if current_platform.is_cuda():
         # Imported here because it loads the attention backends.

@@ -21,6 +21,7 @@ from vllm_kvcompress.refusals.tested import (
     EXECUTORS,
     IMAGES,
     MODALITIES,
+    MTP_MODULES,
     RAY,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -107,7 +108,8 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     yield "--speculative-config", speculative and (speculative.method or "none")
     if speculative and speculative.method in DRAFT_MODELS:
         yield DRAFT_LAYERS, True
-        yield "V2 with draft layers", config.use_v2_model_runner
+        modules = getattr(speculative.draft_model_config.hf_config, "n_predict", None) or 1
+        yield MTP_MODULES, modules if speculative.method == "mtp" and modules > 1 else None
     yield "--use-replayssm", getattr(cache, "use_replayssm", False)
     if (mode := getattr(cache, "mamba_cache_mode", "none")) == "align":
         yield "--prefix-match-unit", getattr(cache, "prefix_match_unit", None)

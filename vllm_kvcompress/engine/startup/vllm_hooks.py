@@ -18,10 +18,12 @@ _PLATFORMS: Mapping[str, str] = {
     "worker.cpu": "cpu",
     "worker.cuda": "cuda",
     "worker.batch_rows": "states",
+    "worker.draft_builders": "drafts",
     "attention.cpu": "cpu",
     "attention.cuda": "cuda",
 }
-"""Modules that only one platform needs, or ("states") only models whose layers keep a state."""
+"""Modules that only one platform needs, or only models whose layers keep a state ("states"), or
+only draft models ("drafts")."""
 
 _ATTENTION = "vllm.v1.attention.backends."
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:"
@@ -270,6 +272,14 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         # until vLLM passes attention the request order of a batch of such models
         f"{_GPU}model_states.mamba_hybrid:MambaHybridModelState.prepare_attn(input_batch)",
         f"{_GPU}input_batch:InputBatch(idx_mapping_np)",
+    ),
+    "worker.draft_builders": (
+        # until vLLM has a plugin interface for per-layer block tables
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.initialize_attn_backend",
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+        ".build_per_group_and_layer_attn_metadata(common_attn_metadata, draft_index)",
+        f"{_GPU}spec_decode.speculator:DraftModelSpeculator.set_attn(target_attn_groups)",
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_draft_decode_metadata_update",
     ),
     "pages.pool": (
         # until torch copies host lists to the device without waiting

@@ -43,6 +43,7 @@ from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.worker.batch_rows import BatchRows
+from vllm_kvcompress.engine.worker.draft_builders import draft_builders_of
 from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, VllmHookError
@@ -293,15 +294,14 @@ def bind_compressor(
     layers: list[Attention] = [context[name] for name in names]
     num_target = len(names) - len(draft_names(config, names))
     target, drafts = layers[:num_target], layers[num_target:]
-    builders = [
-        builder
-        for attn_group in runner.attn_groups[compressed[0]]
-        if not set(attn_group.layer_names).isdisjoint(names[:num_target])
-        for builder in attn_group.metadata_builders
-    ]
+    builders: list[Any] = []
+    draft_builders = draft_builders_of(runner)
+    for attn_group in runner.attn_groups[compressed[0]]:
+        # A draft model with another number of query heads has a builder of its own here too.
+        is_target = not set(attn_group.layer_names).isdisjoint(names[:num_target])
+        (builders if is_target else draft_builders).extend(attn_group.metadata_builders)
     impls = {type(layer.impl) for layer in layers}
     foreign = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
-    draft_builders = draft_builders_of(runner)
     for builder in (*builders, *draft_builders):
         if not isinstance(builder, CompressedBuilder):
             foreign.append(type(builder))
@@ -310,7 +310,7 @@ def bind_compressor(
     unexpected_layers = (
         tuple(map(layer_index, names[:num_target])) != expected
         or len(drafts) != draft_layers_of(config)
-        or len(draft_builders) != bool(drafts)
+        or bool(draft_builders) != bool(drafts)
     )
     if foreign or len(impls) != 1 or len(builders) != 1 or unexpected_layers:
         raise VllmHookError(
@@ -337,7 +337,7 @@ def bind_compressor(
         layer.impl.bind_draft(compressor, index)
     builders[0].bind(compressor, batch_order(runner))
     for builder in draft_builders:
-        builder.bind_drafts(compressor, batch_order(runner))
+        builder.bind_drafts(compressor)
     watch_every_layer(runner, compressor, config.parallel_config)
     return compressor
 
@@ -529,12 +529,6 @@ def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: Paral
         )
 
     manager.dispatch = dispatching
-
-
-def draft_builders_of(runner: Any) -> list[Any]:
-    """Return the metadata builders of a draft model's layers; empty without such layers."""
-    attn_groups = getattr(getattr(runner, "drafter", None), "draft_attn_groups", [])
-    return [builder for group in attn_groups for builder in group.metadata_builders]
 
 
 def batch_order(runner: Any) -> BatchOrder:
