@@ -8,7 +8,7 @@ prompt tokens, and blocks of draft tokens must not be treated as prompt blocks.
 import pytest
 import torch
 
-from checkpoints import tokens
+from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings, v2_drafts
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
 
@@ -167,6 +167,24 @@ def test_drafts_do_not_change_a_look_ahead(model):
         assert set(packed) == {lookahead}
         assert len(packed) == len(methods) * 2 * sum(len(prompt) >= 128 for prompt in prompts)
         assert 0.05 < drafts["accepted"] / drafts["verified"] < 0.95
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("budget", [0.4, 1.0])
+def test_drafts_do_not_change_outputs_over_packed_pages(budget, checkpoints_folder):
+    """Several queries of a request attend to groups in k4v3 and to the tokens behind them."""
+    model = make("llama-two-layers-d64", checkpoints_folder)
+    config = settings("snapkv", budget, packed_dtype="k4v3")
+    options = {"additional_config": config, "max_model_len": 1024, "max_num_seqs": 4}
+    with engine(model, **options) as llm:
+        expected = llm.generate(PROMPTS[:4:3], NEW, **FOUR_TOKENS)
+    for num_drafts in (2, 4, 8):
+        drafts = {**NGRAM["speculative_config"], "num_speculative_tokens": num_drafts}
+        with engine(model, **options, speculative_config=drafts) as llm:
+            counts = watch_drafts(llm)
+            assert llm.generate(PROMPTS[:4:3], NEW, **FOUR_TOKENS) == expected, num_drafts
+            assert llm.compressor.compressed == 2
+            assert 0 < counts["accepted"] < counts["verified"]
 
 
 def watch_scheduled_tokens(llm):

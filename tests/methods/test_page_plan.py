@@ -41,6 +41,17 @@ def test_budget_spec():
     assert budget_spec(30, 20, 32, 33).past == 0
 
 
+def test_draft_layers_keep_every_token_in_the_same_blocks():
+    """With 32 layers at 0.2 and one draft layer, a share of (32 * 0.2 + 1) / 33 is held."""
+    tokens, block = 3200, 32
+    budget = budget_spec(32, tokens, 32, tokens // 5)
+    plan, with_drafts = page_plan(budget, block), page_plan(budget, block, draft_layers=1)
+    assert with_drafts.pages == plan.pages == 32 * 20
+    assert (plan.draft_pages, with_drafts.draft_pages) == (0, 100)
+    assert (plan.blocks, with_drafts.blocks) == (20, ceil((640 + 100) / 33))
+    assert round((640 + 100) / (33 * 100), 3) == 0.224
+
+
 @pytest.mark.parametrize(
     ("layers", "tokens", "block", "window", "budget", "pages", "blocks", "floor_pages", "tail"),
     [

@@ -59,10 +59,25 @@ def test_each_pair_of_features_is_listed_once():
             " --speculative-config or --pipeline-parallel-size",
         ),
         ({"--speculative-config": "ngram", "--tensor-parallel-size": 2}, None),
+        (
+            {"--speculative-config": "eagle", "draft layers": True, "--tensor-parallel-size": 2},
+            "draft layers and --tensor-parallel-size were not tested together; remove"
+            " --tensor-parallel-size",
+        ),
+        ({"--speculative-config": "eagle3", "draft layers": True}, None),
     ],
 )
 def test_a_pair_of_features_needs_a_test(options, reason):
     assert reason_for(CAKE, options=options) == reason
+
+
+@pytest.mark.parametrize("settings", [K4V3, ALIAS])
+def test_draft_layers_with_packed_groups_are_refused(settings):
+    options = {"--speculative-config": "eagle", "draft layers": True}
+    reason = reason_for(settings, options=options)
+    assert "draft layers are not tested with k4v3; set packed_dtype to auto" in reason
+    assert "ngram" in reason
+    assert reason_for(settings, options={"--speculative-config": "ngram"}) is None
 
 
 def test_a_step_needs_space_for_one_token_per_request_and_a_probe():

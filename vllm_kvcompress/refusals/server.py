@@ -151,6 +151,15 @@ def _flags_of_repetition(server: Server) -> str:
     return " and ".join(flag for flag, given in is_set.items() if given)
 
 
+def _other_formats(server: Server) -> tuple[str, str] | None:
+    """Return a format of cached tokens other than the model's dtype, and how to do without it."""
+    if server.settings.packs_k4v3:
+        return "k4v3", "set packed_dtype to auto"
+    if server.model.has_fp8_cache:
+        return "an fp8 KV cache", f"set {server.model.plain_cache}"
+    return None
+
+
 def _needs_whole_prompt(server: Server) -> tuple[str, str, "CompressionConfig", list[str]] | None:
     """Return a flag, its purpose, a method that cannot do it, and the presets that can."""
     settings = server.settings
@@ -321,7 +330,7 @@ SERVER: tuple[Rule[Server], ...] = (
         because="they bypass the plugin's worker",
     ),
     Rule(
-        name="Other drafts than `ngram`, `eagle`, `eagle3` and `mtp`",
+        name="Other drafts",
         when=lambda s: _other(s, "--speculative-config", (tested.DRAFTS, *tested.DRAFT_MODELS)),
         reason="drafts of {found} are not tested",
         fix="draft from the prompt with --speculative-config"
@@ -335,6 +344,14 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="this model drafts with {found} MTP modules, and one is tested",
         fix="draft from the prompt with --speculative-config"
         f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config',
+        because=UNTESTED,
+    ),
+    Rule(
+        name="Draft layers with k4v3 or fp8 caches",
+        when=lambda s: tested.DRAFT_LAYERS in s.options and _other_formats(s),
+        reason="draft layers are not tested with {found[0]}",
+        fix="{found[1]}, or draft from the prompt with --speculative-config"
+        f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\'',
         because=UNTESTED,
     ),
     RUST_FRONT_END,
