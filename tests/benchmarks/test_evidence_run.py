@@ -109,9 +109,10 @@ def test_formats_are_compared_by_bytes(demo_model, tmp_path):
     # A third of the layers, the middle one, has 8-bit keys and 4-bit values with a scale.
     assert lines["turboquant_k8v4", 1.0]["bytes"] == pytest.approx((2 + 100 / 256) / 3, abs=1e-5)
     assert lines["cake", 0.5]["bytes"] == pytest.approx(lines["cake", 0.5]["kept"], abs=1e-5)
-    assert 0.25 < lines["packed", 1.0]["bytes"] < 0.32
+    # The first block and the last 32 tokens or more of about 300 are in 16 bits.
+    assert 0.35 < lines["packed", 1.0]["bytes"] < 0.43
     assert lines["packed", 1.0]["kept"] == 1.0
-    assert 0.2 < lines["packed", 0.5]["bytes"] < 0.24  # the first block is in 16 bits
+    assert 0.24 < lines["packed", 0.5]["bytes"] < 0.33
     assert 0.25 < lines["evicting", 0.5]["bytes"] < 0.35
     assert all(len(line["kl_at"]) == 43 for line in lines.values())
     for name in ("packed", "evicting"):

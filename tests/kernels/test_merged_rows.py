@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvcompress_kernels.merge_evicted import merge_evicted
-from test_merge_evicted import TOLERANCE, merge_one, paged, random, reference_merge
+from paging import paged_cache
+from test_merge_evicted import TOLERANCE, merge_one, random, reference_merge
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ def batch(sizes, heads, dim, dtype):
     prompts = []
     for n, (tokens, count) in enumerate(sizes):
         k, v, kept[n, :, :count] = random(heads, tokens, count, dim, seed=n)
-        prompts.append(paged(k, v, 16, seed=n, dtype=dtype))
+        prompts.append(paged_cache(k, v, 16, seed=n, dtype=dtype))
     keys, values = (torch.cat([prompt[i] for prompt in prompts]) for i in (0, 1))
     nan_page = keys.isnan().flatten(1).all(1).nonzero()[0].item()
     pages, start = torch.full((len(sizes), width), nan_page), 0
@@ -114,7 +115,9 @@ def test_merged_cache_can_be_merged_again():
     threshold = exact_threshold = None
 
     def arguments(keys, values, turn):
-        key_pages, value_pages, pages = paged(keys, values, 16, seed=turn, dtype=torch.float32)
+        key_pages, value_pages, pages = paged_cache(
+            keys, values, 16, seed=turn, dtype=torch.float32
+        )
         return key_pages, value_pages, pages[None], keys.shape[1], kept[None], num_kept
 
     for turn in range(3):
