@@ -64,6 +64,7 @@ class EngineKind:
     seeds: tuple[int, ...] = SEEDS
     deferred: bool = False
     drafts: int = 0
+    longest: int = LONGEST
 
 
 KINDS = {
@@ -77,7 +78,8 @@ KINDS = {
         more={"max_whole": 256, "piece": 96, "probe": 14, "probe_first": 10, "window": 8}
     ),
     "bounded": EngineKind(more={"decode_budget": 96, "decode_interval": BLOCK}),
-    "packed": EngineKind(model="llama-two-layers-d64", more={"packed_dtype": "k4v3"}),
+    # Prompts of fewer than 320 tokens are not packed.
+    "packed": EngineKind(model="llama-two-layers-d64", longest=500, more={"packed_dtype": "k4v3"}),
     "priority": EngineKind(options={"scheduling_policy": "priority"}),
     # Outputs use four tokens only, or there would be hardly any drafts.
     "drafts": EngineKind(options=NGRAM, sampling=FOUR_TOKENS, seeds=(7, 17)),
@@ -143,16 +145,16 @@ class PressureWatch:
         return len(state.unpacked_blocks(num_tokens)) + len(state.packed_blocks) > plan.blocks
 
 
-def load_requests(seed: int):
+def load_requests(seed: int, longest: int = LONGEST):
     """Yield a load's requests: prompt, output tokens, steps to wait, overrides, priority.
 
     Some prompts share a prefix. Some outputs end before or with the look-ahead, others after it.
     """
     rng = random.Random(seed)
-    stem = tokens(LONGEST, seed=seed)
+    stem = tokens(longest, seed=seed)
     share_rate = rng.choice([0.0, 0.3, 0.9])
     for index in range(rng.randint(10, 16)):
-        length = rng.randint(140, LONGEST - 80)
+        length = rng.randint(140, longest - 80)
         shared = length if rng.random() < share_rate / 2 else rng.randint(0, length)
         shared *= rng.random() < share_rate
         prompt = stem[:shared] + tokens(length - shared, seed=1000 * seed + index)
@@ -170,7 +172,7 @@ def run_load(llm: Engine, kind: EngineKind, seed: int) -> dict[str, list[int]]:
     scheduler.scheduler_config.long_prefill_token_threshold = threshold
     outputs: dict[str, list[int]] = {}
     for index, (prompt, num_output, num_steps, override, priority) in enumerate(
-        load_requests(seed)
+        load_requests(seed, kind.longest)
     ):
         llm.submit(
             str(index),
@@ -225,7 +227,9 @@ def test_lookaheads_are_compressed_before_a_request_is_preempted(
             outputs = run_load(llm, KINDS[name], seed)
             assert {key: len(output) for key, output in outputs.items()} == {
                 str(index): num_output
-                for index, (_, num_output, *_) in enumerate(load_requests(seed))
+                for index, (_, num_output, *_) in enumerate(
+                    load_requests(seed, KINDS[name].longest)
+                )
             }
     assert watch.preempted, "no request was preempted: the pool is too large"
     assert watch.early_targets, "no prompt was compressed early: the pool is too large"

@@ -144,7 +144,7 @@ def reserved_for(state: RequestState, newly_shared: Collection[int] = _NO_BLOCK_
         return 0
     missing = plan.blocks - len(state.packed_blocks)
     # Shared blocks come first in a prompt, so counting from the end stops soonest.
-    for block in reversed(state.unpacked_blocks(state.lookahead_tokens)):
+    for block in reversed(state.unpacked_blocks(min(plan.packed_end, state.lookahead_tokens))):
         if missing <= 0:
             break
         missing -= block.ref_cnt == 1 and block.block_id not in newly_shared
@@ -220,7 +220,7 @@ def _candidates(in_step: Sequence[RequestState], *, overlaps: bool) -> Iterator[
         if half_plan is not None and half_plan.blocks <= budget_plan.blocks:
             half_plan = None
         unshared_blocks = 0
-        for block in state.unpacked_blocks(tokens):
+        for block in state.unpacked_blocks(budget_plan.packed_end):
             unshared_blocks += block.ref_cnt == 1
             count = releases[block.block_id] = releases.get(block.block_id, 0) + 1
             returning_blocks += block.ref_cnt == count
