@@ -177,6 +177,23 @@ def test_sharp_attention_stays_finite():
     assert all(x.isfinite().all() for x in got)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the Triton kernels subtract a logarithm instead")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_query_that_attends_to_one_token_gives_it_exactly_one(seed):
+    """Otherwise rounding would decide between tokens that queries attend to alone."""
+    rng = np.random.RandomState(seed)
+    k = torch.from_numpy(rng.standard_normal((1, 90, 64))).float()
+    k /= k.norm(dim=-1, keepdim=True)
+    chosen = rng.choice(86, size=4, replace=False)
+    q = 4000 * k[0, chosen]
+    assert (q @ k[0].T / 8).topk(2).values.diff(dim=-1).max() < -150
+    view, pages = paged_keys(k, 16, seed=seed)
+    found = window_scores(q[:, None], view, pages, 90, 0.125, variance=True, maximum=True)
+    expected = torch.zeros(86)
+    expected[chosen] = 1
+    assert_equal(found.total[0], expected)
+
+
 def test_flat_attention():
     """All keys are equal, so row i attends equally to P + i + 1 tokens."""
     past, w = 27, 5

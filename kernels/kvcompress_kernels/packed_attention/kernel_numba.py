@@ -1093,7 +1093,7 @@ SCORE_NUMBERS = (
 SCORE_ARRAYS = (
     "query", "elements", "table", "pages", "key_tokens", "key_dims", "sinks", "counter", "arrivals",
     "weights", "factors", "sums", "pooling", "entropy", "shifts", "total", "variance", "recent",
-    "last", "maximum",
+    "last", "maximum", "totals",
 )  # fmt: skip
 
 
@@ -1248,11 +1248,11 @@ def _weigh_lines(scores, lines, is_past, tops, sums):
 @_compiled
 def _set_factors(
     first, chunks, lines, past, head, group, window, pooled, sinks, weights, factors, sums,
-    pooling, entropy,
+    totals, pooling, entropy,
 ):  # fmt: skip
-    """Replace the tops of a KV head's lines by factors, which turn weights into attention.
+    """Replace the tops of a KV head's lines by factors: weights times these, over the line's total.
 
-    Also write the head's entropy, and with `pooled` the factors of its pooled lines.
+    Also write the totals, the head's entropy, and with `pooled` the factors of its pooled lines.
     """
     top, total, mass = np.empty((3, lines), np.float32)
     for m in range(lines):
@@ -1271,13 +1271,14 @@ def _set_factors(
         bits = np.float32(0)
         for m in range(lines):
             distance = np.float32(factors[c, m] - top[m])
-            factor = np.float32(_exp2(distance) / total[m])
-            before = np.float32(sums[c, 1, m] * factor)
+            factor = _exp2(distance)
+            before = np.float32(sums[c, 1, m] * factor / total[m])
             mass[m] += before
-            bits += sums[c, 2, m] * factor + before * max(distance, _LEAST_EXPONENT)
+            bits += sums[c, 2, m] * factor / total[m] + before * max(distance, _LEAST_EXPONENT)
             factors[c, m] = factor
         result -= np.float64(bits)
     for m in range(lines):
+        totals[head, m] = total[m]
         result += np.float64(mass[m]) * math.log2(np.float64(total[m]))
     entropy[head] = result * math.log(2.0)
     if pooled and past > 0:
@@ -1286,31 +1287,41 @@ def _set_factors(
             lost = np.float32(0)
             for j in range(min(past, 2)):
                 left, right = first + j // 64, first + (past - 1 - j) // 64
-                a = _attention(weights[left, m, j % 64], factors[left, m])
-                b = _attention(weights[right, m, (past - 1 - j) % 64], factors[right, m])
+                a = _attention(weights[left, m, j % 64], factors[left, m], total[m])
+                b = _attention(weights[right, m, (past - 1 - j) % 64], factors[right, m], total[m])
                 lost += np.float32(2 - j) * (a + b)
             pooling[head, m] = mass[m] / max(np.float32(5) * mass[m] - lost, _LEAST_ATTENTION)
 
 
-@_compiled
-def _attention(weight, factor):
-    product = np.float32(weight * factor)
-    return np.float32(0) if product < _LEAST_ATTENTION else product
+@_cached(
+    njit,
+    fastmath=_MATH - {"arcp", "afn"},
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+)
+def _attention(weight, factor, total):
+    # With a product by the inverse, a query that attends to one token might not give it 1.
+    quotient = np.float32(np.float32(weight * factor) / total)
+    return np.float32(0) if quotient < _LEAST_ATTENTION else quotient
 
 
 @_compiled
-def _read_attention(weights, factors, first, window, rows, columns):
+def _read_attention(weights, factors, totals, first, window, rows, columns):
     """Write the attention of a query head's lines in a chunk to `rows`; add it to `columns`."""
     for i in range(window):
         factor, line, row = factors[first + i], weights[first + i], rows[i]
+        total = totals[first + i]
         for t in range(64):
-            a = _attention(line[t], factor)
+            a = _attention(line[t], factor, total)
             row[t] = a
             columns[t] += a
 
 
 @_compiled
-def _pool(weights, factors, pooling, rows, at, start, past, first, window, padded, maximum):
+def _pool(
+    weights, factors, totals, pooling, rows, at, start, past, first, window, padded, maximum
+):  # fmt: skip
     """Raise `maximum` to the pooled attention of a query head's lines in chunk `at`.
 
     Args:
@@ -1324,9 +1335,9 @@ def _pool(weights, factors, pooling, rows, at, start, past, first, window, padde
         for t in range(2):
             padded[t], padded[66 + t] = np.float32(0), np.float32(0)
             if start > 0:
-                padded[t] = _attention(weights[at - 1, m, 62 + t], factors[at - 1, m])
+                padded[t] = _attention(weights[at - 1, m, 62 + t], factors[at - 1, m], totals[m])
             if start + 64 + t < past:
-                padded[66 + t] = _attention(weights[at + 1, m, t], factors[at + 1, m])
+                padded[66 + t] = _attention(weights[at + 1, m, t], factors[at + 1, m], totals[m])
         for t in range(64):
             padded[2 + t] = rows[i, t] if start + t < past else np.float32(0)
         factor = pooling[m]
@@ -1336,7 +1347,7 @@ def _pool(weights, factors, pooling, rows, at, start, past, first, window, padde
 
 
 @_compiled
-def _weigh(n, query, sinks, counter, arrivals, weights, factors, sums, pooling, entropy):
+def _weigh(n, query, sinks, counter, arrivals, weights, factors, sums, totals, pooling, entropy):
     """Multiply queries and keys, and weigh the logits, until no task is left."""
     kv_heads, group, window, dim, tokens = n[3], n[4], n[5], n[6], n[7]
     chunks, lines, past = (tokens + 63) // 64, group * window, tokens - window
@@ -1368,7 +1379,7 @@ def _weigh(n, query, sinks, counter, arrivals, weights, factors, sums, pooling, 
             arrivals[head] = 0
             _set_factors(
                 head * chunks, chunks, lines, past, head, group, window, n[11], sinks, weights,
-                factors, sums, pooling, entropy,
+                factors, sums, totals, pooling, entropy,
             )  # fmt: skip
         task = _fetch_add(counter, 0, 1)
 
@@ -1387,7 +1398,9 @@ def _clear(columns):
 
 
 @_compiled
-def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, recent, last, maximum):
+def _reduce(
+    n, counter, weights, factors, totals, pooling, shifts, total, variance, recent, last, maximum
+):  # fmt: skip
     """Reduce the attention over the window's queries until no task is left."""
     kv_heads, group, window, tokens, pooled, grouped = n[3], n[4], n[5], n[7], n[11], n[12]
     has_variance, has_last, has_maximum, total_step, all_step = n[13], n[14], n[15], n[16], n[17]
@@ -1413,7 +1426,9 @@ def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, rece
                         _clear(row)
                 _clear(columns)
                 _clear(squares)
-                _read_attention(weights[at], factors[at], g * window, window, rows, columns)
+                _read_attention(
+                    weights[at], factors[at], totals[head], g * window, window, rows, columns
+                )
                 if has_variance or has_maximum:
                     for i in range(window):
                         for t in range(64):
@@ -1432,8 +1447,8 @@ def _reduce(n, counter, weights, factors, pooling, shifts, total, variance, rece
                         shift += np.float64(squares[t])
                 if pooled and older:
                     _pool(
-                        weights, factors, pooling[head], rows, at, start, past, g * window, window,
-                        padded, pools,
+                        weights, factors, totals[head], pooling[head], rows, at, start, past,
+                        g * window, window, padded, pools,
                     )  # fmt: skip
                 if grouped and g < group - 1:
                     continue
@@ -1467,6 +1482,7 @@ def score_worker() -> Any:
         weights = carray(_pointer(p[9]), (total, padded, 64), np.float32)
         factors = carray(_pointer(p[10]), (total, lines), np.float32)
         pooling = carray(_pointer(p[12]), (kv_heads, lines), np.float32)
+        totals = carray(_pointer(p[20]), (kv_heads, lines), np.float32)
         counter = carray(_pointer(p[7]), (1,), np.int64)
         if n[0] == 0:
             _weigh(
@@ -1478,12 +1494,13 @@ def score_worker() -> Any:
                 weights,
                 factors,
                 carray(_pointer(p[11]), (total, 3, lines), np.float32),
+                totals,
                 pooling,
                 carray(_pointer(p[13]), (kv_heads,), np.float64),
             )
         else:
             _reduce(
-                n, counter, weights, factors, pooling,
+                n, counter, weights, factors, totals, pooling,
                 carray(_pointer(p[14]), (total,), np.float64),
                 carray(_pointer(p[15]), (1,), np.float32),
                 carray(_pointer(p[16]), (1,), np.float32),

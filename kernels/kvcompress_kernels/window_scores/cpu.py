@@ -82,6 +82,7 @@ def run_rows(
         "factors": torch.empty(chunks, lines, dtype=torch.float32),
         "sums": torch.empty(chunks, 3, lines, dtype=torch.float32),
         "pooling": torch.empty(kv_heads, lines, dtype=torch.float32),
+        "totals": torch.empty(kv_heads, lines, dtype=torch.float32),
     }
     by_row = {
         "query": _in_blocks(query, kv_heads, scale, padded),
