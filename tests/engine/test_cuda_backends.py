@@ -278,7 +278,7 @@ def test_interpreted_triton_kernels_match_flash_attention(start, monkeypatch, mo
     import interpreter
     from kvcompress_kernels import contract
 
-    prompts = [tokens(n, seed=n) for n in (300, 60)]
+    prompts = [tokens(n, seed=n) for n in (330, 60)]
     options = dict(model=model, additional_config=config, max_num_seqs=2)
     opened, _ = start("FLASH_ATTN", **options)
     with opened as llm:
