@@ -14,6 +14,7 @@ from rich.console import Console
 from vllm.v1.core.block_pool import BlockPool
 
 from added_methods import installed, write_package
+from draft_checkpoints import make_eagle
 from first_layers import LAYERS, first_layers
 from site_patches import WITHOUT_VLLM, patch_on_import, without_packages, write_site
 from vllm_kvcompress.doctor.kept import KeptMap, show_kept
@@ -388,6 +389,15 @@ def test_prompt_that_stays_uncompressed_exits_with_2(run_doctor_in_process, tiny
     done = run_doctor_in_process("doctor", tiny, "--json", "--tokens", "20", *TINY)
     assert (done.status, done.out) == (2, "")
     assert "these settings do not compress a prompt of 20 tokens" in done.err.splitlines()[-1]
+
+
+def test_draft_layers_are_refused(run_doctor_in_process, tiny):
+    """Otherwise doctor would call the blocks of the draft's pages leaked."""
+    eagle = {"method": "eagle", "model": make_eagle(tiny), "num_speculative_tokens": 2}
+    flags = ["--speculative-config", json.dumps(eagle)]
+    done = run_doctor_in_process("doctor", tiny, "--json", *TINY, *flags)
+    assert (done.status, done.out) == (2, "")
+    assert "does not count the blocks of a draft model's layers" in done.err.splitlines()[-1]
 
 
 def test_unsupported_model_fails_the_model_check(run_doctor_in_process, tiny):

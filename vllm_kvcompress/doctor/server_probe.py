@@ -151,9 +151,14 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
 
     Raises:
         Unreachable: the server does not export the needed metrics.
-        ConfigError: the server only compresses requests that select a method.
+        ConfigError: the server only compresses requests that select a method, or has a draft model.
     """
     info = dict(metrics.info or {})
+    if info.get("draft_layers", "0") != "0":
+        raise ConfigError(
+            "kvcompress doctor does not count the blocks of a draft model's layers; check a server"
+            " without --speculative-config"
+        )
     cache = metrics.of("vllm:cache_config_info")
     layers = {sample.labels.get("layer") for sample in metrics.of(f"{PREFIX}layer_tokens_total")}
     if not cache or not layers:

@@ -332,7 +332,7 @@ SERVER: tuple[Rule[Server], ...] = (
     Rule(
         name="Other drafts",
         when=lambda s: _other(s, "--speculative-config", (tested.DRAFTS, *tested.DRAFT_MODELS)),
-        reason="drafts of {found} are not tested",
+        reason="drafting with {found} is not tested",
         fix="draft from the prompt with --speculative-config"
         f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config and the'
         " --spec- flags, and name {it.name} itself as the model instead of a speculator for it",
@@ -341,9 +341,16 @@ SERVER: tuple[Rule[Server], ...] = (
     Rule(
         name="Several MTP modules",
         when=lambda s: s.options.get(tested.MTP_MODULES),
-        reason="this model drafts with {found} MTP modules, and one is tested",
+        reason="this model drafts with {found} MTP modules, but only one was tested",
         fix="draft from the prompt with --speculative-config"
         f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config',
+        because=UNTESTED,
+    ),
+    Rule(
+        name="Other draft options",
+        when=lambda s: s.options.get(tested.DRAFT_OPTION),
+        reason="draft layers are only tested with the default of {found}",
+        fix="remove {found} from --speculative-config",
         because=UNTESTED,
     ),
     Rule(
@@ -351,7 +358,7 @@ SERVER: tuple[Rule[Server], ...] = (
         when=lambda s: tested.DRAFT_LAYERS in s.options and _other_formats(s),
         reason="draft layers are not tested with {found[0]}",
         fix="{found[1]}, or draft from the prompt with --speculative-config"
-        f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\'',
+        f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config',
         because=UNTESTED,
     ),
     RUST_FRONT_END,
@@ -499,7 +506,7 @@ SERVER: tuple[Rule[Server], ...] = (
         fix=f"remove --kv-events-config, {_OR_REUSE}",
     ),
     Rule(
-        name="`ngram` with `--kv-decode-budget`, `--kv-max-whole` or packed outputs",
+        name="Drafts with `--kv-decode-budget`, `--kv-max-whole` or packed outputs",
         when=lambda s: "--speculative-config" in s.options and _flags_of_repetition(s),
         reason="requests compressed more than once are compressed at exact lengths, which drafts"
         " can skip or roll back",

@@ -39,7 +39,19 @@ NGRAM, CONNECTOR = "--speculative-config", "--kv-transfer-config"
 PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
 WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
-DRAFT_LAYERS, MTP_MODULES = "draft layers", "MTP modules"
+DRAFT_LAYERS, MTP_MODULES, DRAFT_OPTION = "draft layers", "MTP modules", "a draft option"
+DRAFT_OPTIONS: Mapping[str, object] = {
+    "attention_backend": None,
+    "disable_padded_drafter_batch": False,
+    "draft_sample_method": "greedy",
+    "enable_adaptive_verification": False,
+    "kv_cache_dtype": None,
+    "num_speculative_tokens_per_batch_size": None,
+    "parallel_drafting": False,
+    "rejection_sample_method": "standard",
+    "use_heterogeneous_vocab": False,
+}
+"""Fields of ``--speculative-config`` whose defaults alone were tested with draft layers."""
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES, DRAFT_LAYERS),
     DRAFT_LAYERS: (),

@@ -88,8 +88,8 @@ class LookaheadSchedule(Schedule):
         Tokens computed after the request is due read the packed cache, so no draft token may be
         among them. The number of accepted drafts is not known before a step ends, so the step in
         which the request falls due has no drafts. With async scheduling, a step is scheduled before
-        the outputs of the step before it are known. If its drafts may all be accepted, and the next
-        token fall due, the request waits for these outputs.
+        the outputs of the step before it are known. If accepting all drafts of that step would make
+        the next token due, the request waits for its outputs.
         """
         if computed - unverified >= self.due:
             return max_tokens, 0

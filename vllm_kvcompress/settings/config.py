@@ -350,7 +350,8 @@ class CompressionConfig(SettingsGroup):
         """Return the minimum of the last tokens that k4v3 leaves in 16 bits.
 
         It is 0 on the grid, where a token's position alone decides which tokens before it are
-        packed, and where tokens are merged, because that may write to the last block only.
+        packed, and where dropped tokens are merged into kept ones: no other request may share a
+        block that merging writes to, and only the last block of a prompt is never shared.
         """
         is_grid = self.reuses_pages and self.packed.reuse == GRID
         merges = self.method.merge and not self.keeps_all_tokens

@@ -16,7 +16,12 @@ from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.doctor import trial_outcome
 from vllm_kvcompress.engine.doctor.installation import parser, sentence
 from vllm_kvcompress.engine.doctor.trial_prompt import prompt_of
-from vllm_kvcompress.engine.layers import groups_of, layers_per_stage, stages_of
+from vllm_kvcompress.engine.layers import (
+    draft_layers_of,
+    groups_of,
+    layers_per_stage,
+    stages_of,
+)
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
@@ -48,6 +53,11 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         why = f", because {OFF_SWITCH} is set" if is_switched_off() else ""
         on_check(Check(name="compression", ok=True, detail=f"off: vLLM runs unchanged{why}"))
         return None
+    if draft_layers_of(config):
+        raise ConfigError(
+            "kvcompress doctor does not count the blocks of a draft model's layers; remove"
+            " --speculative-config for this check"
+        )
     limits = Limits(
         settings=settings.variants[0],
         layers=layers_per_stage(config),

@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvcompress_kernels import k4v3
-from vllm_kvcompress.engine.layers import groups_of, stages_of
+from vllm_kvcompress.engine.layers import draft_layers_of, groups_of, stages_of
 from vllm_kvcompress.engine.messages.outputs import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
@@ -226,12 +226,16 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         for engine in self._engines.values():
             self._ratio.labels(*engine)
             self._seconds.labels(*engine)
-        self._set_gauges(settings, len(stages_of(vllm_config)))
+        layer_labels = {
+            "stages": str(len(stages_of(vllm_config))),
+            "draft_layers": str(draft_layers_of(vllm_config)),
+        }
+        self._set_gauges(settings, layer_labels)
         self._count_refusals(model)
 
-    def _set_gauges(self, settings: CompressionConfig, stages: int) -> None:
-        """Create the gauges with the settings and the budget."""
-        values = info_labels(settings, self._block_size, self._itemsize) | {"stages": str(stages)}
+    def _set_gauges(self, settings: CompressionConfig, layer_labels: dict[str, str]) -> None:
+        """Create the gauges with the settings, the labels of the model's layers, and the budget."""
+        values = info_labels(settings, self._block_size, self._itemsize) | layer_labels
         gauge = Gauge(
             "vllm:kv_compress_info",
             "Compression is on with these settings.",

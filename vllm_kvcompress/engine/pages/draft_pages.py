@@ -1,8 +1,8 @@
 """Packed pages of a draft model's layers, which share the target's blocks and keep every token.
 
 vLLM keeps a draft layer's cache in the target's blocks. When a prompt is packed and its blocks are
-freed, the draft's pages move to the destination blocks too: to their last pages, behind those of
-the target's layers. Lengths alone give their number.
+freed, the draft's pages move to the last pages of the destination blocks, behind those of the
+target's layers. Their number depends only on lengths.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class DraftPages:
         layers, device = self.num_layers, layer_offset.device
         self._packed = torch.zeros(slots, layers, max_blocks, dtype=torch.int32, device=device)
         self._num_packed = torch.zeros(slots, layers, dtype=torch.int32, device=device)
-        # A draft layer drops no token, so its ordinary blocks begin behind as many packed pages.
+        # A draft layer drops no token. So it has as many packed pages as blocks were packed.
         self._first_block = torch.zeros(slots, dtype=torch.int32, device=device)
         # Host copy of `_first_block`.
         self._packed_pages = [0] * slots
@@ -65,7 +65,7 @@ class DraftPages:
         self._lengths = torch.zeros(layers, max_rows, dtype=torch.int32, device=device)
 
     def reset(self, slot: int) -> None:
-        """Let a slot read its blocks alone."""
+        """Make a slot read only its ordinary blocks."""
         self._write(slot, 0)
 
     def _write(self, slot: int, pages: int) -> None:

@@ -18,6 +18,8 @@ from vllm_kvcompress.refusals.server import SERVER, Executor, Server
 from vllm_kvcompress.refusals.tested import (
     DRAFT_LAYERS,
     DRAFT_MODELS,
+    DRAFT_OPTION,
+    DRAFT_OPTIONS,
     EXECUTORS,
     IMAGES,
     MODALITIES,
@@ -108,6 +110,9 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     yield "--speculative-config", speculative and (speculative.method or "none")
     if speculative and speculative.method in DRAFT_MODELS:
         yield DRAFT_LAYERS, True
+        options = DRAFT_OPTIONS.items()
+        changed = (name for name, value in options if getattr(speculative, name, value) != value)
+        yield DRAFT_OPTION, next(changed, None)
         modules = getattr(speculative.draft_model_config.hf_config, "n_predict", None) or 1
         yield MTP_MODULES, modules if speculative.method == "mtp" and modules > 1 else None
     yield "--use-replayssm", getattr(cache, "use_replayssm", False)
