@@ -171,7 +171,8 @@ def test_blocks_in_k4v3_after_a_look_ahead_equal_the_engines(wide):
     forecast = make_forecast(wide, 700, 70, config["kvcompress"])
     assert held[15] == forecast.on.looking
     assert (held[16], held[-1]) == (forecast.on.decoding, forecast.on.end)
-    assert forecast.on.decoding < forecast.auto.on.decoding / 3
+    # The first block and the last two are in the cache's dtype.
+    assert forecast.on.decoding == 3 + 2 < forecast.auto.on.decoding / 2.5
 
 
 @pytest.mark.engine
@@ -196,7 +197,7 @@ def test_a_prompt_that_drops_no_token_is_planned_without_a_look_ahead(wide, plan
     some = make_forecast(wide, 700, 70, {**config, "budget": 0.6})
     assert (some.lookahead, some.on.prefill) == (32, some.off.prefill + 1)
     # Rounded up to whole pages, this budget keeps every token, but not in the cache's dtype.
-    rounded = make_forecast(wide, 700, 70, {**config, "budget": 0.95})
+    rounded = make_forecast(wide, 700, 70, {**config, "budget": 0.99})
     assert (rounded.kept_tokens, rounded.lookahead, rounded.auto.lookahead) == (700, 0, 32)
 
     def text(budget):
@@ -236,12 +237,12 @@ def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
     load = dict(dtype="bfloat16", block_size=16)
     config = {"compress": "cake", "packed_dtype": "k4v3", "min_prompt": 128}
     some = make_forecast(wide, 1000, 8, {**config, "budget": 0.3}, **load)
-    assert (some.page_tokens, some.pages, some.on.decoding) == (64, 3 * 4, 1 + 4 + 1)
-    assert (some.budget_tokens, some.kept_tokens) == (300, 16 + 4 * 64 + 8)
+    assert (some.page_tokens, some.pages, some.on.decoding) == (64, 3 * 4, 1 + 4 + 3)
+    assert (some.budget_tokens, some.kept_tokens) == (300, 16 + 4 * 64 + 40)
     assert some.auto.on == make_forecast(wide, 1000, 8, {**config, "budget": 0.3,
         "packed_dtype": "auto"}, **load).on  # fmt: skip
     every = make_forecast(wide, 1000, 8, {**config, "budget": 1.0}, **load)
-    assert (every.kept_tokens, every.pages, every.on.decoding) == (1000, 3 * 15, 1 + 15 + 2)
+    assert (every.kept_tokens, every.pages, every.on.decoding) == (1000, 3 * 14, 1 + 14 + 6)
     assert (every.auto.left_whole, every.left_whole) == (
         "compressing it to this budget would free no block",
         None,
