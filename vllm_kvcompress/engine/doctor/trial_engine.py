@@ -177,8 +177,8 @@ def _support(settings: CompressionConfig | None, dtype: torch.dtype) -> str:
 
     if runs_amx(dtype):
         support += (
-            "; with AMX and bfloat16, a decode step in k4v3 takes up to 1.2 times as long as with"
-            " as many tokens in 16 bits"
+            "; with AMX and bfloat16, a decode step in k4v3 took 1.2 times as long as with as many"
+            " tokens in 16 bits (one run of an earlier version)"
         )
     return support
 
