@@ -57,6 +57,14 @@ WRONG = {
 }
 
 
+def texts_without_drafts(model, config):
+    """Return each prompt with its output, alone and without drafts."""
+    with engine(model, additional_config=config, **SIZES) as llm:
+        return {
+            name: prompt + llm.generate([prompt], NEW, **FEW)[0] for name, prompt in PROMPTS.items()
+        }
+
+
 @pytest.mark.parametrize(
     ("lookahead", "is_async"),
     [*((tokens, True) for tokens in (*range(9), None)), (0, False), (4, False), (None, False)],
@@ -72,10 +80,7 @@ def test_look_aheads_end_with_verified_tokens(lookahead, is_async, model, async_
             **more,
         }
     }
-    with engine(model, additional_config=config, **SIZES) as llm:
-        texts = {
-            name: prompt + llm.generate([prompt], NEW, **FEW)[0] for name, prompt in PROMPTS.items()
-        }
+    texts = texts_without_drafts(model, config)
     head = speculative(make_eagle(model), DRAFTS)
     options = SIZES | head | {"async_scheduling": is_async}
     with engine(model, additional_config=config, **options) as llm:
@@ -102,10 +107,7 @@ def test_early_compression_keeps_verified_tokens_only(is_async, model, async_sch
     last tokens before the tail must be kept, and drafts would be behind it.
     """
     config = settings("snapkv", 0.2, lookahead=40, window=WINDOW)
-    with engine(model, additional_config=config, **SIZES) as llm:
-        texts = {
-            name: prompt + llm.generate([prompt], NEW, **FEW)[0] for name, prompt in PROMPTS.items()
-        }
+    texts = texts_without_drafts(model, config)
     head = speculative(make_eagle(model), DRAFTS)
     options = SIZES | head | {"async_scheduling": is_async}
     with engine(model, additional_config=config, **options) as llm:
