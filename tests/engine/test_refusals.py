@@ -260,7 +260,7 @@ def test_trap_09_drafts_from_other_sources_are_refused(model, method):
     """vLLM would look for a draft model first, so the test calls our check directly."""
     config = configure(model)
     config.speculative_config = SimpleNamespace(method=method)
-    with pytest.raises(ConfigError, match=f"drafts of {method} are not tested") as refusal:
+    with pytest.raises(ConfigError, match=f"drafting with {method} is not tested") as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
     assert "--speculative-config" in str(refusal.value)
     assert str(model) in str(refusal.value)
