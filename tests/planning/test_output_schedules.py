@@ -78,6 +78,25 @@ def test_held_pages_stay_within_the_cap(case):
 
 @prop
 @given(outputs())
+def test_queries_are_summed_before_the_ring_overwrites_them(case):
+    """The workers keep the queries of one interval."""
+    schedule, footprint, _ = case
+    schedule.summed_tokens = schedule.prefilled
+    size, interval, summed = footprint.block_size, schedule.settings.decode.interval, 0
+    for tokens in range(schedule.prefilled + 1, schedule.max_tokens):
+        plan = schedule.plan(footprint, tokens)
+        assert tokens - schedule.summed_tokens <= interval
+        num_queries = schedule.advance_sums(tokens, size, packs=plan is not None)
+        assert not num_queries or plan is not None or tokens % size == 0
+        summed += num_queries
+        assert summed == schedule.summed_tokens - schedule.prefilled
+        if plan is not None:
+            assert schedule.summed_tokens == tokens
+            footprint.pack(plan, tokens // size, freeze=True)
+
+
+@prop
+@given(outputs())
 def test_max_blocks_is_the_exact_maximum(case):
     schedule, footprint, packed = case
     max_blocks = schedule.max_blocks(footprint, packed=packed, tokens=schedule.max_tokens - 1)
