@@ -4,6 +4,7 @@ The reference records the inputs of the attention layers, which include the prob
 separates them by position: without a probe, no step of a prompt in pieces crosses a piece boundary.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -24,6 +25,7 @@ from test_prompts_in_pieces import (
     token_budgets,
 )
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.published.cake import Cake
 
 FIRST, LAST = 10, 14
 PROBE = {"probe_first": FIRST, "probe": LAST}
@@ -185,6 +187,42 @@ def record_inputs(llm):
 
     model.forward = recording
     return fed
+
+
+def test_a_layer_keeps_no_more_pages_than_it_has(model, monkeypatch):
+    """With budgets that move to other layers at every boundary. Probe tokens fill no page.
+
+    The probe is longer than a block, so counting it would add a page.
+    """
+    layers = SHAPES["llama-gqa"].layers
+    boundaries, checked, full_layers = itertools.count(), 0, 0
+
+    def allocate(self, spec, stats=None):
+        rest, past = spec.past_total, torch.zeros(layers, dtype=torch.int64)
+        first = next(boundaries)
+        for layer in range(first, first + layers):
+            past[layer % layers] = taken = min(rest, spec.past)
+            rest -= taken
+        return past
+
+    monkeypatch.setattr(Cake, "allocate", allocate)
+    config = pieces_settings("cake", max_whole=450, probe_first=BLOCK, probe=BLOCK)
+    with engine(model, additional_config=config, **CHUNKED_PREFILL) as llm:
+        divide = llm.compressor.packer._divide
+
+        def checking_divide(method, pack_request, observed, source):
+            nonlocal checked, full_layers
+            counts, max_pages = divide(method, pack_request, observed, source)
+            if pack_request.reads_page_tables:
+                own = (source.lengths - pack_request.plan.probe) // BLOCK
+                assert (counts <= own).all(), (counts, own)
+                checked, full_layers = checked + 1, full_layers + int((counts == own).sum())
+            return counts, max_pages
+
+        monkeypatch.setattr(llm.compressor.packer, "_divide", checking_divide)
+        llm.generate([tokens(589, seed=5)], 4)
+    assert checked > 1
+    assert full_layers > 1
 
 
 def test_probe_tokens_are_never_read(model):
