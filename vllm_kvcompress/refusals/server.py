@@ -8,7 +8,7 @@ from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.refusals import tested
 from vllm_kvcompress.refusals.rule import UNTESTED, WITHOUT, Rule
-from vllm_kvcompress.refusals.tested import REUSE, STATES
+from vllm_kvcompress.refusals.tested import PARK, REUSE, STATES
 
 if TYPE_CHECKING:
     from vllm_kvcompress.planning.model_traits import Traits
@@ -99,6 +99,7 @@ class Server:
             tested.WINDOWS: layers.windowed,
             STATES: layers.stateful,
             REUSE: self.settings.packed.reuse != "off",
+            PARK: self.settings.park is not None,
         }
         return {*self.options, *(feature for feature, is_used in used.items() if is_used)}
 
