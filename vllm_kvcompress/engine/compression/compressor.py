@@ -443,10 +443,10 @@ class PromptCompressor:
         if step is None or step.plan is None:
             self._step = None
             return None
-        if not step.laid_out and step.plan.request_ids:
+        if not step.laid_out and step.plan.compressed_ids:
             raise RuntimeError(
                 "the step did not compress requests"
-                f" {shorten(list(step.plan.request_ids), 600)}: the attention backend's metadata"
+                f" {shorten(list(step.plan.compressed_ids), 600)}: the attention backend's metadata"
                 " builder was not called"
             )
         if step.chunks and step.layers_observed != self.packer.num_layers:

@@ -281,6 +281,12 @@ class StepPlan:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Return the ids of all requests in this plan, each once."""
+        copied = (order.request_id for order in (*self.park, *self.resume))
+        return tuple(dict.fromkeys((*self.compressed_ids, *copied)))
+
+    @property
+    def compressed_ids(self) -> tuple[str, ...]:
+        """Return the ids of the requests that this step observes or packs, each once."""
         observed = [request_id for request_id, _ in self.observe]
         packed = [pack_request.request_id for pack_request in self.pack]
         added = [addition.request_id for addition in self.add_attention]
