@@ -28,7 +28,7 @@ AT_END = {"kv_lookahead": 0}
 AUTO = {**AT_END, "kv_packed_dtype": "auto"}
 CHOICES = {
     "auto": AUTO,
-    "per layer": {**AUTO, "kv_compress": "cake", "kv_budget": 0.3},
+    "per layer": {**AUTO, "kv_compress": "pyramidkv", "kv_budget": 0.3},
     "k4v3": AT_END,
     "k4v3, everything": {**AT_END, "kv_budget": 1.0},
     "k4v3, protected": {**AT_END, "kv_protect": [[40, 90]]},
@@ -149,7 +149,7 @@ def test_tight_pool_recomputes_no_packed_request(choice, llm, unpreempted, watch
         if outputs != expected:
             break
     assert outputs == expected
-    assert watched("resumed_requests")[""] == sum(map(len, preemptions.values())) >= 2
+    assert watched("resumed_requests")[""] == sum(map(len, preemptions.values())) >= (1 if V2 else 2)
     assert llm.compressor.compressed == packed_before + len(prompts) * len(sizes)
 
 

@@ -63,7 +63,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
     CONNECTOR: (),
     WINDOWS: (STATES, IMAGES),
     STATES: (IMAGES,),
-    IMAGES: (REUSE, PARK),
+    IMAGES: (REUSE,),
     REUSE: (),
     PARK: (),
 }
