@@ -25,6 +25,7 @@ FILES = [
         "packed_groups",
         "reuse",
         "lost_plans",
+        "parking",
         "decode_budgets",
         "added_attention",
         "prompts_in_pieces",

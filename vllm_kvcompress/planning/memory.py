@@ -29,6 +29,8 @@ _LOOKAHEAD_BYTES = 2**30
 """Bytes for the last queries of requests in a look-ahead, unless `lookahead_slots` is set."""
 _MIN_SCORED_TOKENS = 10 * 2**15
 """Tokens, summed over layers, that one launch may always score: 32 layers of 10,240 tokens."""
+HOST_SLOT_BLOCKS = 4
+"""KV blocks that one slot of host memory holds of a preempted request."""
 SCRATCH_ROWS = 8
 """Rows of a batch that may read scratch pages at once."""
 _STAGING_DIVISOR = 8
@@ -225,6 +227,24 @@ def scratch_blocks(sizes: Sizes, settings: CompressionConfig) -> int:
     return -(-sizes.longest // (sizes.block_size * sizes.layers))
 
 
+def host_slots(park: float | None, block_bytes: int) -> int:
+    """Return the slots of host memory for preempted requests, at most `park` GiB together.
+
+    Raises:
+        ConfigError: not even one slot fits.
+    """
+    if park is None:
+        return 0
+    slot_bytes = HOST_SLOT_BLOCKS * block_bytes
+    slots = int(park * 2**30 // slot_bytes)
+    if not slots:
+        raise ConfigError(
+            f"park must be at least one slot of {HOST_SLOT_BLOCKS} KV blocks, here"
+            f" {slot_bytes / 2**30:.6f} GiB, got {park}; raise --kv-park, or remove it"
+        )
+    return slots
+
+
 def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
     """Return the maximum bytes on one rank for page tables and for compressing one longest prompt.
 
@@ -279,6 +299,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
         prompt_bytes += sizes.max_requests * layers * sizes.kv_heads * MAX_SPANS * _INT
     prompt_bytes += group_bytes(sizes, settings)
     prompt_bytes += scratch_blocks(sizes, settings) * sizes.block_bytes
+    if settings.park is not None:
+        prompt_bytes += HOST_SLOT_BLOCKS * sizes.block_bytes  # the staging buffer of `HostPages`
     return table_bytes(sizes, settings, blocks) + prompt_bytes + ring_bytes(sizes, settings)
 
 

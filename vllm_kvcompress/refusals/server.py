@@ -1,5 +1,6 @@
 """Servers that cannot compress: the settings, the model, and vLLM's options together."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,7 +9,7 @@ from kvcompress_kernels import k4v3
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.refusals import tested
 from vllm_kvcompress.refusals.rule import UNTESTED, WITHOUT, Rule
-from vllm_kvcompress.refusals.tested import REUSE, STATES
+from vllm_kvcompress.refusals.tested import PARK, REUSE, STATES
 
 if TYPE_CHECKING:
     from vllm_kvcompress.planning.model_traits import Traits
@@ -76,6 +77,7 @@ class Server:
         executor: None if it is not known.
         stages: compressed layers of each pipeline stage.
         vllm: version of vLLM.
+        host_bytes: memory of the machine; 0 if it is not known.
     """
 
     settings: "CompressionConfig"
@@ -90,6 +92,12 @@ class Server:
     executor: Executor | None = None
     stages: tuple[int, ...] = ()
     vllm: str = ""
+    host_bytes: int = 0
+
+    @property
+    def host_gib(self) -> str:
+        """Return the memory of the machine in GiB, rounded down."""
+        return f"{math.floor(self.host_bytes / 2**30 * 10) / 10}"
 
     @property
     def features(self) -> set[str]:
@@ -99,6 +107,7 @@ class Server:
             tested.WINDOWS: layers.windowed,
             STATES: layers.stateful,
             REUSE: self.settings.packed.reuse != "off",
+            PARK: self.settings.park is not None,
         }
         return {*self.options, *(feature for feature, is_used in used.items() if is_used)}
 
@@ -512,6 +521,25 @@ SERVER: tuple[Rule[Server], ...] = (
         " can skip or roll back",
         fix="remove --speculative-config, or {found}",
         because="repeated compression starts at exact lengths, which a step with drafts can skip",
+    ),
+    Rule(
+        name="`--kv-park` with `--kv-decode-budget` or `--kv-decode-interval`",
+        when=lambda s: (
+            s.settings.park
+            and (
+                (s.settings.decode.budget and "--kv-decode-budget")
+                or (s.settings.packs_outputs and "--kv-decode-interval")
+            )
+        ),
+        reason="only requests that are packed for good can be parked, and {found} packs them again",
+        fix="remove --kv-park {it.settings.park}, or {found}",
+        because="only requests that are packed for good can be parked",
+    ),
+    Rule(
+        when=lambda s: s.host_bytes and (s.settings.park or 0) * 2**30 > s.host_bytes,
+        reason="--kv-park must be at most the memory of this machine, {it.host_gib} GiB, got"
+        " {it.settings.park}",
+        fix="lower it, and leave memory for the process",
     ),
     Rule(
         when=_long_window,

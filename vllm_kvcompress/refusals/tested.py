@@ -38,6 +38,7 @@ MODALITIES: Mapping[str, frozenset[str]] = {
 NGRAM, CONNECTOR = "--speculative-config", "--kv-transfer-config"
 PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
+PARK = "--kv-park"
 WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
 DRAFT_LAYERS, MTP_MODULES, DRAFT_OPTION = "draft layers", "MTP modules", "a draft option"
 DRAFT_OPTIONS: Mapping[str, object] = {
@@ -53,7 +54,7 @@ DRAFT_OPTIONS: Mapping[str, object] = {
 }
 """Fields of ``--speculative-config`` whose defaults alone were tested with draft layers."""
 TOGETHER: Mapping[str, tuple[str, ...]] = {
-    NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES, DRAFT_LAYERS),
+    NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES, DRAFT_LAYERS, PARK),
     DRAFT_LAYERS: (),
     PIPELINE: (TENSOR, DATA, RAY, IMAGES, REUSE),
     TENSOR: (DATA, RAY, WINDOWS, STATES, IMAGES, REUSE),
@@ -64,6 +65,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
     STATES: (IMAGES,),
     IMAGES: (REUSE,),
     REUSE: (),
+    PARK: (),
 }
 """Features that may be combined, each pair once. Every other pair is refused.
 

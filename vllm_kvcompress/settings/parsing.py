@@ -135,6 +135,11 @@ def number(value: Any) -> Any:
     return refuse_other_digits(value)
 
 
+def gibibytes_or_none(value: Any) -> Any:
+    """Return None for "none", which manifests write for an unset flag; else as `number`."""
+    return None if value == "none" else number(value)
+
+
 def parse_merge(value: Any) -> Merge | None:
     """Parse `merge`: a bool or its text, "values", or None."""
     if value is None or isinstance(value, bool):
@@ -248,6 +253,7 @@ Tokens = Annotated[int, Parsed(whole_tokens)]
 TokensOrUnset = Annotated[int | None, Parsed(whole_tokens)]
 TokensOrNone = Annotated[int | None, Parsed(tokens_or_none)]
 """As `TokensOrUnset`; users may also write "none"."""
+GibibytesOrNone = Annotated[float | None, Parsed(gibibytes_or_none)]
 MethodName = Annotated[str, Parsed(parse_compress)]
 Budget = Annotated[float | int, Parsed(parse_budget)]
 MethodNames = Annotated[tuple[str, ...], Parsed(parse_methods)]

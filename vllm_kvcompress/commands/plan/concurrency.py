@@ -16,8 +16,10 @@ from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
+    HOST_SLOT_BLOCKS,
     Sizes,
     extra_bytes,
+    host_slots,
     reserved_bytes,
     sum_bytes_per_block,
     table_bytes,
@@ -195,6 +197,9 @@ def forecast(
         in_pieces=_in_pieces(request, load, num_blocks),
         with_states=groups is not None and groups.stateful > 0,
         pays_from=_pays_from(request, sizes),
+        parked=None
+        if settings.park is None
+        else host_slots(settings.park, sizes.block_bytes) // -(-on.end // HOST_SLOT_BLOCKS),
         auto=in_auto,
     )
 

@@ -171,6 +171,8 @@ class Forecast:
         with_states: whether some layers keep a recurrent state, which makes blocks long.
         pays_from: prompt length in tokens from which compression always frees a block. Only for
             models with states. None if there is no such length.
+        parked: requests whose pages fit into host memory at the end of their output. None without
+            `--kv-park`.
         auto: the forecast at the same budget in the cache's dtype. None if kept tokens have it, or
             if no prompt fits.
     """
@@ -196,6 +198,7 @@ class Forecast:
     in_pieces: InPieces | None = None
     with_states: bool = False
     pays_from: int | None = None
+    parked: int | None = None
     auto: "Forecast | None" = None
 
     def to_json(self) -> dict[str, Any]:

@@ -255,6 +255,11 @@ def _notes(forecast: Forecast, stages: int, device: str) -> list[str]:
             "Compression frees whole blocks only. At this budget, no prompt length guarantees that"
             " a block is freed."
         )
+    if forecast.parked is not None:
+        notes.append(
+            f"If requests are preempted, host memory holds the pages of {forecast.parked:,} of them"
+            " at the end of their output."
+        )
     if forecast.worst is not None:
         notes.append(_worst_case_note(forecast, forecast.worst))
     if forecast.pool_on is None:

@@ -32,6 +32,7 @@ from vllm_kvcompress.engine.messages.step import (
     ScoredByChunks,
     plan_of,
 )
+from vllm_kvcompress.engine.pages.host_pages import HostPages
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
@@ -53,6 +54,7 @@ class PromptCompressor:
         scales: scales of each layer.
         stages: the model's compressed layers by pipeline stage; L of them are on this worker.
         queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
+        host_pages: copies of preempted requests' pages; None if none are made.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class PromptCompressor:
         scales: Scales,
         stages: Stages,
         queries: tuple[int, int, torch.dtype],
+        host_pages: HostPages | None = None,
     ) -> None:
+        self.host_pages = host_pages
         self.pool, self.layout = pool, layout
         self.compressed = 0
         # The page pool's slot of each request in the latest batch.
@@ -89,17 +93,25 @@ class PromptCompressor:
 
         A request that starts or resumes also loses its state, which would be of an earlier run.
         """
-        stale = set(output.finished_req_ids) | set(output.preempted_req_ids or ())
-        stale.update(request.req_id for request in output.scheduled_new_reqs)
-        stale.update(output.scheduled_cached_reqs.resumed_req_ids)
-        for request_id in stale:
+        plan, host_pages = plan_of(output), self.host_pages
+        ended = set(output.finished_req_ids)
+        ended.update(request.req_id for request in output.scheduled_new_reqs)
+        ended.update(output.scheduled_cached_reqs.resumed_req_ids)
+        for parked in () if plan is None else plan.park:
+            assert host_pages is not None, parked
+            host_pages.park(parked)
+        for request_id in ended | set(output.preempted_req_ids or ()):
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
             self.packer.protected.forget(request_id)
         self.reports.stages.wait_for_sent()
-        plan = plan_of(output)
         if plan is not None and plan.zero_blocks:
             self.pool.zero(plan.zero_blocks)
+        for resumed in () if plan is None else plan.resume:
+            assert host_pages is not None, resumed
+            host_pages.resume(resumed)
+        if host_pages is not None:
+            host_pages.forget(ended)
         for adopted in () if plan is None else plan.adopt:
             self._adopt(adopted)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
@@ -431,10 +443,10 @@ class PromptCompressor:
         if step is None or step.plan is None:
             self._step = None
             return None
-        if not step.laid_out and step.plan.request_ids:
+        if not step.laid_out and step.plan.compressed_ids:
             raise RuntimeError(
                 "the step did not compress requests"
-                f" {shorten(list(step.plan.request_ids), 600)}: the attention backend's metadata"
+                f" {shorten(list(step.plan.compressed_ids), 600)}: the attention backend's metadata"
                 " builder was not called"
             )
         if step.chunks and step.layers_observed != self.packer.num_layers:

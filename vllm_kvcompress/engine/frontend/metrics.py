@@ -83,10 +83,24 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "",
         "Tokens that requests found in packed pages of the prefix cache (--kv-reuse).",
     ),
+    "resumed_requests": (
+        "",
+        "Times that a preempted request resumed from its pages in host memory (--kv-park).",
+    ),
+    "resumed_tokens": ("", "Tokens of resumed requests, which were not computed again."),
+    "unparked_requests": (
+        "",
+        "Preempted requests computed again because host memory had no space for their pages.",
+    ),
     "layer_tokens": ("layer", "Prompt tokens that compressed prompts keep, by layer."),
 }
 """By name without prefix, the extra label of a counter and its help text, in the order of the table
 in docs/operate.md. With a label, the scheduler sends a count for each of its values."""
+GAUGES: Mapping[str, str] = {
+    "parked_requests": "Preempted requests whose pages wait in host memory (--kv-park).",
+    "parked_bytes": "Host memory in use by parked requests, in bytes.",
+}
+"""By name without prefix, the help text of a gauge whose changes the scheduler sends."""
 _COUNT_KEYS = {
     "planned_requests": "planned",
     "requests": "packed",
@@ -139,6 +153,7 @@ def info_labels(settings: CompressionConfig, block_size: int, itemsize: int) -> 
         "decode_budget": str(settings.decode.budget or ""),
         "decode_interval": _common(_decode_intervals(served, page_tokens)),
         "max_whole": str(settings.pieces.max_whole or ""),
+        "park": str(settings.park or ""),
         "piece": str(settings.pieces.length if settings.pieces.max_whole else ""),
         "probe": str(last if settings.pieces.max_whole else ""),
         "probe_first": str(first if settings.pieces.max_whole else ""),
@@ -211,6 +226,10 @@ class CompressionStatLogger(AggregateStatLoggerBase):
                 if not label:
                     counter.labels(*engine)
         labels = ["model_name", "engine"]
+        self._gauges = {
+            name: Gauge(f"vllm:kv_compress_{name}", text, labels, multiprocess_mode="sum")
+            for name, text in GAUGES.items()
+        }
         self._ratio = Histogram(
             "vllm:kv_compress_ratio",
             "Share of the prompt's tokens that compression keeps.",
@@ -224,6 +243,8 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             buckets=_SECONDS,
         )
         for engine in self._engines.values():
+            for gauge in self._gauges.values():
+                gauge.labels(*engine)
             self._ratio.labels(*engine)
             self._seconds.labels(*engine)
         layer_labels = {
@@ -292,6 +313,8 @@ class CompressionStatLogger(AggregateStatLoggerBase):
                     counter.labels(*engine, label).inc(count)
             else:
                 counter.labels(*engine).inc(increase)
+        for name, gauge in self._gauges.items():
+            gauge.labels(*engine).inc(count_of[name])
         for histogram, values in (
             (self._ratio, counts["ratios"]),
             (self._seconds, counts["seconds"]),

@@ -205,6 +205,46 @@ class AdoptedPages(NamedTuple):
         return len(self.blocks) * self.page_tokens
 
 
+class ParkPages(NamedTuple):
+    """Instruction to copy the pages of a preempted request to host memory, before the step.
+
+    Args:
+        request_id: vLLM's request id.
+        packed_pages: its packed pages over all layers.
+        max_layer_pages: packed pages that no layer exceeds.
+        blocks: vLLM block ids of its ordinary blocks.
+        slots: slots of host memory. The packed pages come first, then the pages of `blocks`.
+    """
+
+    request_id: str
+    packed_pages: int
+    max_layer_pages: int
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class ResumePages(NamedTuple):
+    """Instruction to copy pages of `ParkPages` back, before the step in which a request resumes.
+
+    Args:
+        request_id: vLLM's request id.
+        packed_pages: as in `ParkPages`.
+        destination: vLLM block ids that receive the packed pages.
+        first_block: index of the request's first ordinary block behind the packed tokens.
+        leading_blocks: how many of `blocks` are before the packed tokens.
+        blocks: vLLM block ids of its ordinary blocks. They may be fewer than were copied.
+        slots: as in `ParkPages`.
+    """
+
+    request_id: str
+    packed_pages: int
+    destination: tuple[int, ...]
+    first_block: int
+    leading_blocks: int
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The workers' instructions for one step. There is no plan if there is nothing to do.
@@ -221,8 +261,10 @@ class StepPlan:
             before any packing.
         pack: requests to pack after this step.
         adopt: requests that begin with packed pages of the prefix cache, from this step on.
+        park: requests that were preempted, whose pages the workers copy to host memory first.
         zero_blocks: vLLM block ids that held packed groups and were freed. The workers fill them
             with zeros before this step.
+        resume: requests that resume from their copies in this step.
     """
 
     number: int
@@ -232,11 +274,19 @@ class StepPlan:
     add_attention: tuple[AttentionAddition, ...] = ()
     pack: tuple[PackRequest, ...] = ()
     adopt: tuple[AdoptedPages, ...] = ()
+    park: tuple[ParkPages, ...] = ()
     zero_blocks: tuple[int, ...] = ()
+    resume: tuple[ResumePages, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Return the ids of all requests in this plan, each once."""
+        copied = (order.request_id for order in (*self.park, *self.resume))
+        return tuple(dict.fromkeys((*self.compressed_ids, *copied)))
+
+    @property
+    def compressed_ids(self) -> tuple[str, ...]:
+        """Return the ids of the requests that this step observes or packs, each once."""
         observed = [request_id for request_id, _ in self.observe]
         packed = [pack_request.request_id for pack_request in self.pack]
         added = [addition.request_id for addition in self.add_attention]

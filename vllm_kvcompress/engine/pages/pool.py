@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from kvcompress_kernels import k4v3
 from kvcompress_kernels.assign_pages import assign_pages
 from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.engine.pages.draft_pages import DraftPages
@@ -349,6 +350,22 @@ class PagePool:
         """
         slot = self._slots[request_id]
         return self._packed[slot], self._num_packed[slot]
+
+    def layer_pages(
+        self, request_id: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return a request's packed pages by layer, without an ordinary page before groups.
+
+        Returns:
+            Views of flat pages ``[L, W]`` int32 and page counts ``[L]`` int32, and a view of the
+            tokens of each layer ``[L]`` int32 if the pages hold groups.
+        """
+        slot = self._slots[request_id]
+        if self._group_tokens is None or slot not in self._slots_with_groups:
+            return self._packed[slot], self._num_packed[slot], None
+        tokens = self._group_tokens[slot]
+        page_tokens = k4v3.page_tokens(self.block_size, self.pages.itemsize)
+        return self._group_pages[slot], (tokens + page_tokens - 1) // page_tokens, tokens
 
     def set_first_block(self, request_id: str, first_block: int) -> None:
         """Make the request read its packed pages, then its blocks starting at `first_block`."""

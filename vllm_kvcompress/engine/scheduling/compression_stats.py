@@ -51,6 +51,11 @@ class CompressionStats:
             `budget`).
         packed_hit_tokens: tokens of new requests that were read from packed pages in the prefix
             cache.
+        parked_requests: preempted requests that wait in host memory, as a change.
+        parked_bytes: bytes of the slots of host memory in use, as a change.
+        resumed_requests: preempted requests that resumed from host memory.
+        resumed_tokens: tokens of these requests that were not computed again.
+        unparked_requests: preempted requests for which host memory had too few free slots.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
@@ -72,6 +77,11 @@ class CompressionStats:
     raised_budgets: int = 0
     cut_lookaheads: Counter[str] = field(default_factory=Counter)
     packed_hit_tokens: int = 0
+    parked_requests: int = 0
+    parked_bytes: int = 0
+    resumed_requests: int = 0
+    resumed_tokens: int = 0
+    unparked_requests: int = 0
     # By request id, the packings still to be reported for requests that were counted before.
     _repeats: Counter[str] = field(default_factory=Counter)
 
@@ -139,6 +149,9 @@ class CompressionStats:
             self.cut_lookaheads,
             self.slotless_lookaheads,
             self.packed_hit_tokens,
+            self.parked_requests,
+            self.resumed_requests,
+            self.unparked_requests,
         )
         if not any(counted):
             return None

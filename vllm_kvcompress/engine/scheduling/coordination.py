@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
+from vllm_kvcompress.engine.scheduling.request_state import RequestState
 from vllm_kvcompress.engine.scheduling.step_builder import NO_DESTINATIONS, StepBuilder
 
 
@@ -39,6 +40,7 @@ class Coordination:
         self._step_builder, self._next_step = step_builder, next_step
         self._states, self._schedules = step_builder.states, step_builder.schedules
         self._admissions, self._lookaheads = step_builder.admissions, step_builder.lookaheads
+        self._parking = step_builder.parking
         self._groups, self._manager = groups, groups.compressed
         # The waiting request whose prefix vLLM is looking up.
         self._looked_up: Request | None = None
@@ -106,6 +108,8 @@ class Coordination:
             found = self._vllm_get_computed_blocks(request, *args, **kwargs)
         finally:
             self._looked_up = None
+        if state.parked is not None:
+            return found[0], self._parking.computed_tokens(request), *found[2:]
         if not self._groups.others or len(found) < 3 or found[2]:
             return found
         # The third value is a boundary at which vLLM keeps window blocks and states for later hits,
@@ -118,7 +122,11 @@ class Coordination:
         return longest - longest % int(self._manager.block_size)
 
     def _longest_prefix_hit(self, request: Request, max_tokens: int) -> int:
-        return self._schedules.longest_prefix_hit(self._states.of(request), max_tokens)
+        state = self._states.of(request)
+        # A parked request has its own pages.
+        if state.parked is not None:
+            return 0
+        return self._schedules.longest_prefix_hit(state, max_tokens)
 
     def _find_longest_cache_hit(
         self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any
@@ -171,7 +179,9 @@ class Coordination:
             return needed
         # Behind these tokens, vLLM allocates slots for drafts that a draft model will write.
         num_tokens = min(num_tokens, kwargs.get("num_tokens_main_model", num_tokens))
-        step_builder = self._step_builder
+        step_builder, parked = self._step_builder, self._parked(request_id)
+        if parked is not None:
+            needed += self._parking.extra_blocks(parked)
         needed += sum(int(block.ref_cnt) == 0 for block in self._packed_hit(request_id))
         hit_blocks = new_computed_blocks[self._groups.compressed_index]
         tokens = num_tokens - self._probe_tokens(request_id)
@@ -188,6 +198,11 @@ class Coordination:
             return needed
         with_fresh = needed + destinations.may_be_fresh
         return with_fresh if step_builder.free_blocks_now() >= with_fresh else needed
+
+    def _parked(self, request_id: str) -> RequestState | None:
+        """Return the state of a parked request; None if the request is not parked."""
+        state = self._states.get(request_id)
+        return None if state is None or state.parked is None else state
 
     def _packed_hit(self, request_id: str) -> Sequence[KVCacheBlock]:
         state = self._states.get(request_id)
@@ -240,7 +255,12 @@ class Coordination:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Allocate the blocks of every group, and only then the destination blocks."""
+        """Allocate the blocks of every group, and only then the destination blocks.
+
+        A parked request first takes the blocks for its pages.
+        """
+        if (parked := self._parked(request_id)) is not None:
+            self._parking.resume(parked)
         new_blocks = self._vllm_allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model, *args, **kwargs
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
@@ -75,12 +76,24 @@ class StepEntry:
     adopted: AdoptedPages | None = None
 
 
+class HostCopy(NamedTuple):
+    """Where the pages of a parked request are (`parking`).
+
+    Args:
+        slots: slots of host memory.
+        packed_blocks: blocks that its packed pages need.
+    """
+
+    slots: tuple[int, ...]
+    packed_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """Everything that the scheduler knows about one request.
 
     A preemption resets every field except `request`, `options`, `error`, `decision` and
-    `is_counted`. The end of the request removes the state.
+    `is_counted`, unless the request is parked. The end of the request removes the state.
 
     Args:
         request: vLLM's request.
@@ -108,6 +121,8 @@ class RequestState:
             request takes part in.
         is_scheduled: whether a request in its look-ahead takes part in the step being scheduled.
         entry: its part of the step that is being scheduled. None if it has none.
+        parked: its pages in host memory while it waits after a preemption. None if they are not
+            there.
     """
 
     request: Request
@@ -131,6 +146,7 @@ class RequestState:
     lookahead_tokens: int = 0
     is_scheduled: bool = False
     entry: StepEntry | None = None
+    parked: HostCopy | None = None
     _budget_plan: tuple[LookaheadSchedule, tuple[int, ...], PagePlan | None] | None = None
 
     @property
@@ -241,11 +257,17 @@ class RequestStates:
         return self._states.get(request_id)
 
     def pop(self, request_id: str) -> RequestState | None:
-        """Remove and return a state, None if there is none. A preempted request gets a new one."""
+        """Remove and return a state, None if there is none. A preempted request gets a new one.
+
+        A parked request keeps its state, but has no blocks.
+        """
         state = self._states.pop(request_id, None)
         self.ids_without_packing.discard(request_id)
         self.limited_ids.discard(request_id)
         if state is not None and not state.request.is_finished():
+            if state.parked is not None:
+                self._states[request_id] = state
+                return state
             self._states[request_id] = RequestState(
                 state.request, state.options, state.error, state.decision, state.is_counted
             )

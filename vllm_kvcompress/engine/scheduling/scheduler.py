@@ -32,10 +32,12 @@ from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupB
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
+from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 from vllm_kvcompress.errors import VllmHookError, quoted_id, shorten
+from vllm_kvcompress.planning.memory import HOST_SLOT_BLOCKS, host_slots
 
 logger = init_logger("vllm.kvcompress")
 
@@ -63,7 +65,15 @@ class _CompressingMixin:
         self.states = RequestStates(scheduler.requests, self.admissions.new_state)
         self.lookaheads = LookAheads(spec.ring_slots)
         self.schedules = RequestSchedules(self.admissions, self.lookaheads, num_layers, block_size)
-        deferred_free = DeferredFree(manager.block_pool, self)
+        deferred_free, stats = DeferredFree(manager.block_pool, self), CompressionStats()
+        block_bytes = num_layers * int(spec.page_size_bytes)
+        self.parking = Parking(
+            host_slots(spec.settings.park, block_bytes),
+            HOST_SLOT_BLOCKS * block_bytes,
+            manager,
+            self.states,
+            stats,
+        )
         self.step_builder = StepBuilder(
             manager,
             self.states,
@@ -71,7 +81,8 @@ class _CompressingMixin:
             self.schedules,
             self.lookaheads,
             deferred_free,
-            CompressionStats(),
+            stats,
+            self.parking,
             self._packed_prefixes(manager, deferred_free),
             self._unverified_drafts,
         )
@@ -205,6 +216,20 @@ class _CompressingMixin:
         else:  # since vLLM 0.33, which passes the reason on
             error = vllm.outputs.RequestError(code="validation_error", message=reason)
             errors[request_id] = error
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempt a request, and park it if it can resume from its pages."""
+        self.parking.park(request)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the prefix cache. Parked requests start again, since their keys may be outdated."""
+        self.parking.drop_all()
+        enabled, self.parking.is_enabled = self.parking.is_enabled, False
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+        finally:
+            self.parking.is_enabled = enabled
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """Accept a pulled prompt. Tokens whose queries the method reads are computed here."""

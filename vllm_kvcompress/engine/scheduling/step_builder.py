@@ -31,6 +31,7 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
+from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import (
     RequestState,
@@ -67,6 +68,7 @@ class StepBuilder:
         lookaheads: prompts that wait for output tokens.
         deferred_free: frees blocks that the step still reads.
         stats: counts for the metrics.
+        parking: copies the pages of preempted requests to host memory.
         packed_prefixes: packed pages in the prefix cache; None if pages are not reused.
         unverified_drafts: returns how many draft tokens of a request are in steps in flight.
     """
@@ -80,13 +82,14 @@ class StepBuilder:
         lookaheads: LookAheads,
         deferred_free: DeferredFree,
         stats: CompressionStats,
+        parking: Parking,
         packed_prefixes: PackedPrefixes | None = None,
         unverified_drafts: Callable[[str], int] = lambda request_id: 0,
     ) -> None:
         self.packed_prefixes, self.unverified_drafts = packed_prefixes, unverified_drafts
         self._manager, self.states, self.admissions = manager, states, admissions
         self.schedules, self.lookaheads, self.stats = schedules, lookaheads, stats
-        self._deferred_free = deferred_free
+        self._deferred_free, self.parking = deferred_free, parking
         self._block_size, self._pool = int(manager.block_size), manager.block_pool
         # Requests with an entry, and with a probe behind their chunk, in this step. Some may have
         # been preempted since.
@@ -340,6 +343,10 @@ class StepBuilder:
             return blocks
         self.lookaheads.remove(state)
         packed_blocks = state.packed_blocks
+        if state.request.is_finished():
+            self.parking.drop(state)
+        elif state.parked is not None:
+            state.blocks, state.packed_blocks = [], []
         if self.packed_prefixes is not None and state.reuses_pages:
             self.packed_prefixes.release(state)
             leading = self.packed_prefixes.leading_blocks
@@ -505,7 +512,8 @@ class StepBuilder:
         lose the plan, because outputs arrive in order: the scheduler notices the loss before any
         tokens of a later step.
         """
-        if not self._states_with_entry and not self._deferred_free.zero_blocks:
+        has_copies = bool(self._deferred_free.zero_blocks) or self.parking.has_copies
+        if not self._states_with_entry and not has_copies:
             return None
         live = [
             (state.request_id, state.entry)
@@ -517,8 +525,9 @@ class StepBuilder:
             state.entry = None
         self._states_with_entry.clear()
         self._states_to_pack.clear()
-        if not live and not self._deferred_free.zero_blocks:
+        if not live and not has_copies and not self._deferred_free.zero_blocks:
             return None
+        park, resume = self.parking.take_copies()
         return StepPlan(
             number=next(self._plan_numbers),
             observe=tuple(
@@ -535,7 +544,9 @@ class StepBuilder:
             add_attention=tuple(entry.addition for _, entry in live if entry.addition is not None),
             pack=tuple(packs),
             adopt=tuple(entry.adopted for _, entry in live if entry.adopted is not None),
+            park=park,
             zero_blocks=self._deferred_free.take_zero_blocks(),
+            resume=resume,
         )
 
     def _apply_pack(self, state: RequestState) -> PackRequest:

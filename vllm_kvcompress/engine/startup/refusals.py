@@ -194,4 +194,5 @@ def _server(config: VllmConfig, settings: CompressionConfig, traits: Traits) -> 
         executor=executor,
         stages=tuple(len(layers) for layers in stages_of(config)),
         vllm=vllm.__version__,
+        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )

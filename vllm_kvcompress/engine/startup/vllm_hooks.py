@@ -122,6 +122,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         f"{_SCHEDULER}.add_request(request)",
         # until vLLM lets a plugin schedule queries that are not tokens of a request
         f"{_SCHEDULER}._update_after_schedule(scheduler_output)",
+        # until vLLM lets a plugin keep the KV cache of a preempted request
+        f"{_SCHEDULER}._preempt_request(request)",
+        f"{_SCHEDULER}.reset_prefix_cache",
+        "vllm.v1.request:Request(resumable)",
+        "vllm.v1.request:Request.get_skip_reading_prefix_cache",
         # until vLLM lets a plugin choose which tokens of a pulled prompt are recomputed
         f"{_SCHEDULER}._update_waiting_for_remote_kv(request)",
         # until vLLM has a plugin interface for per-layer block tables

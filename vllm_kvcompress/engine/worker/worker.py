@@ -39,6 +39,7 @@ from vllm_kvcompress.engine.layers import (
 from vllm_kvcompress.engine.messages.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.messages.settings import parsed_settings
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
+from vllm_kvcompress.engine.pages.host_pages import HostPages
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
@@ -49,6 +50,7 @@ from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import (
+    host_slots,
     ring_bytes,
     ring_places,
     ring_slots,
@@ -323,6 +325,7 @@ def bind_compressor(
     block_size = group.kv_cache_spec.block_size
     num_blocks = kv_cache_config.num_blocks
     pool = page_pool(config, settings, layers, block_size, num_blocks, scratch, len(drafts))
+    slots = host_slots(settings.park, len(names) * group.kv_cache_spec.page_size_bytes)
     compressor = PromptCompressor(
         settings,
         pool,
@@ -330,6 +333,7 @@ def bind_compressor(
         scales=scales_of(target, pool.pages.device),
         stages=Stages(stages, stage, pool.pages.device),
         queries=(*_query_shape(layers), config.model_config.dtype),
+        host_pages=HostPages(pool, slots) if slots else None,
     )
     for index, layer in enumerate(target):
         layer.impl.bind(compressor, index)

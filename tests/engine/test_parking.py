@@ -1,0 +1,367 @@
+"""Parked requests: a preempted compressed request resumes from its pages in host memory."""
+
+import copy
+import random
+
+import pytest
+
+from checkpoints import make, tokens
+from engines import (
+    BLOCK,
+    V2,
+    allow_async_scheduling,
+    engine,
+    model_runner_v1_only,
+    settings,
+    v2_drafts,
+)
+from vllm_kvcompress.errors import VllmHookError
+
+COUNT = 24 if V2 else 40
+LENGTHS = (390, 463, 288, 417)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+GROWING = {
+    "auto": [tokens(150 + 13 * number, seed=number) for number in range(8)],
+    "k4v3": [tokens(350 + 13 * number, seed=number) for number in range(8)],
+}
+AT_END = {"kv_lookahead": 0}
+AUTO = {**AT_END, "kv_packed_dtype": "auto"}
+CHOICES = {
+    "auto": AUTO,
+    "per layer": {**AUTO, "kv_compress": "pyramidkv", "kv_budget": 0.3},
+    "k4v3": AT_END,
+    "k4v3, everything": {**AT_END, "kv_budget": 1.0},
+    "k4v3, protected": {**AT_END, "kv_protect": [[40, 90]]},
+    "look-ahead": {},
+    "merging": {**AUTO, "kv_compress": "d2o"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-two-layers-d64", checkpoints_folder)
+
+
+def parking_engine(model, **options):
+    config = settings(
+        "cake", 0.5, packed_dtype="k4v3", lookahead=12, park=0.05, allow_override="all"
+    )
+    defaults = dict(max_num_seqs=8, max_model_len=1024, max_num_batched_tokens=256)
+    return engine(model, additional_config=config, **defaults | options)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=model_runner_v1_only), True],
+    ids=["sync", "async"],
+)
+def shared(request, model):
+    with pytest.MonkeyPatch.context() as patch:
+        allow_async_scheduling(patch)
+        with parking_engine(model, async_scheduling=request.param) as llm:
+            yield llm
+
+
+@pytest.fixture
+def llm(shared):
+    with shared.lent():
+        yield shared
+        shared.llm.llm_engine.abort_request([*shared.scheduler.requests], internal=True)
+        shared.finish_in_flight_steps()
+        assert_nothing_is_parked(shared)
+
+
+@pytest.fixture(scope="module")
+def unpreempted():
+    """Return a function that computes the outputs of requests once, without preemption."""
+    known = {}
+
+    def outputs(llm, name, prompts, override, count=COUNT):
+        if name not in known:
+            preempted = llm.watch_preemptions()
+            known[name] = run(llm, prompts, override, tokens=count)
+            assert not preempted
+        return known[name]
+
+    return outputs
+
+
+def assert_nothing_is_parked(llm):
+    parking = llm.scheduler.parking
+    assert sorted(parking._free_slots) == list(range(len(llm.compressor.host_pages._host)))
+    assert not parking.has_copies
+    assert not len(llm.compressor.host_pages)
+    assert not llm.compressor.pool._slots
+    assert not len(llm.scheduler.states)
+
+
+def packed(llm):
+    """Return the running requests whose packing is over."""
+    finished = llm.scheduler.states.ids_without_packing
+    return [each for each in llm.running() if each.request_id in finished]
+
+
+def run(llm, prompts, override, each_step=lambda: None, tokens=COUNT):
+    """Return the outputs of requests submitted together; call `each_step` before each step."""
+    for number, prompt in enumerate(prompts):
+        llm.submit(str(number), prompt, tokens, extra_args=override)
+    outputs = {}
+    while llm.llm.llm_engine.has_unfinished_requests():
+        each_step()
+        outputs |= {name: [*done.outputs[0].token_ids] for name, done in llm.step().items()}
+    return [outputs.get(str(number)) for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("choice", ["auto", "k4v3"] if V2 else CHOICES)
+def test_output_equals_a_run_without_preemption(choice, llm, unpreempted, watched):
+    """Every request is preempted several times, alone and together with others."""
+    rng, override = random.Random(7), CHOICES[choice]
+    expected = unpreempted(llm, choice, PROMPTS, override)
+    preempted = 0
+
+    def preempt():
+        nonlocal preempted
+        ready = packed(llm)
+        if ready and rng.random() < 0.2:
+            victims = rng.sample(ready, rng.randint(1, len(ready)))
+            preempted += len(victims)
+            for victim in victims:
+                llm.preempt(victim)
+
+    assert run(llm, PROMPTS, override, preempt) == expected
+    assert preempted > 5
+    # A request may be preempted again, or end, before it resumes.
+    assert 5 < watched("resumed_requests")[""] <= preempted
+    assert not watched("unparked_requests")
+    assert not watched("parked_requests")
+    assert not watched("parked_bytes")
+    assert watched("resumed_tokens")[""] > min(LENGTHS) * watched("resumed_requests")[""]
+
+
+@pytest.mark.parametrize("choice", ["auto", "k4v3"])
+def test_tight_pool_recomputes_no_packed_request(choice, llm, unpreempted, watched):
+    override, prompts, num_output = CHOICES[choice], GROWING[choice], 3 * BLOCK + 10
+    expected = unpreempted(llm, f"{choice}, growing", prompts, override, num_output)
+    packed_before, preemptions = llm.compressor.compressed, llm.watch_preemptions()
+    sizes = [32] if V2 else [32, 26]
+    for _ in llm.in_smaller_pools(sizes):
+        outputs = run(llm, prompts, override, tokens=num_output)
+        if outputs != expected:
+            break
+    assert outputs == expected
+    assert watched("resumed_requests")[""] == sum(map(len, preemptions.values())) >= (1 if V2 else 2)
+    assert llm.compressor.compressed == packed_before + len(prompts) * len(sizes)
+
+
+def test_aborted_while_parked(llm, unpreempted, watched):
+    expected = unpreempted(llm, "auto", PROMPTS, AUTO)
+
+    def preempt_and_abort():
+        ready = packed(llm)
+        if len(ready) == 3 and not aborted:
+            for request in ready:
+                llm.preempt(request)
+            aborted.append(ready[0].request_id)
+            llm.llm.llm_engine.abort_request([ready[0].request_id], internal=True)
+            assert llm.scheduler.parking.num_free_slots < len(llm.compressor.host_pages._host)
+
+    aborted: list[str] = []
+    outputs = run(llm, PROMPTS[:3], AUTO, preempt_and_abort)
+    assert aborted
+    assert outputs[0] is None
+    assert outputs[1:] == expected[1:3]
+    assert watched("resumed_requests")[""] == 2
+
+
+def test_full_host_memory(llm, unpreempted, watched):
+    """Requests without free slots are computed again, and go on like new ones."""
+    parking = llm.scheduler.parking
+    taken, parking._free_slots = parking._free_slots, parking._free_slots[:3]
+    resumed_at = llm.watch_preemptions()
+
+    def preempt():
+        ready = packed(llm)
+        if len(ready) == 3 and not resumed_at:
+            for request in ready:
+                llm.preempt(request)
+
+    outputs = run(llm, PROMPTS[:3], AUTO, preempt)
+    assert watched("unparked_requests")[""] == 2
+    assert watched("resumed_requests")[""] == 1
+    assert len(parking._free_slots) == 3
+    parking._free_slots = taken
+    expected = unpreempted(llm, "auto", PROMPTS, AUTO)[:3]
+    equal = [output == each for output, each in zip(outputs, expected, strict=True)]
+    assert sum(equal) >= 1
+    for number, prompt in enumerate(PROMPTS[:3]):
+        # A parked request continues as if it had not been preempted.
+        cuts = [] if outputs[number] == expected[number] else resumed_at[str(number)]
+        llm.assert_matches_solo_run(prompt, COUNT, outputs[number], cuts, extra_args=AUTO)
+
+
+def test_requests_that_will_be_packed_again_or_were_never_packed_are_not_parked(llm, watched):
+    preempted: list[str] = []
+
+    def preempt():
+        for request in llm.running():
+            name = request.request_id
+            if name not in preempted and request.num_output_tokens >= 2:
+                preempted.append(name)
+                llm.preempt(request)
+                assert llm.scheduler.states.get(name).parked is None
+
+    run(llm, PROMPTS[:2], {"kv_compress": "off"}, preempt)
+    run(llm, PROMPTS[:2], {}, preempt)
+    run(llm, [tokens(60, seed=3)], {}, preempt)
+    assert len(preempted) == 5
+    assert not watched("resumed_requests")
+    assert not watched("unparked_requests")
+
+
+def test_reset_of_the_prefix_cache_drops_parked_pages(llm, watched):
+    """The caller may have changed the model's weights."""
+    rest = []
+
+    def preempt_and_reset():
+        ready = packed(llm)
+        if len(ready) == 3 and not rest:
+            rest.extend(ready)
+            llm.preempt(ready[0])
+            assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert llm.scheduler.parking.num_free_slots == len(llm.compressor.host_pages._host)
+
+    outputs = run(llm, PROMPTS[:3], AUTO, preempt_and_reset)
+    assert rest
+    assert all(len(output) == COUNT for output in outputs)
+    assert not watched("resumed_requests")
+    assert llm.compressor.compressed == 6
+
+
+def test_a_lost_plan_stops_the_engine(model, async_scheduling_allowed):
+    """The pages would be lost: the request's blocks have new owners."""
+    with parking_engine(model, async_scheduling=True) as llm:
+        llm.submit("r", PROMPTS[0], COUNT, extra_args=AUTO)
+        while not packed(llm):
+            llm.step()
+        llm.preempt(llm.running()[0])
+        execute = llm.worker.execute_model
+
+        def losing_the_plan(output):
+            output = copy.copy(output)
+            output.kvcompress = None
+            return execute(output)
+
+        llm.worker.execute_model = losing_the_plan
+        with pytest.raises(VllmHookError, match=r"with plan \d+, for .*r-.*so the engine stops"):
+            llm.drain()
+
+
+@model_runner_v1_only
+def test_priority_scheduling_resumes_parked_requests(model, async_scheduling_allowed, watched):
+    """Requests with a higher priority take the blocks of running ones."""
+    prompts, num_output = GROWING["auto"], 3 * BLOCK + 10
+    options = dict(scheduling_policy="priority", async_scheduling=True)
+    with parking_engine(model, **options) as llm:
+        expected = run(llm, prompts, AUTO, tokens=num_output)
+        for _ in llm.in_smaller_pools([32]):
+            for number, prompt in enumerate(prompts):
+                llm.submit(str(number), prompt, num_output, len(prompts) - number, extra_args=AUTO)
+                for _ in range(6):
+                    llm.step()
+            outputs = llm.drain()
+        assert [outputs[str(number)] for number in range(len(prompts))] == expected
+        assert watched("resumed_requests")[""] >= 2
+        llm.finish_in_flight_steps()
+        assert_nothing_is_parked(llm)
+
+
+@pytest.mark.skipif(V2 and not v2_drafts(), reason="this vLLM has no ngram on V2")
+@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # from the compiler of V1's drafter
+def test_requests_with_drafts_resume(model, watched):
+    """A request's computed tokens may include drafts that were rejected."""
+    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+    rng = random.Random(5)
+    with parking_engine(model, speculative_config=drafts) as llm:
+        expected = run(llm, PROMPTS, AUTO)
+
+        def preempt():
+            for request in packed(llm):
+                if rng.random() < 0.1:
+                    llm.preempt(request)
+
+        assert run(llm, PROMPTS, AUTO, preempt) == expected
+        assert watched("resumed_requests")[""] >= 3
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("seed", range(4))
+def test_random_loads_lose_and_leak_nothing(seed, shared, watched):
+    """Random requests in a random pool and host memory: outputs equal those of a large pool.
+
+    A request that is preempted before its packing is over, or finds no free slots, is compressed
+    again with its output so far, and a short pool ends look-aheads early. So only the length of
+    these outputs is checked.
+    """
+    rng, llm, changed, aborted = random.Random(seed), shared, set(), set()
+    requests = [
+        (tokens(rng.randint(20, 400), seed=50 * seed + number), rng.choice([AUTO, AT_END, {}]))
+        for number in range(12)
+    ]
+    lengths = [rng.randint(40, 110) for _ in requests]
+
+    def submit(number):
+        prompt, override = requests[number]
+        llm.submit(str(number), prompt, lengths[number], extra_args=override)
+
+    with llm.lent():
+        for number in range(len(requests)):
+            submit(number)
+        expected = llm.drain()
+        llm.finish_in_flight_steps()
+        parking = llm.scheduler.parking
+        park, all_slots = parking.park, parking._free_slots
+        kept_slots = parking._free_slots = all_slots[: rng.choice([5, 12, 100])]
+
+        def parking_or_changed(request):
+            park(request)
+            state = llm.scheduler.states.of(request)
+            if state.parked is None and request.num_computed_tokens >= request.num_prompt_tokens:
+                changed.add(request.request_id.split("-")[0])
+
+        def packed_early(pack_request, kept, counts):
+            if pack_request.early_target:
+                changed.add(pack_request.request_id.split("-")[0])
+
+        parking.park = parking_or_changed
+        llm.compressor.packer.observers.append(packed_early)
+        outputs = {}
+
+        def step():
+            outputs.update({k: [*v.outputs[0].token_ids] for k, v in llm.step().items()})
+            running = packed(llm) if rng.random() < 0.7 else llm.running()
+            if running and rng.random() < 0.15:
+                llm.preempt(rng.choice(running))
+
+        for _ in llm.in_smaller_pools([rng.randint(16, 30)]):
+            for number in range(len(requests)):
+                submit(number)
+                for _ in range(rng.randint(0, 3)):
+                    step()
+                if rng.random() < 0.2:
+                    name = rng.choice([*llm.scheduler.requests] or [""])
+                    aborted.add(name.split("-")[0])
+                    llm.llm.llm_engine.abort_request([name], internal=True)
+            while llm.llm.llm_engine.has_unfinished_requests():
+                step()
+            llm.finish_in_flight_steps()
+            assert sorted(parking._free_slots) == sorted(kept_slots)
+        parking._free_slots = all_slots
+        del parking.park
+        assert_nothing_is_parked(llm)
+        finished = expected.keys() - aborted
+        assert finished <= outputs.keys()
+        for name in finished:
+            if name not in changed:
+                assert outputs[name] == expected[name], name
+            assert len(outputs[name]) == lengths[int(name)]
+        assert watched("resumed_requests")
