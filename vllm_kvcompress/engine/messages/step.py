@@ -223,6 +223,7 @@ class StepPlan:
         adopt: requests that begin with packed pages of the prefix cache, from this step on.
         zero_blocks: vLLM block ids that held packed groups and were freed. The workers fill them
             with zeros before this step.
+        finish_stores: ids of the KV connector's stores that the workers finish before they pack.
     """
 
     number: int
@@ -233,6 +234,7 @@ class StepPlan:
     pack: tuple[PackRequest, ...] = ()
     adopt: tuple[AdoptedPages, ...] = ()
     zero_blocks: tuple[int, ...] = ()
+    finish_stores: tuple[int, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:

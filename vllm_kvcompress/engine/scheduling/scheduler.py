@@ -31,6 +31,7 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
+from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
@@ -64,6 +65,10 @@ class _CompressingMixin:
         self.lookaheads = LookAheads(spec.ring_slots)
         self.schedules = RequestSchedules(self.admissions, self.lookaheads, num_layers, block_size)
         deferred_free = DeferredFree(manager.block_pool, self)
+        connector = scheduler.connector
+        offloading = connector if isinstance(connector, OffloadingConnector) else None
+        if offloading is not None:
+            offloading.bind(self._longest_prefix_hit)
         self.step_builder = StepBuilder(
             manager,
             self.states,
@@ -74,6 +79,7 @@ class _CompressingMixin:
             CompressionStats(),
             self._packed_prefixes(manager, deferred_free),
             self._unverified_drafts,
+            offloading,
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
@@ -206,11 +212,17 @@ class _CompressingMixin:
             error = vllm.outputs.RequestError(code="validation_error", message=reason)
             errors[request_id] = error
 
+    def _longest_prefix_hit(self, request: Request) -> int:
+        """Return how many tokens of a waiting prompt need not be computed here."""
+        return self.schedules.longest_prefix_hit(
+            self.states.of(request), int(request.num_tokens) - 1
+        )
+
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """Accept a pulled prompt. Tokens whose queries the method reads are computed here."""
+        """Accept a loaded prompt. Tokens whose queries the method reads are computed here."""
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         state = self.states.of(request)
-        longest_hit = self.schedules.longest_prefix_hit(state, int(request.num_tokens) - 1)
+        longest_hit = self._longest_prefix_hit(request)
         tokens = min(int(request.num_computed_tokens), max(longest_hit, 0))
         if tokens:
             state.was_pulled = True
