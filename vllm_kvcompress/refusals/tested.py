@@ -45,7 +45,7 @@ NGRAM, CONNECTOR = "--speculative-config", "--kv-transfer-config"
 PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
 WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
-OFFLOADING = "--kv-offloading-size (OffloadingConnector)"
+OFFLOADING = "--kv-offloading-size"
 DRAFT_LAYERS, MTP_MODULES, DRAFT_OPTION = "draft layers", "MTP modules", "a draft option"
 DRAFT_OPTIONS: Mapping[str, object] = {
     "attention_backend": None,
@@ -66,7 +66,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
     TENSOR: (DATA, RAY, OFFLOADING, WINDOWS, STATES, IMAGES, REUSE),
     DATA: (WINDOWS, STATES, IMAGES, REUSE),
     RAY: (CONNECTOR, WINDOWS, STATES, IMAGES, REUSE),
-    CONNECTOR: (),
+    CONNECTOR: (OFFLOADING,),  # vLLM runs one of them
     OFFLOADING: (),
     WINDOWS: (STATES, IMAGES),
     STATES: (IMAGES,),
