@@ -55,11 +55,6 @@ def test_a_pulling_decode_server_is_configured(model, name):
         (transfer(kv_connector="MultiConnector"), "by their position or hash", "NixlConnector"),
         (transfer(kv_connector="LMCacheConnectorV1"), "by their position or hash", "remove"),
         (
-            {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
-            "by their position or hash",
-            "(or --kv-offloading-backend), got 'LMCacheMPConnector'",
-        ),
-        (
             transfer(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both"),
             "do not wait for the GPU to finish packing",
             "set kv_connector to 'OffloadingConnector'",
@@ -126,7 +121,7 @@ def test_offloading_is_configured(model, options):
     assert connector.__module__.startswith("vllm_kvcompress")
     # A second configuration from the same arguments is not refused because of the first.
     assert "kv_connector_module_path" not in str(options)
-    without = configure(model, additional_config=None, **options)
+    without = configure(model, additional_config={}, **options)
     assert KVConnectorFactory.get_connector_class(without.kv_transfer_config) in connector.__bases__
 
 
@@ -177,12 +172,12 @@ def test_offloading_is_refused_however_it_is_set(model, monkeypatch, tmp_path, c
         configure(model, **settings_with(), kv_offloading_size=1)
     monkeypatch.delenv("VLLM_USE_SIMPLE_KV_OFFLOAD")
     file = tmp_path / "server.yaml"
-    file.write_text("kv-compress: cake\nkv-max-whole: 512\nkv-piece: 128\nkv-offloading-size: 1\n")
+    file.write_text("kv-compress: cake\nkv-max-whole: 2048\nkv-piece: 512\nkv-offloading-size: 1\n")
     arguments = engine_args("--model", model, "--config", str(file))
     arguments.skip_tokenizer_init = True
     with pytest.raises(SystemExit, match="2"):
         arguments.create_engine_config()
-    assert "remove --kv-max-whole, got 512" in capsys.readouterr().err
+    assert "remove --kv-max-whole, got 2048" in capsys.readouterr().err
 
 
 def test_an_offloading_scheduler_without_our_attributes_is_refused():
