@@ -93,11 +93,16 @@ class LateSpec(CPUOffloadingSpec):
         return worker
 
 
+def install_late_copies(seed: int) -> None:
+    """Give every later engine with vLLM's offloading in this process a `LateWorker`."""
+    LateSpec.seed = seed
+    OffloadingSpecFactory._registry["CPUOffloadingSpec"] = lambda: LateSpec
+
+
 def install(monkeypatch: Any, seed: int) -> None:
-    """Give every engine with vLLM's offloading in this process a `LateWorker`."""
+    """Do the same for one test."""
     monkeypatch.setattr(LateSpec, "seed", seed)
-    registry = {**OffloadingSpecFactory._registry, "CPUOffloadingSpec": lambda: LateSpec}
-    monkeypatch.setattr(OffloadingSpecFactory, "_registry", registry)
+    monkeypatch.setitem(OffloadingSpecFactory._registry, "CPUOffloadingSpec", lambda: LateSpec)
 
 
 def transfer(mebibytes: float = 512, **keys: Any) -> dict[str, Any]:
