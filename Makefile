@@ -106,7 +106,7 @@ test: packages model lint docs  ## run everything that CI runs
 # About an hour on two cores, extrapolated from the time of one.
 TIMES ?= 40
 soak: setup  ## run many more seeded random requests than `make test`
-	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py
+	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py tests/engine/test_offloading.py
 
 # `make test` covers the vLLM version in the lock. VLLM=0.33.0 selects one version, TESTS=... selects tests.
 compat: setup model  ## run the tests that depend on vLLM with the other accepted versions of vLLM

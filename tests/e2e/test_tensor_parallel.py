@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 import rank_engines
+import test_offloading as offloading
 import test_reuse as reuse
 from added_methods import installed, write_package
+from benchmarks import late_offloading
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
 from forked_workers import SLEEP_SITE, sleeping, workers_with
@@ -190,6 +192,32 @@ def assert_engine_ended_with_the_rank(log: str) -> None:
     # The engine must notice the exit instead of timing out after 300 s. The message depends on what
     # notices first: the process monitor, the shared memory or a socket.
     assert "timed out" not in log
+
+
+LATE_COPIES = patch_on_import(
+    "vllm.v1.kv_offload.factory",
+    "module.OffloadingSpecFactory._registry['CPUOffloadingSpec'] = lambda:"
+    " __import__('benchmarks.late_offloading').late_offloading.LateSpec",
+)
+
+
+def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch):
+    """In a small pool, each rank stores its own heads whole, before it packs them."""
+    late_offloading.install(monkeypatch, seed=0)
+    options = {"blocks": offloading.SMALL, "additional_config": offloading.SNAPKV}
+    prompts, options = offloading.PROMPTS[:8], options | offloading.OPTIONS
+    with engine(model, **options) as llm:
+        expected = llm.generate(prompts, 24)
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with (
+        workers_with(tmp_path, LATE_COPIES),
+        engine(model, **options, **two, **late_offloading.transfer()) as llm,
+    ):
+        assert llm.generate(prompts, 24) == expected
+        offloading.finish(llm)
+        assert llm.llm.reset_prefix_cache()
+        assert llm.generate(prompts, 24) == expected
+        assert offloading.metric(llm, offloading.HITS) > 32 * 60
 
 
 # -- Ray actors ------------------------------------------------------------------------------------

@@ -1,16 +1,19 @@
-"""KV connectors: a pulling decode server is configured, and all other uses are refused."""
+"""KV connectors: a pulling decode server and offloading are configured, other uses are refused."""
 
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from checkpoints import HYBRIDS, make
 from configuring import configure
 from engines import settings
+from test_command_line import engine_args
 from vision_checkpoints import make as make_vision
 from vision_checkpoints import without_videos
 from vllm_kvcompress.engine.frontend.transfers import Pulls, prompts_of
-from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
+from vllm_kvcompress.errors import ConfigError, OverrideError, VllmHookError
 
 AHEAD = {"lookahead": 8}
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
@@ -51,12 +54,15 @@ def test_a_pulling_decode_server_is_configured(model, name):
         ),
         (transfer(kv_connector="MultiConnector"), "by their position or hash", "NixlConnector"),
         (transfer(kv_connector="LMCacheConnectorV1"), "by their position or hash", "remove"),
-        (transfer(kv_connector="OffloadingConnector"), "by their position or hash", "offloading"),
-        ({"kv_offloading_size": 1}, "by their position or hash", "--kv-offloading-size"),
+        (
+            transfer(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both"),
+            "do not wait for the GPU to finish packing",
+            "set kv_connector to 'OffloadingConnector'",
+        ),
         (
             transfer(kv_connector_module_path=NIXL),
             "of the KV connectors only",
-            f"(or --kv-offloading-size), got {NIXL!r}",
+            f"(or --kv-offloading-backend), got {NIXL!r}",
         ),
         (
             transfer(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
@@ -98,6 +104,87 @@ def test_other_connector_configurations_are_refused(model, options, reason, fix)
         configure(model, **settings_with() | options)
     assert reason in str(refusal.value)
     assert fix in str(refusal.value)
+
+
+def offloading(role="kv_both", **keys):
+    options = {"kv_connector": "OffloadingConnector", "kv_role": role}
+    return transfer(**options, kv_connector_extra_config={"cpu_bytes_to_use": 2**30, **keys})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_offloading_size": 1}, offloading(spec_name="CPUOffloadingSpec", blocks_per_chunk=2)],
+)
+def test_offloading_is_configured(model, options):
+    config = configure(model, **settings_with(lookahead=0) | options)
+    connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    assert connector.__module__.startswith("vllm_kvcompress")
+    # A second configuration from the same arguments is not refused because of the first.
+    assert "kv_connector_module_path" not in str(options)
+    without = configure(model, additional_config={}, **options)
+    assert KVConnectorFactory.get_connector_class(without.kv_transfer_config) in connector.__bases__
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "fix"),
+    [
+        (offloading(offload_prompt_only=False), "from its kept tokens", "remove offload_prompt_"),
+        (
+            offloading() | settings_with(max_whole=512, piece=128),
+            "later pieces of a prompt",
+            "remove --kv-max-whole, got 512",
+        ),
+        (offloading("kv_producer"), "only tested as kv_both", "remove kv_role 'kv_producer'"),
+        (
+            offloading(spec_name="TieringOffloadingSpec"),
+            "spec_name is CPUOffloadingSpec",
+            "remove spec_name 'TieringOffloadingSpec'",
+        ),
+        (offloading(canonical_layout=True), "with the keys", "remove canonical_layout True"),
+        (
+            offloading() | {"kv_events_config": {"enable_kv_cache_events": True}},
+            "without KV events",
+            "remove --kv-events-config",
+        ),
+        (
+            offloading() | settings_with("snapkv", packed_dtype="k4v3", reuse="grid", lookahead=0),
+            "--kv-offloading-size and --kv-reuse were not tested together",
+            "remove --kv-offloading-size",
+        ),
+        (
+            offloading() | {"data_parallel_size": 2},
+            "were not tested together",
+            "--data-parallel-size",
+        ),
+    ],
+)
+def test_other_uses_of_offloading_are_refused(model, options, reason, fix):
+    with pytest.raises(ConfigError) as refusal:
+        configure(model, **settings_with() | options)
+    assert reason in str(refusal.value)
+    assert fix in str(refusal.value)
+
+
+def test_offloading_is_refused_however_it_is_set(model, monkeypatch, tmp_path, capsys):
+    """By the environment, and by a file for `--config`."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    with pytest.raises(ConfigError, match="unset VLLM_USE_SIMPLE_KV_OFFLOAD"):
+        configure(model, **settings_with(), kv_offloading_size=1)
+    monkeypatch.delenv("VLLM_USE_SIMPLE_KV_OFFLOAD")
+    file = tmp_path / "server.yaml"
+    file.write_text("kv-compress: cake\nkv-max-whole: 2048\nkv-piece: 512\nkv-offloading-size: 1\n")
+    arguments = engine_args("--model", model, "--config", str(file))
+    arguments.skip_tokenizer_init = True
+    with pytest.raises(SystemExit, match="2"):
+        arguments.create_engine_config()
+    assert "remove --kv-max-whole, got 2048" in capsys.readouterr().err
+
+
+def test_an_offloading_scheduler_without_our_attributes_is_refused():
+    connector = OffloadingConnector.__new__(OffloadingConnector)
+    connector.connector_scheduler = SimpleNamespace(_jobs={}, _req_status={})
+    with pytest.raises(VllmHookError, match=r"_block_id_to_pending_jobs.*; install"):
+        connector.bind(len)
 
 
 def test_models_with_other_layers_are_refused(checkpoints_folder):

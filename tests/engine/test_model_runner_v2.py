@@ -34,6 +34,7 @@ FILES = [
         "log_sums",
         "lookahead",
         "lookahead_aborts",
+        "offloading",
         "vision_language",
     )
 ]

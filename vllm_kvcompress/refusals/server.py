@@ -373,17 +373,28 @@ SERVER: tuple[Rule[Server], ...] = (
     RUST_FRONT_END,
     *(_only_default(flag, reason) for flag, reason in _ONLY_DEFAULTS.items()),
     Rule(
-        name="Other KV connectors (offloading, LMCache, Mooncake, `MultiConnector`,"
-        " `NixlPushConnector`, other packages'); `--kv-offloading-size`",
+        name="`SimpleCPUOffloadConnector` (`VLLM_USE_SIMPLE_KV_OFFLOAD`)",
+        when=lambda s: s.options.get(_TRANSFER) == "SimpleCPUOffloadConnector",
+        reason="SimpleCPUOffloadConnector stores nothing beside compression unless lazy_offload is"
+        " set, and its loads do not wait for the GPU to finish packing",
+        fix="unset VLLM_USE_SIMPLE_KV_OFFLOAD, or set kv_connector to"
+        f" {tested.OFFLOADING_CONNECTOR!r} in {_TRANSFER}",
+        because="its loads may overwrite blocks that the GPU is still packing, and without"
+        " `lazy_offload` it stores nothing",
+    ),
+    Rule(
+        name="Other KV connectors (LMCache, Mooncake, `MultiConnector`, `NixlPushConnector`, other"
+        " packages')",
         when=lambda s: (
             s.options.get("kv_connector_module_path") or _other(s, _TRANSFER, tested.CONNECTORS)
         ),
-        reason=f"of the KV connectors only {list(tested.CONNECTORS)} are tested; others find"
+        reason="of the KV connectors only"
+        f" {[*tested.CONNECTORS, tested.OFFLOADING_CONNECTOR]} are tested; others find"
         " saved tokens by their position or hash, which compressed blocks do not have, or push"
         " blocks into waiting prompts",
-        fix=f"set kv_connector to {tested.CONNECTORS[0]!r} in {_TRANSFER} without"
-        f" kv_connector_module_path, or remove {_TRANSFER} (or --kv-offloading-size), got"
-        " {found!r}",
+        fix=f"set kv_connector to {tested.CONNECTORS[0]!r} or {tested.OFFLOADING_CONNECTOR!r} in"
+        f" {_TRANSFER} without kv_connector_module_path, or remove {_TRANSFER} (or"
+        " --kv-offloading-backend), got {found!r}",
         because="they find blocks by the positions or the hash of their tokens, and a compressed"
         " request's block holds other tokens; or they were not tested",
     ),
@@ -417,16 +428,44 @@ SERVER: tuple[Rule[Server], ...] = (
         fix="remove --kv-max-whole, got {found}",
     ),
     Rule(
+        name="Offloading with `offload_prompt_only: false`",
+        when=lambda s: s.options.get("offload_prompt_only"),
+        reason="output tokens behind a compressed prompt were computed from its kept tokens, so"
+        " they must not be stored under the hash of all tokens",
+        fix="remove offload_prompt_only from kv_connector_extra_config, or set it to true",
+        because="output tokens were computed from kept tokens only",
+    ),
+    Rule(
+        name="Offloading with `--kv-max-whole`",
+        when=lambda s: tested.OFFLOADING in s.options and s.settings.pieces.max_whole,
+        reason="later pieces of a prompt are computed from kept tokens, so they must not be stored"
+        " under the hash of all tokens",
+        fix="remove --kv-max-whole, got {found}",
+        because="later pieces were computed from kept tokens only",
+    ),
+    Rule(
+        name="Other settings of `OffloadingConnector`, and KV events with it",
+        when=lambda s: s.options.get("an offloading option"),
+        reason="OffloadingConnector is only tested as kv_both, without KV events, and with the keys"
+        f" {list(tested.OFFLOADING_KEYS)} of kv_connector_extra_config, where spec_name is"
+        " CPUOffloadingSpec",
+        fix="remove {found}",
+        because=UNTESTED,
+    ),
+    Rule(
         when=_untested_pair,
         reason="{found[0]} and {found[1]} were not tested together",
         fix="{found[2]}",
     ),
     Rule(
-        name="States on vLLM 0.31 and 0.33",
+        name="States or offloading on vLLM 0.31 and 0.33",
         when=lambda s: (
-            STATES in s.features and s.vllm and not tested.STATE_VLLM.contains(s.vllm, True)
+            s.features & {STATES, tested.OFFLOADING}
+            and s.vllm
+            and not tested.STATE_VLLM.contains(s.vllm, True)
         ),
-        reason="models whose layers keep a state are tested only on vLLM 0.32",
+        reason="models whose layers keep a state, and OffloadingConnector, are tested only on vLLM"
+        " 0.32",
         fix="install it, got {it.vllm}",
         because=UNTESTED,
     ),

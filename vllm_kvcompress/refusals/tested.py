@@ -9,7 +9,13 @@ DEVICES = ("cpu", "cuda")
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 """Attention backends on CUDA, in order of preference."""
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
-"""KV connectors: two names in vLLM for the same class."""
+"""KV connectors that pull prompts: two names in vLLM for the same class."""
+OFFLOADING_CONNECTOR = "OffloadingConnector"
+OFFLOADING_KEYS = (
+    "block_size", "blocks_per_chunk", "cpu_bytes_to_use", "eviction_policy", "offload_prompt_only",
+    "spec_name", "store_threshold",
+)  # fmt: skip
+"""Tested keys of ``kv_connector_extra_config``, of ``spec_name`` only its default."""
 DRAFTS = "ngram"
 DRAFT_MODELS = ("eagle", "eagle3", "mtp")
 """Methods of drafting by layers with a KV cache of their own, which keep every token."""
@@ -27,7 +33,7 @@ STATE_MODELS = frozenset(
 CACHED_STATE_MODELS = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
 """Architectures with states in the prefix cache, which vLLM enables by default."""
 STATE_VLLM = SpecifierSet(">=0.32,<0.33")
-"""Versions of vLLM on which stateful layers were tested."""
+"""Versions of vLLM on which stateful layers and offloading were tested."""
 MODALITIES: Mapping[str, frozenset[str]] = {
     "Qwen2_5_VLForConditionalGeneration": frozenset({"image"}),
     "Qwen3VLForConditionalGeneration": frozenset({"image"}),
@@ -40,6 +46,7 @@ PIPELINE, TENSOR = "--pipeline-parallel-size", "--tensor-parallel-size"
 DATA, RAY, REUSE = "--data-parallel-size", "--distributed-executor-backend ray", "--kv-reuse"
 PARK = "--kv-park"
 WINDOWS, STATES, IMAGES = "layers with a sliding window", "layers with a state", "images"
+OFFLOADING = "--kv-offloading-size"
 DRAFT_LAYERS, MTP_MODULES, DRAFT_OPTION = "draft layers", "MTP modules", "a draft option"
 DRAFT_OPTIONS: Mapping[str, object] = {
     "attention_backend": None,
@@ -57,10 +64,11 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
     NGRAM: (TENSOR, DATA, RAY, WINDOWS, IMAGES, DRAFT_LAYERS, PARK),
     DRAFT_LAYERS: (),
     PIPELINE: (TENSOR, DATA, RAY, IMAGES, REUSE),
-    TENSOR: (DATA, RAY, WINDOWS, STATES, IMAGES, REUSE),
+    TENSOR: (DATA, RAY, OFFLOADING, WINDOWS, STATES, IMAGES, REUSE),
     DATA: (WINDOWS, STATES, IMAGES, REUSE),
     RAY: (CONNECTOR, WINDOWS, STATES, IMAGES, REUSE),
-    CONNECTOR: (),
+    CONNECTOR: (OFFLOADING,),  # vLLM runs one of them
+    OFFLOADING: (),
     WINDOWS: (STATES, IMAGES),
     STATES: (IMAGES,),
     IMAGES: (REUSE,),

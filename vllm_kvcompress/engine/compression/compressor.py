@@ -30,6 +30,7 @@ from vllm_kvcompress.engine.messages.step import (
     PackPiece,
     PackRequest,
     ScoredByChunks,
+    StepPlan,
     plan_of,
 )
 from vllm_kvcompress.engine.pages.host_pages import HostPages
@@ -323,9 +324,9 @@ class PromptCompressor:
         return self._step is not None
 
     @property
-    def has_plan(self) -> bool:
-        """Return whether the step in progress has a plan that is not executed yet."""
-        return self._step is not None and self._step.plan is not None
+    def plan(self) -> StepPlan | None:
+        """Return the plan of the step in progress until it is executed; None without one."""
+        return None if self._step is None else self._step.plan
 
     @property
     def probes(self) -> Mapping[str, Probe]:

@@ -1,6 +1,6 @@
 """Checks of requests to a decode server: their KV transfer parameters and their look-ahead.
 
-Without a KV connector nothing is refused.
+Without a KV connector that pulls prompts, nothing is refused.
 """
 
 import hashlib
@@ -11,9 +11,15 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.errors import OverrideError, shorten
+from vllm_kvcompress.refusals.tested import CONNECTORS
 from vllm_kvcompress.settings.config import CompressionConfig
 
 PARAMETERS = "kv_transfer_params"
+
+
+def _pulls_prompts(config: VllmConfig) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector in CONNECTORS
 
 
 def check_lookahead(config: VllmConfig, request_settings: CompressionConfig | None) -> None:
@@ -27,7 +33,7 @@ def check_lookahead(config: VllmConfig, request_settings: CompressionConfig | No
         OverrideError: the look-ahead is 0.
     """
     if (
-        config.kv_transfer_config is None
+        not _pulls_prompts(config)
         or request_settings is None
         or request_settings.resolved_lookahead
     ):
@@ -59,7 +65,7 @@ def check_transfer(
         OverrideError: the blocks would be read after compression, after they are freed, or never.
     """
     transfer = (extra_args or {}).get(PARAMETERS)
-    if config.kv_transfer_config is None or not isinstance(transfer, Mapping):
+    if not _pulls_prompts(config) or not isinstance(transfer, Mapping):
         return
     if transfer.get("do_remote_decode"):
         problem = (
@@ -141,7 +147,7 @@ class Pulls:
             OverrideError: the prefill server may have freed or reused the blocks.
         """
         transfer = (extra_args or {}).get(PARAMETERS)
-        if config.kv_transfer_config is None or not isinstance(transfer, Mapping):
+        if not _pulls_prompts(config) or not isinstance(transfer, Mapping):
             return
         remote = transfer.get("remote_request_id")
         if not transfer.get("do_remote_prefill") or remote is None:

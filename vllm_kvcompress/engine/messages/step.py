@@ -265,6 +265,7 @@ class StepPlan:
         zero_blocks: vLLM block ids that held packed groups and were freed. The workers fill them
             with zeros before this step.
         resume: requests that resume from their copies in this step.
+        finish_stores: ids of the KV connector's stores that the workers finish before they pack.
     """
 
     number: int
@@ -277,6 +278,7 @@ class StepPlan:
     park: tuple[ParkPages, ...] = ()
     zero_blocks: tuple[int, ...] = ()
     resume: tuple[ResumePages, ...] = ()
+    finish_stores: tuple[int, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:

@@ -114,7 +114,8 @@ class RequestState:
             request would compute.
         cacheable_tokens: maximum tokens that may enter the prefix cache. None for no limit.
         has_lookahead_slot: it holds one of the workers' query slots for its look-ahead.
-        was_pulled: its prompt was pulled from another server, and its prefill has not ended.
+        was_pulled: its prompt came from another server or from host memory, and its prefill has not
+            ended.
         probe_tokens: probe tokens behind its chunk in this step. They score the chunk. vLLM counts
             them as part of the chunk until the step is scheduled.
         lookahead_tokens: during a look-ahead, tokens computed by the end of the last step that the

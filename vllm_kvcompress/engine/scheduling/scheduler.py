@@ -31,6 +31,7 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
+from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -74,6 +75,10 @@ class _CompressingMixin:
             self.states,
             stats,
         )
+        connector = scheduler.connector
+        offloading = connector if isinstance(connector, OffloadingConnector) else None
+        if offloading is not None:
+            offloading.bind(self._longest_prefix_hit)
         self.step_builder = StepBuilder(
             manager,
             self.states,
@@ -85,6 +90,7 @@ class _CompressingMixin:
             self.parking,
             self._packed_prefixes(manager, deferred_free),
             self._unverified_drafts,
+            offloading,
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
@@ -231,11 +237,17 @@ class _CompressingMixin:
         finally:
             self.parking.is_enabled = enabled
 
+    def _longest_prefix_hit(self, request: Request) -> int:
+        """Return how many tokens of a waiting prompt need not be computed here."""
+        return self.schedules.longest_prefix_hit(
+            self.states.of(request), int(request.num_tokens) - 1
+        )
+
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """Accept a pulled prompt. Tokens whose queries the method reads are computed here."""
+        """Accept a loaded prompt. Tokens whose queries the method reads are computed here."""
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         state = self.states.of(request)
-        longest_hit = self.schedules.longest_prefix_hit(state, int(request.num_tokens) - 1)
+        longest_hit = self._longest_prefix_hit(request)
         tokens = min(int(request.num_computed_tokens), max(longest_hit, 0))
         if tokens:
             state.was_pulled = True

@@ -30,6 +30,7 @@ from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
+from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -71,6 +72,7 @@ class StepBuilder:
         parking: copies the pages of preempted requests to host memory.
         packed_prefixes: packed pages in the prefix cache; None if pages are not reused.
         unverified_drafts: returns how many draft tokens of a request are in steps in flight.
+        offloading: the connector that stores prompts in host memory; None without it.
     """
 
     def __init__(
@@ -85,11 +87,14 @@ class StepBuilder:
         parking: Parking,
         packed_prefixes: PackedPrefixes | None = None,
         unverified_drafts: Callable[[str], int] = lambda request_id: 0,
+        offloading: OffloadingConnector | None = None,
     ) -> None:
         self.packed_prefixes, self.unverified_drafts = packed_prefixes, unverified_drafts
         self._manager, self.states, self.admissions = manager, states, admissions
         self.schedules, self.lookaheads, self.stats = schedules, lookaheads, stats
-        self._deferred_free, self.parking = deferred_free, parking
+        self._deferred_free, self.parking, self._offloading = deferred_free, parking, offloading
+        # Ids of the connector's stores that the workers finish before they pack.
+        self._stores_to_finish: set[int] = set()
         self._block_size, self._pool = int(manager.block_size), manager.block_pool
         # Requests with an entry, and with a probe behind their chunk, in this step. Some may have
         # been preempted since.
@@ -525,6 +530,7 @@ class StepBuilder:
             state.entry = None
         self._states_with_entry.clear()
         self._states_to_pack.clear()
+        finish_stores, self._stores_to_finish = tuple(self._stores_to_finish), set()
         if not live and not has_copies and not self._deferred_free.zero_blocks:
             return None
         park, resume = self.parking.take_copies()
@@ -547,6 +553,7 @@ class StepBuilder:
             park=park,
             zero_blocks=self._deferred_free.take_zero_blocks(),
             resume=resume,
+            finish_stores=finish_stores,
         )
 
     def _apply_pack(self, state: RequestState) -> PackRequest:
@@ -569,6 +576,12 @@ class StepBuilder:
         freed += destinations[plan.blocks :]
         is_first = not footprint.pages
         footprint.pack(plan, full_blocks, freeze=isinstance(pack, PackOutput))
+        if self._offloading is not None:
+            self._stores_to_finish |= self._offloading.plan_packing(
+                state.request_id,
+                freed={block.block_id for block in freed},
+                destinations={block.block_id for block in destinations},
+            )
         returned_blocks = self._deferred_free.free(freed)
         if self.packed_prefixes is not None and state.reuses_pages:
             self.packed_prefixes.store(state)

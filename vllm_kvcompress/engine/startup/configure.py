@@ -4,6 +4,7 @@ Runs once, in the process that builds the VllmConfig, before the model loads. Wi
 vLLM's configuration is returned unchanged.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from vllm_kvcompress.methods.entry_points import package_summary
 from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.refusals.server import RUST_FRONT_END
+from vllm_kvcompress.refusals.tested import OFFLOADING_CONNECTOR
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off, without_compression
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
@@ -43,6 +45,8 @@ logger = init_logger("vllm.kvcompress")
 # vLLM's default on a CPU.
 _CPU_BLOCK = 128
 _INSTALLED = "_kvcompress_configure"
+# vLLM takes the class with its connector's name from this module.
+_OFFLOADING_MODULE = "vllm_kvcompress.engine.scheduling.offloading"
 
 
 def configure(config: VllmConfig, settings: CompressionConfig) -> None:
@@ -58,6 +62,12 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         check("worker.batch_rows", version=vllm.__version__)
     if draft_layers_of(config):
         check("worker.draft_builders", version=vllm.__version__)
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == OFFLOADING_CONNECTOR:
+        check("scheduling.offloading", version=vllm.__version__)
+        config.kv_transfer_config = dataclasses.replace(
+            transfer, kv_connector_module_path=_OFFLOADING_MODULE
+        )
     parallel, scheduler = config.parallel_config, config.scheduler_config
     if current_platform.is_cuda():
         # Imported here because it loads the attention backends.

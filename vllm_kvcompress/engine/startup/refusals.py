@@ -24,6 +24,9 @@ from vllm_kvcompress.refusals.tested import (
     IMAGES,
     MODALITIES,
     MTP_MODULES,
+    OFFLOADING,
+    OFFLOADING_CONNECTOR,
+    OFFLOADING_KEYS,
     RAY,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -131,9 +134,16 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
 
         yield "--kv-events-config", not hasattr(BlockPool, "emit_cached_block_events")
     yield "VLLM_USE_RUST_FRONTEND", envs.VLLM_USE_RUST_FRONTEND
-    if (transfer := config.kv_transfer_config) is not None:
+    if (transfer := config.kv_transfer_config) is None:
+        return
+    yield "kv_connector_module_path", transfer.kv_connector_module_path
+    if transfer.kv_connector == OFFLOADING_CONNECTOR:
+        yield OFFLOADING, True
+        keys = transfer.kv_connector_extra_config
+        yield "offload_prompt_only", not keys.get("offload_prompt_only", True)
+        yield "an offloading option", next(_untested_offloading(config), None)
+    else:
         yield "--kv-transfer-config", transfer.kv_connector or "none"
-        yield "kv_connector_module_path", transfer.kv_connector_module_path
         if transfer.kv_role != "kv_consumer":
             yield "kv_role", transfer.kv_role or "none"
         if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
@@ -141,6 +151,20 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
         yield "--kv-transfer-config.enable_permute_local_kv", transfer.enable_permute_local_kv
         if transfer.kv_buffer_device != config.device_config.device_type:
             yield "--kv-transfer-config.kv_buffer_device", transfer.kv_buffer_device
+
+
+def _untested_offloading(config: VllmConfig) -> Iterator[str]:
+    """Yield vLLM's settings of `OffloadingConnector` that were not tested."""
+    transfer, events = config.kv_transfer_config, config.kv_events_config
+    keys = dict(transfer.kv_connector_extra_config)
+    if keys.get("spec_name") == "CPUOffloadingSpec":
+        del keys["spec_name"]
+    if transfer.kv_role != "kv_both":
+        yield f"kv_role {transfer.kv_role!r}"
+    for key in sorted(keys.keys() - {*OFFLOADING_KEYS} | keys.keys() & {"spec_name"}):
+        yield f"{key} {keys[key]!r}"
+    if events is not None and events.enable_kv_cache_events:
+        yield "--kv-events-config"
 
 
 def _executor(config: VllmConfig) -> Executor:

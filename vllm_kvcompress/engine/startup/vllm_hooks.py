@@ -19,11 +19,12 @@ _PLATFORMS: Mapping[str, str] = {
     "worker.cuda": "cuda",
     "worker.batch_rows": "states",
     "worker.draft_builders": "drafts",
+    "scheduling.offloading": "offloading",
     "attention.cpu": "cpu",
     "attention.cuda": "cuda",
 }
-"""Modules that only one platform needs, or only models whose layers keep a state ("states"), or
-only draft models ("drafts")."""
+"""Modules that only one platform needs, or only models whose layers keep a state ("states"), only
+draft models ("drafts"), or only vLLM's offloading ("offloading")."""
 
 _ATTENTION = "vllm.v1.attention.backends."
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:"
@@ -41,6 +42,7 @@ _GPU = "vllm.v1.worker.gpu."
 _OPENAI = "vllm.entrypoints.openai."
 _OUTPUTS = "vllm.v1.engine.output_processor:"
 _RENDER = "vllm.renderers."
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1."
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "startup.cli_args": (
@@ -335,9 +337,26 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "vllm.v1.request:RequestStatus.FINISHED_ERROR",
     ),
     "scheduling.deferred_free": (f"{_SCHEDULER}._free_cow_retained_blocks(blocks, fence_seq)",),
+    "scheduling.offloading": (
+        # until vLLM finishes the stores of a running request's blocks before they are freed
+        f"{_CONNECTORS}offloading_connector:OffloadingConnector._max_loadable_tokens"
+        "(request, num_computed_tokens)",
+        f"{_CONNECTORS}offloading_connector:OffloadingConnector.handle_preemptions"
+        "(kv_connector_metadata)",
+        f"{_CONNECTORS}offloading_connector:OffloadingConnector.scheduler",
+        f"{_CONNECTORS}offloading.common:OffloadingConnectorMetadata"
+        "(load_jobs, store_jobs, jobs_to_flush)",
+        f"{_CONNECTORS}offloading.scheduler:OffloadingConnectorScheduler._remove_pending_job"
+        "(job_id, block_ids)",
+        f"{_CONNECTORS}offloading.scheduler:RequestOffloadState(max_offload_tokens)",
+        f"{_CONNECTORS}offloading.scheduler:TransferJobStatus"
+        "(deferred_fence_block_ids, fenced_block_ids)",
+        f"{_CONNECTORS}offloading.scheduler:GroupOffloadConfig(tokens_per_block)",
+    ),
     "worker": (
         "vllm.config:CUDAGraphMode",
         "vllm.distributed:get_pp_group",
+        "vllm.distributed.kv_transfer:get_kv_transfer_group",
         "vllm.config:ParallelConfig",
         "vllm.model_executor.layers.attention:Attention",
         f"{_SPECS}KVCacheConfig(num_blocks, kv_cache_tensors, kv_cache_groups)",

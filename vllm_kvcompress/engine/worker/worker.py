@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.distributed import get_pp_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -128,7 +129,7 @@ class CompressingWorker:
             self.probe_rows.begin_step(scheduler_output)
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
             if result is not None or not self._packs_after_sampling:
-                self._executed_plan = self.compressor.end_step()
+                self._executed_plan = self._end_step()
         return result if result is None else self._with_own_report(result)
 
     @property
@@ -187,13 +188,21 @@ class CompressingWorker:
             SystemExit: as in `_failures_stop_the_engine`.
         """
         assert self.compressor is not None
-        has_plan = self.compressor.has_plan
+        has_plan = self.compressor.plan is not None
         with self._failures_stop_the_engine(has_plan=has_plan):
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
             self.probe_rows.sampled()
             if self.compressor.running:
-                self._executed_plan = self.compressor.end_step()
+                self._executed_plan = self._end_step()
         return output if output is None else self._with_own_report(output)
+
+    def _end_step(self) -> int | None:
+        """Execute the step's plan and return its number; None without a plan."""
+        assert self.compressor is not None
+        plan = self.compressor.plan
+        if plan is not None and plan.finish_stores:
+            get_kv_transfer_group().finish_stores(plan.finish_stores)
+        return self.compressor.end_step()
 
     def _with_own_report(self, output: Any) -> Any:
         """Attach a `StepReport` to the output if a plan was executed or a prompt was packed."""

@@ -1,0 +1,94 @@
+"""VllmHook `offloading`: vLLM's `OffloadingConnector`, whose stores read blocks that packing frees.
+
+The connector stores a prompt's chunks under the hash of their tokens. It plans a store in one step,
+and its workers copy the blocks during later steps. vLLM alone keeps a running request's blocks, so
+it finishes pending stores only before blocks of ended or preempted requests are written again.
+Packing frees blocks of running requests, and writes to others. So there are three rules:
+
+* A freed block is fenced: if it is allocated again, the workers finish its stores before that step.
+* Before packing, the workers finish the stores that read a destination block.
+* Nothing of a packed request is stored later: its blocks hold other tokens.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as vllm_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.v1.request import Request
+
+from vllm_kvcompress.errors import VllmHookError
+
+_ATTRIBUTES = ("_block_id_to_pending_jobs", "_jobs", "_req_status")
+"""Private attributes of vLLM's scheduler side that this module reads and changes."""
+
+
+class OffloadingConnector(vllm_connector.OffloadingConnector):
+    """vLLM's connector beside compression. vLLM creates one in the scheduler and in each worker."""
+
+    _longest_hit: Callable[[Request], int]
+
+    def bind(self, longest_hit: Callable[[Request], int]) -> None:
+        """Connect the scheduler's connector to its scheduler.
+
+        Args:
+            longest_hit: returns how many tokens of a waiting prompt need not be computed here.
+
+        Raises:
+            VllmHookError: vLLM keeps its stores elsewhere.
+        """
+        missing = [name for name in _ATTRIBUTES if not hasattr(self.scheduler, name)]
+        if missing:
+            raise VllmHookError(
+                f"vLLM's OffloadingConnectorScheduler lost {missing}",
+                "install a vLLM that was tested with offloading, or remove --kv-offloading-size",
+            )
+        self._longest_hit = longest_hit
+
+    def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens a load may add; None for no limit.
+
+        The worker must compute the tokens whose queries the method reads, so loading them too would
+        be useless.
+        """
+        longest_hit = self._longest_hit(request)
+        if longest_hit >= int(request.num_tokens) - 1:
+            return None
+        block_size = int(self.scheduler.config.kv_group_configs[0].tokens_per_block)
+        return max(longest_hit - longest_hit % block_size - num_computed_tokens, 0)
+
+    def plan_packing(self, request_id: str, freed: set[int], destinations: set[int]) -> set[int]:
+        """Keep a packing of the step that is being scheduled from changing what is stored.
+
+        Args:
+            request_id: the request.
+            freed: ids of the blocks that the request gives up.
+            destinations: ids of the blocks that hold its packed pages.
+
+        Returns:
+            Ids of the stores that the workers must finish before they pack.
+        """
+        scheduler: Any = self.scheduler
+        # The stores planned so far read blocks that were computed from all tokens.
+        if (state := scheduler._req_status.get(request_id)) is not None:
+            state.max_offload_tokens = 0
+        read_destinations = set()
+        for job_id, job in scheduler._jobs.items():
+            unfenced = set(job.deferred_fence_block_ids or ())
+            fenced = set(job.fenced_block_ids or ())
+            if destinations & (unfenced | fenced):
+                read_destinations.add(job_id)
+            if newly_fenced := unfenced & freed:
+                job.deferred_fence_block_ids = [*(unfenced - freed)]
+                job.fenced_block_ids = [*(fenced | newly_fenced)]
+                for block_id in newly_fenced:
+                    scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+        return read_destinations
+
+    def finish_stores(self, job_ids: Collection[int]) -> None:
+        """Wait in a worker until the stores `job_ids` have copied their blocks."""
+        self.handle_preemptions(
+            OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set(job_ids))
+        )
