@@ -53,6 +53,8 @@ class Sizes:
         in_flight: tokens of all requests that one step computes.
         max_drafts: maximum draft tokens that the steps in flight compute, which may be rejected.
         draft_layers: layers of a draft model, D, which keep every token in the same blocks.
+        draft_slots: slots that a draft model writes behind the tokens of a step. Only `plan` sets
+            it.
     """
 
     layers: int
@@ -69,6 +71,7 @@ class Sizes:
     in_flight: int = 1
     max_drafts: int = 0
     draft_layers: int = 0
+    draft_slots: int = 0
 
     @property
     def key_itemsize(self) -> int:
