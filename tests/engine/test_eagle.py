@@ -157,12 +157,13 @@ def test_draft_layer_attends_to_all_tokens(method, blocks, model, head):
 def test_draft_pages_lie_in_the_destination_blocks(model, head):
     """Layers and draft layer share the destination blocks, and no page twice."""
     with engine(
-        model, additional_config=settings("cake", 0.3), **SIZES, **speculative(head)
+        model, additional_config=settings("cake", 0.3, usage=True), **SIZES, **speculative(head)
     ) as llm:
         llm.submit("r", PROMPTS[1], NEW)
         while not llm.compressor.compressed:
             llm.step()
         (request,) = llm.running()
+        held = llm.num_blocks_held(request.request_id)
         pool, blocks = llm.compressor.pool, llm.packed_blocks(request.request_id)
         full = len(PROMPTS[1]) // BLOCK
         pages = draft_pages(llm, request.request_id)
@@ -175,7 +176,18 @@ def test_draft_pages_lie_in_the_destination_blocks(model, head):
         assert len(set(pages)) == len(pages) == int(counts.sum()) + full
         assert set(pages) <= set(own)
         assert len(own) - len(pages) < len(pool._page_offset)
-        llm.drain()
+        cache = llm.scheduler.kv_cache_config
+        page_bytes = 2 * 2 * 32 * 4 * BLOCK  # keys and values of 2 heads of 32 float32 numbers
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        assert block_bytes == (4 + 1) * page_bytes
+        outputs = {}
+        while not outputs:
+            outputs = llm.step()
+        usage = outputs["r"].kv_compress
+        # The last block has no token yet, only slots for drafts.
+        assert usage["kept_bytes"] == (held - 1) * block_bytes
+        assert usage["uncompressed_bytes"] == -(-len(PROMPTS[1]) // BLOCK) * block_bytes
+        assert len(usage["layer_tokens"]) == 4
 
 
 @model_runner_v1_only

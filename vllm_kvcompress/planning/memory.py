@@ -53,8 +53,7 @@ class Sizes:
         in_flight: tokens of all requests that one step computes.
         max_drafts: maximum draft tokens that the steps in flight compute, which may be rejected.
         draft_layers: layers of a draft model, D, which keep every token in the same blocks.
-        draft_slots: slots that a draft model writes behind the tokens of a step. Only `plan` sets
-            it.
+        draft_slots: slots that a draft model writes behind the tokens of a step.
     """
 
     layers: int

@@ -119,10 +119,10 @@ def _blocks(request: PlannedRequest, sizes: Sizes) -> RequestBlocks:
         prefill, prefill_end = request.pieces.max_blocks, request.pieces.blocks_at_end
     if plan is not None and request.lookahead is not None:
         looking = request.lookahead.blocks_when_due(prefill_end)
-        looking += _added_blocks(packed_at, sizes.draft_slots, block)
+        looking += request.added_blocks(packed_at, sizes.draft_slots)
         prefill = max(prefill, looking)
     end, awaited = request.end_blocks, request.lookahead_tokens
-    end += _added_blocks(request.cached, sizes.max_drafts + sizes.draft_slots, block)
+    end += request.added_blocks(request.cached, sizes.max_drafts + sizes.draft_slots)
     decode_blocks = (request.output - awaited) * (decoding + end) / 2
     mean = (awaited * looking + decode_blocks) / request.output
     others, others_at_end = sizes.other_blocks(request.prompt), sizes.other_blocks(request.cached)
@@ -133,11 +133,6 @@ def _blocks(request: PlannedRequest, sizes: Sizes) -> RequestBlocks:
         end=end + others_at_end,
         mean=mean + others_at_end,
     )
-
-
-def _added_blocks(tokens: int, drafts: int, block: int) -> int:
-    """Return the blocks that `drafts` draft tokens add to a request of `tokens` tokens."""
-    return -(-(tokens + drafts) // block) - -(-tokens // block)
 
 
 def forecast(
