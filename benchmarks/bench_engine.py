@@ -18,12 +18,19 @@ computes only decodes.
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import blocks_in_use, print_result, replace_kernels_once, use_one_process
+from engine_bench import (
+    blocks_in_use,
+    print_result,
+    replace_kernels_once,
+    use_one_process,
+    write_eagle_head,
+)
 from origin import commit, machine
 
 CONFIGURATIONS = ("off", "on", "bound", "k4v3", "idle", "ready")
@@ -40,6 +47,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=6000, help="tokens per prompt")
     parser.add_argument("--steps", type=int, default=48, help="decode steps to time")
     parser.add_argument("--only", nargs="*", default=CONFIGURATIONS[:3], choices=CONFIGURATIONS)
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="drafts of an EAGLE head per step; random weights"
+    )
     parser.add_argument("--dtype", default="auto", help="auto uses the dtype of the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
@@ -85,6 +95,11 @@ def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
         settings |= {"decode_budget": NEVER, "max_whole": NEVER}
     if name == "k4v3":
         settings["packed_dtype"] = "k4v3"
+    drafting: dict[str, Any] = {}
+    if args.drafts:
+        folder = Path(tempfile.mkdtemp(prefix="eagle-"))
+        head = {"method": "eagle", "model": write_eagle_head(args.model, folder)}
+        drafting["speculative_config"] = head | {"num_speculative_tokens": args.drafts}
     compressed = name not in ("off", "bound")
     llm = LLM(
         args.model,
@@ -93,6 +108,7 @@ def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
         dtype=args.dtype,
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
+        **drafting,
         **({"additional_config": {"kvcompress": settings}} if compressed else {}),
     )
     engine = MeasuredEngine(llm)
@@ -101,7 +117,7 @@ def build_engine(name: str, args: argparse.Namespace) -> MeasuredEngine:
     length = int(args.budget * args.prompt) if name == "bound" else args.prompt
     ids = llm.get_tokenizer().encode(english()[: args.batch * args.prompt * 8])
     # No request may finish while steps are timed.
-    max_tokens = args.lookahead + args.steps + args.batch * 8 + 64
+    max_tokens = (1 + args.drafts) * (args.lookahead + args.steps + args.batch * 8 + 64)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for i in range(args.batch):
         prompt = ids[i * length : (i + 1) * length]
@@ -181,7 +197,7 @@ def report(args: argparse.Namespace, engines: dict[str, MeasuredEngine]) -> dict
         "commit": commit(),
         "shapes": {
             **{"batch": args.batch, "prompt_tokens": args.prompt, "budget": args.budget},
-            **{"method": args.method, "lookahead": args.lookahead},
+            **{"method": args.method, "lookahead": args.lookahead, "drafts": args.drafts},
             **{"dtype": args.dtype, "compiled": args.compile, "decode_steps": args.steps},
         },
         "configurations": {

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,57 @@ def replace_kernels_once() -> None:
 
     once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
+
+
+def write_eagle_head(model: str | Path, folder: Path, drafted: Sequence[int] = ()) -> str:
+    """Write a draft head of one layer like the model's, with random weights; return its folder.
+
+    Args:
+        model: the target's folder.
+        folder: an empty folder.
+        drafted: token ids that the head drafts, which makes it an EAGLE3 head; empty for an EAGLE
+            head, which drafts any.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    hidden, inner, layers = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    queries, keys = (
+        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    config["tie_word_embeddings"] = False
+    name, inputs = ("midlayer", 2 * hidden) if drafted else ("layers.0", hidden)
+    norms = [f"{name}.post_attention_layernorm"]
+    sizes = {
+        "fc": (hidden, 3 * hidden if drafted else 2 * hidden),
+        f"{name}.self_attn.q_proj": (queries, inputs),
+        f"{name}.self_attn.k_proj": (keys, inputs),
+        f"{name}.self_attn.v_proj": (keys, inputs),
+        f"{name}.self_attn.o_proj": (hidden, queries),
+        f"{name}.mlp.gate_proj": (inner, hidden),
+        f"{name}.mlp.up_proj": (inner, hidden),
+        f"{name}.mlp.down_proj": (hidden, inner),
+    }
+    if drafted:
+        config["draft_vocab_size"] = len(drafted)
+        config["eagle_aux_hidden_state_layer_ids"] = [0, layers // 2, layers]
+        sizes["lm_head"] = (len(drafted), hidden)
+        norms += [f"{name}.input_layernorm", f"{name}.hidden_norm", "norm"]
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.randn(size, generator=generator) * size[1] ** -0.5
+        for name, size in sizes.items()
+    }
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    if drafted:
+        weights["d2t"] = torch.tensor(drafted) - torch.arange(len(drafted))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
 
 
 def blocks_in_use(llm: Any) -> int:

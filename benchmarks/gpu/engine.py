@@ -33,8 +33,23 @@ class Engine:
             "prompts scored by output": 0,
             "outputs packed again": 0,
         }
+        self._drafts = {"verified": 0, "accepted": 0}
+        self._count_drafts()
         if settings:
             self._scheduler.step_builder.stats = self._counting_stats()
+
+    def _count_drafts(self) -> None:
+        """Count the draft tokens of later steps in `drafts`."""
+        counts, inner = self._drafts, self._scheduler.make_spec_decoding_stats
+
+        def counting(
+            stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            counts["verified"] += num_draft_tokens
+            counts["accepted"] += num_accepted_tokens
+            return inner(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+        self._scheduler.make_spec_decoding_stats = counting
 
     def _counting_stats(self) -> Any:
         """Return the plugin's statistics object, extended to count packings for `packings`."""
@@ -89,11 +104,22 @@ class Engine:
 
     # -- outputs -------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[TokenIds], tokens: int, alone: bool) -> list[Any]:
+    def drafts(self) -> dict[str, int]:
+        """Return how many draft tokens were verified and accepted so far."""
+        return dict(self._drafts)
+
+    def generate(
+        self,
+        prompts: Sequence[TokenIds],
+        tokens: int,
+        alone: bool,
+        allowed: Sequence[int] | None = None,
+    ) -> list[Any]:
         """Return greedy outputs of `tokens` tokens.
 
         Args:
             alone: run one request at a time instead of all at once.
+            allowed: token ids that outputs may have; None for all.
 
         Returns:
             For each prompt the token ids, the text, and per token its margin: the difference in
@@ -101,7 +127,13 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=2,
+            allowed_token_ids=None if allowed is None else list(allowed),
+        )
         batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
         completions: list[Any] = []
         for batch in batches:
@@ -122,7 +154,8 @@ class Engine:
             Seconds until every request had its first token; median and first and last decile of
             the decode step in milliseconds; blocks in use at the end.
         """
-        self._submit(count, length, steps + 64 + 4 * count, seed)
+        most = 1 + int(self._llm_engine.vllm_config.num_speculative_tokens)  # tokens of a step
+        self._submit(count, length, most * (steps + 64 + 4 * count), seed)
         start = time.perf_counter()
         while len(self._started) < count:
             self._step()

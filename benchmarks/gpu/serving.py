@@ -11,7 +11,7 @@ Both engines have random weights and stay up, and variants alternate in each rou
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,8 +68,17 @@ def run_batches(report: Report, device: torch.device) -> None:
 
 
 @contextmanager
-def turns(report: Report, device: torch.device, settings: dict[str, Any]) -> Iterator["Turns"]:
-    """Start both engines with the largest model that fits, and report what they are."""
+def turns(
+    report: Report, device: torch.device, settings: dict[str, Any], drafts: int = 0
+) -> Iterator["Turns"]:
+    """Start both engines with the largest model that fits, and report what they are.
+
+    Args:
+        report: where they are reported.
+        device: of the engines.
+        settings: of the plugin.
+        drafts: drafts of an EAGLE head per step; 0 without one.
+    """
     model, sizes = DRY_MODEL, DRY
     if not report.dry:
         model, sizes = fit_model(torch.cuda.mem_get_info(device)[0])
@@ -78,6 +87,11 @@ def turns(report: Report, device: torch.device, settings: dict[str, Any]) -> Ite
     folder = report.folder / "model"
     folder.mkdir(exist_ok=True)
     llm_options = options(model, sizes, dry=report.dry)
+    if drafts:
+        head = report.folder / "head"
+        head.mkdir(exist_ok=True)
+        speculative = {"method": "eagle", "model": replace(model, layers=1).write(head)}
+        llm_options["speculative_config"] = speculative | {"num_speculative_tokens": drafts}
     with engine_pair(model.write(folder), settings, **llm_options) as (off, on):
         for name, engine in ((FULL, off), (PLUGIN, on)):
             about = engine.call("about")

@@ -25,6 +25,7 @@ STAGES = {  # seconds, and the function that takes the report and the device; in
     "gaps": (400, "serving.run_gaps"),
     "idle": (400, "serving.run_idle"),
     "batches": (600, "serving.run_batches"),
+    "drafts": (600, "drafts.run"),
     "server": (500, "server.run"),
 }
 LIMITS = {name: seconds for name, (seconds, _) in STAGES.items()}

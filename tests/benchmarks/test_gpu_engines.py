@@ -10,7 +10,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import pytest
 import torch
 
-from benchmarks.gpu import serving, switches, tokens
+from benchmarks.gpu import drafts, serving, switches, tokens
 from benchmarks.gpu.engine import Engine
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.summary import failures
@@ -139,3 +139,15 @@ def test_the_batches_stage_passes_in_a_dry_run(monkeypatch, tmp_path):
     assert caches["0.1"]["most_at_once"] > caches["full cache"]["most_at_once"]
     batches = [(row["batch"], row["tokens"]) for row in found["tables"]["decode steps"]]
     assert batches == [(2, 256)] * 2 + [(1, 320)] * 2
+
+
+def test_the_drafts_stage_passes_in_a_dry_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "engine_pair", in_process_pair)
+    found = run_stage("drafts", drafts, drafts.run, monkeypatch, tmp_path)
+    checks = checks_of(found)
+    for engine in ("vLLM", "plugin"):
+        assert checks[f"{engine}: outputs that drafts change"]["figure"] == 0
+        assert checks[f"{engine}: accepted drafts"]["result"] == "pass"
+    assert checks["plugin: prompts compressed with drafts"]["figure"] == 2
+    assert {row["equal_tokens"] for row in found["tables"]["outputs with drafts"]} == {1.0}
+    assert [row["batch"] for row in found["tables"]["decode steps"]] == [2, 2]

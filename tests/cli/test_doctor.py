@@ -6,6 +6,7 @@ import shlex
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -18,6 +19,7 @@ from draft_checkpoints import make_eagle
 from first_layers import LAYERS, first_layers
 from site_patches import WITHOUT_VLLM, patch_on_import, without_packages, write_site
 from vllm_kvcompress.doctor.kept import KeptMap, show_kept
+from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -391,13 +393,21 @@ def test_prompt_that_stays_uncompressed_exits_with_2(run_doctor_in_process, tiny
     assert "these settings do not compress a prompt of 20 tokens" in done.err.splitlines()[-1]
 
 
-def test_draft_layers_are_refused(run_doctor_in_process, tiny):
-    """Otherwise doctor would call the blocks of the draft's pages leaked."""
+def test_blocks_of_draft_layers_are_checked(run_doctor_in_process, tiny, monkeypatch):
+    """They are in the planned blocks. If the plan left them out, too many blocks were held."""
     eagle = {"method": "eagle", "model": make_eagle(tiny), "num_speculative_tokens": 2}
-    flags = ["--speculative-config", json.dumps(eagle)]
-    done = run_doctor_in_process("doctor", tiny, "--json", *TINY, *flags)
-    assert (done.status, done.out) == (2, "")
-    assert "does not count the blocks of a draft model's layers" in done.err.splitlines()[-1]
+    flags = [*TINY, "--kv-lookahead", "3", "--speculative-config", json.dumps(eagle)]
+    found = checks(run_doctor_in_process("doctor", tiny, "--json", *flags))
+    assert all(check["ok"] for check in found.values()), found
+    assert "8 pages for all tokens of the draft model's layers" in found["worker"]["detail"]
+    assert "Not checked: what those pages hold" in found["worker"]["detail"]
+    assert "as planned" in found["blocks"]["detail"]
+    planned = Limits.request
+    monkeypatch.setattr(
+        Limits, "request", lambda self, tokens: planned(replace(self, draft_layers=0), tokens)
+    )
+    found = checks(run_doctor_in_process("doctor", tiny, "--json", *flags))
+    assert [name for name, check in found.items() if not check["ok"]] == ["blocks"]
 
 
 def test_unsupported_model_fails_the_model_check(run_doctor_in_process, tiny):

@@ -9,13 +9,12 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
+from plans import CPU_FLAGS, held_blocks, make_forecast, plan_on_cpu
 from processor import needs_avx512
 from site_patches import WITHOUT_VLLM
-from vllm_kvcompress.commands.plan.command import make_plan
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan.next_turn import packed_tokens
-from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
@@ -23,53 +22,12 @@ from vllm_kvcompress.planning.model_traits import traits_of
 from vllm_kvcompress.planning.request import PlannedRequest
 from vllm_kvcompress.settings.config import CompressionConfig
 
-CPU_FLAGS = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
-
-
-def make_forecast(model: str, length: int, output: int, settings_dict: dict, **extra_options):
-    """Return the forecast for a model on a CPU in float32."""
-    return plan_on_cpu(model, length, output, settings_dict, **extra_options).forecast
-
-
-def plan_on_cpu(model: str, length: int, output: int, settings_dict: dict, **extra_options):
-    options = dict(memory_gib=None, dtype="float32", ranks=1, longest=None, requests=256)
-    options |= {"block_size": BLOCK, "device": "cpu", **extra_options}
-    return make_plan(
-        PlanOptions(
-            model=model,
-            everything=json.dumps(settings_dict),
-            length=length,
-            output=output,
-            **options,
-        )
-    )
-
 
 @pytest.fixture(scope="module")
 def llm(tiny):
     config = settings("cake", 0.2, allow_override="all")
     with engine(tiny, additional_config=config, max_model_len=2048, max_num_seqs=64) as running:
         yield running
-
-
-def held_blocks(llm, prompt: list[int], output: int, **xargs) -> list[int]:
-    """Return the blocks in use after each scheduled decode step of one request."""
-    schedule, held = llm.scheduler.schedule, []
-    free = llm.free_blocks
-
-    def recording_schedule(*args, **kwargs):
-        result = schedule(*args, **kwargs)
-        if result.num_scheduled_tokens:
-            held.append(free - llm.free_blocks)
-        return result
-
-    llm.scheduler.schedule = recording_schedule
-    try:
-        llm.generate([prompt], output, extra_args=xargs)
-    finally:
-        llm.scheduler.schedule = schedule
-    assert llm.free_blocks == free
-    return held
 
 
 @pytest.mark.engine
@@ -673,6 +631,23 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
         ("--kv-alias tiny@half=caek:0.5", "did you mean 'cake'"),
         ("--max-model-len 100", "--max-model-len must be at least --len plus --max-tokens"),
         ("--kv-compress-config {", "must be a JSON object"),
+        ("--speculative-config []", "--speculative-config must be a JSON object, got '[]'"),
+        (
+            '--speculative-config {"method":"ngram"}',
+            "must set num_speculative_tokens to an integer of at least 1",
+        ),
+        (
+            '--speculative-config {"method":"eagle"}',
+            "with method eagle needs a model, but it names none",
+        ),
+        (
+            '--speculative-config {"method":"mtp"}',
+            "has no num_nextn_predict_layers or mtp_num_hidden_layers or",
+        ),
+        (
+            '--speculative-config {"model":"m/m","num_speculative_tokens":1}',
+            "drafting with draft_model is not",
+        ),
         (
             "--kv-compress dynamickv --kv-decode-budget 64",
             "--kv-decode-budget cannot bound outputs by 'dynamickv'",

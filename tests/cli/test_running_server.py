@@ -292,6 +292,27 @@ def test_metrics_decide_the_checks(
     assert failed[:1] == ([failed_check] if failed_check else [])
 
 
+@pytest.mark.parametrize(("draft_labels", "in_use"), [
+    ("", 17), ('draft_layers="1",', 28), ('draft_layers="1",draft_slots="16",', 29),
+])  # fmt: skip
+def test_the_planned_blocks_include_drafts(draft_labels, in_use, run_in_process):
+    """A draft model's layer keeps all tokens, and its drafts take slots behind them."""
+
+    def page(*args, **figures) -> str:
+        return on(*args, **figures).replace('method="cake",min', f'method="cake",{draft_labels}min')
+
+    for blocks, status in ((in_use, 0), (in_use + 1, 1)):
+        pages = FakePages(
+            page(3, 3),
+            page(4, 4, freed=99, running=1, usage=blocks / 1000),
+            page(4, 4, freed=99),
+        )
+        with server(pages) as url:
+            result = run_in_process("doctor", "--url", url, "--json")
+        assert result.status == status, result.out
+        assert f"at most {in_use} planned" in result.out
+
+
 @pytest.mark.parametrize("meaning", ["cake:0.2", "cake:0.9:k4v3"])
 def test_a_server_that_compresses_under_aliases_only_is_checked_with_one(meaning, run_in_process):
     names = json.dumps(json.dumps({"m@full": "off", "m@kv": meaning}))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from engines import V2
+from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 
 FOUR_TOKENS = (5, 9, 200, 311)
 """Token ids that requests and drafts are limited to, so that a random head is sometimes right."""
@@ -160,3 +161,36 @@ class ForcedDrafts:
         if not self.is_wrong(position):
             return right
         return next(token for token in FOUR_TOKENS if token != right)
+
+
+def pack_early(llm, output_tokens) -> dict:
+    """Pack later prompts early, once they have so many output tokens.
+
+    Args:
+        output_tokens: by target, or by name and target.
+
+    Returns:
+        a dict that fills with what each packing kept, by name and target.
+    """
+    packings, builder = {}, llm.scheduler.step_builder
+
+    def packing(waiting, needed, *, overlaps):
+        for state in waiting:
+            schedule, footprint = state.lookahead, state.current_schedule.footprint
+            target = BUDGET if footprint.pages else HALF
+            key, tokens = (state.request_id.split("-")[0], target), state.lookahead_tokens
+            if schedule.output_tokens(tokens) >= output_tokens.get(key, output_tokens.get(target)):
+                plan = schedule.plan_at(footprint, tokens)
+                if target == HALF:
+                    plan = schedule.early_plan(footprint, tokens)
+                assert builder._pack_lookahead(state, plan, target)
+
+    def packed(pack_request, kept, counts):
+        key = pack_request.request_id.split("-")[0], pack_request.early_target
+        packings[key] = SimpleNamespace(
+            pack_request=pack_request, kept=kept.clone(), counts=counts.clone()
+        )
+
+    builder.pack_early = packing
+    llm.compressor.packer.observers.append(packed)
+    return packings

@@ -5,14 +5,19 @@ vLLM counts the drafts in flight as output. If a draft counted as a look-ahead's
 rejected later, the next token would be written to a freed block.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from checkpoints import make, tokens
 from draft_checkpoints import make_eagle
-from drafting import FOUR_TOKENS, ForcedDrafts, speculative, watch_drafts
+from drafting import (
+    FOUR_TOKENS,
+    ForcedDrafts,
+    pack_early,
+    speculative,
+    watch_draft_attention,
+    watch_drafts,
+)
 from engines import BLOCK, engine, model_runner_v1_only, settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 
@@ -114,8 +119,11 @@ def test_early_compression_keeps_verified_tokens_only(is_async, model, async_sch
         free, drafts = llm.free_blocks, watch_drafts(llm)
         ForcedDrafts(llm, texts, WRONG["every third"])
         packings = pack_early(llm, {HALF: 4, BUDGET: 9})
+        errors = watch_draft_attention(llm)
         submit_all(llm)
         llm.drain()
+        assert len(errors) > sum(map(len, PROMPTS.values()))
+        assert max(errors) < 1e-4
         llm.finish_in_flight_steps()
         assert llm.free_blocks == free
         assert drafts.accepted > 0
@@ -141,36 +149,3 @@ def test_early_compression_keeps_verified_tokens_only(is_async, model, async_sch
 def len_of(done) -> int:
     """Return the output tokens of a packing."""
     return done.pack_request.output_tokens
-
-
-def pack_early(llm, output_tokens) -> dict:
-    """Pack later prompts early, once they have so many output tokens.
-
-    Args:
-        output_tokens: by target, or by name and target.
-
-    Returns:
-        a dict that fills with what each packing kept, by name and target.
-    """
-    packings, builder = {}, llm.scheduler.step_builder
-
-    def packing(waiting, needed, *, overlaps):
-        for state in waiting:
-            schedule, footprint = state.lookahead, state.current_schedule.footprint
-            target = BUDGET if footprint.pages else HALF
-            key, tokens = (state.request_id.split("-")[0], target), state.lookahead_tokens
-            if schedule.output_tokens(tokens) >= output_tokens.get(key, output_tokens.get(target)):
-                plan = schedule.plan_at(footprint, tokens)
-                if target == HALF:
-                    plan = schedule.early_plan(footprint, tokens)
-                assert builder._pack_lookahead(state, plan, target)
-
-    def packed(pack_request, kept, counts):
-        key = pack_request.request_id.split("-")[0], pack_request.early_target
-        packings[key] = SimpleNamespace(
-            pack_request=pack_request, kept=kept.clone(), counts=counts.clone()
-        )
-
-    builder.pack_early = packing
-    llm.compressor.packer.observers.append(packed)
-    return packings

@@ -6,6 +6,7 @@ attention is compared with a float64 reference that knows no pages.
 """
 
 import pytest
+import torch
 
 from checkpoints import make, tokens
 from draft_checkpoints import make_eagle, make_eagle3, make_with_mtp
@@ -13,11 +14,13 @@ from drafting import (
     FOUR_TOKENS,
     draft_pages,
     limit_drafts,
+    pack_early,
     speculative,
     watch_draft_attention,
     watch_drafts,
 )
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.errors import ConfigError
 
 NEW = 24
@@ -45,7 +48,7 @@ def head(model):
 # A draft method, and CUDA's attention backend that stand-ins run on a CPU.
 CASES = [("eagle", None), ("eagle3", None), ("mtp", None)]
 if V2:
-    CASES = [("eagle", None), ("eagle", "FLASH_ATTN"), ("mtp", "TRITON_ATTN")]
+    CASES = [("eagle", None), ("eagle3", None), ("eagle", "FLASH_ATTN"), ("mtp", "TRITON_ATTN")]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from padding rows
@@ -61,7 +64,7 @@ def test_draft_models_keep_their_tokens(
         import cuda_on_cpu
 
         cuda_on_cpu.use(monkeypatch, backend)
-    prompts = [PROMPTS[3][:170]] if V2 else PROMPTS[2:4]
+    prompts = [PROMPTS[3][:170], PROMPTS[1][:139]] if V2 else [PROMPTS[3], PROMPTS[1][:200]]
     new = 14 if V2 else NEW
     if method == "mtp":
         model, head = make_with_mtp(checkpoints_folder), None
@@ -80,10 +83,88 @@ def test_draft_models_keep_their_tokens(
         assert llm.generate(prompts, new, **FEW) == expected
         llm.finish_in_flight_steps()
         assert llm.free_blocks == free
-        assert llm.compressor.compressed == 1
+        assert llm.compressor.compressed == len(prompts)
         assert len(errors) > sum(map(len, prompts)) + 2 * new
         assert max(errors) < 1e-4
         assert 0 < drafts.accepted < drafts.verified
+
+
+@pytest.fixture(scope="module")
+def drafting(model, head):
+    """Return an engine of which tests watch the draft layer's attention."""
+    with engine(
+        model,
+        additional_config=settings("snapkv", 0.3, lookahead=12),
+        enable_prefix_caching=False,
+        max_num_batched_tokens=512,
+        max_model_len=512,
+        max_num_seqs=4,
+        **speculative(head),
+    ) as llm:
+        limit_drafts(llm)
+        yield llm
+
+
+TWO = {"338": tokens(338, seed=338), "258": tokens(258, seed=258)}
+
+
+def test_draft_layer_attends_to_all_tokens_after_early_packings(drafting):
+    """Two requests at once, each packed to half and then to its budget."""
+    with drafting.lent() as llm:
+        errors, packings = watch_draft_attention(llm), pack_early(llm, {HALF: 2, BUDGET: 6})
+        for name, prompt in TWO.items():
+            llm.submit(name, prompt, NEW, **FEW)
+        llm.drain()
+        del llm.scheduler.step_builder.pack_early
+        assert packings.keys() == {(name, target) for name in TWO for target in (HALF, BUDGET)}
+        assert len(errors) > sum(map(len, TWO.values())) + 2 * NEW
+        assert max(errors) < 1e-4
+
+
+def stale_lengths(pool, tables, lengths, previous):
+    """Attend to as many tokens as in the draft step before."""
+    before = previous.get(lengths[0].shape)
+    previous[lengths[0].shape] = [each.clone() for each in lengths]
+    return tables, before or lengths
+
+
+def targets_table(pool, tables, lengths, previous):
+    """Read the first target layer's pages."""
+    return [pool._tables[0, : len(tables[0])]], lengths
+
+
+def a_block_too_late(pool, tables, lengths, previous):
+    """Read each ordinary block from the column of the one before."""
+    pages = max(pool.drafts._packed_pages)
+    return [torch.cat([tables[0][:, :pages], tables[0][:, pages - 1 : -1]], 1)], lengths
+
+
+def without_a_blocks_first_token(pool, tables, lengths, previous):
+    """Leave out the last token if it is the first of its block."""
+    return tables, [each - (each % BLOCK == 1).int() for each in lengths]
+
+
+@pytest.mark.parametrize(
+    "broken", [stale_lengths, targets_table, a_block_too_late, without_a_blocks_first_token]
+)
+def test_wrong_tables_of_draft_layers_are_noticed(broken, drafting):
+    """So that the small errors of other tests mean something."""
+    with drafting.lent() as llm:
+        pool, errors, previous = llm.compressor.pool, watch_draft_attention(llm), {}
+        compute, breaks = pool.drafts.tables, []
+
+        def breaking(*args):
+            tables, lengths = compute(*args)
+            if not any(pool.drafts._packed_pages):
+                return tables, lengths
+            breaks.append(len(errors))
+            return broken(pool, tables, lengths, previous)
+
+        pool.drafts.tables = breaking
+        llm.generate([TWO["338"]], NEW, **FEW)
+        del pool.drafts.tables
+        assert max(errors[: breaks[0]]) < 1e-4
+        assert max(errors[breaks[0] :]) > 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +238,13 @@ def test_draft_layer_attends_to_all_tokens(method, blocks, model, head):
 def test_draft_pages_lie_in_the_destination_blocks(model, head):
     """Layers and draft layer share the destination blocks, and no page twice."""
     with engine(
-        model, additional_config=settings("cake", 0.3), **SIZES, **speculative(head)
+        model, additional_config=settings("cake", 0.3, usage=True), **SIZES, **speculative(head)
     ) as llm:
         llm.submit("r", PROMPTS[1], NEW)
         while not llm.compressor.compressed:
             llm.step()
         (request,) = llm.running()
+        held = llm.num_blocks_held(request.request_id)
         pool, blocks = llm.compressor.pool, llm.packed_blocks(request.request_id)
         full = len(PROMPTS[1]) // BLOCK
         pages = draft_pages(llm, request.request_id)
@@ -175,7 +257,18 @@ def test_draft_pages_lie_in_the_destination_blocks(model, head):
         assert len(set(pages)) == len(pages) == int(counts.sum()) + full
         assert set(pages) <= set(own)
         assert len(own) - len(pages) < len(pool._page_offset)
-        llm.drain()
+        cache = llm.scheduler.kv_cache_config
+        page_bytes = 2 * 2 * 32 * 4 * BLOCK  # keys and values of 2 heads of 32 float32 numbers
+        block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        assert block_bytes == (4 + 1) * page_bytes
+        outputs = {}
+        while not outputs:
+            outputs = llm.step()
+        usage = outputs["r"].kv_compress
+        # The last block has no token yet, only slots for drafts.
+        assert usage["kept_bytes"] == (held - 1) * block_bytes
+        assert usage["uncompressed_bytes"] == -(-len(PROMPTS[1]) // BLOCK) * block_bytes
+        assert len(usage["layer_tokens"]) == 4
 
 
 @model_runner_v1_only

@@ -21,6 +21,8 @@ import psutil
 import pytest
 
 from checkpoints import make, tokens
+from draft_checkpoints import make_eagle
+from drafting import FOUR_TOKENS, limit_drafts, speculative, watch_drafts
 from engines import BLOCK, Engine, engine, settings
 from processor import needs_avx512
 from test_metrics import samples
@@ -48,6 +50,7 @@ class Load:
         model: name of a test checkpoint with two compressed layers.
         window_blocks: further blocks of the pool for layers with a sliding window.
         options: more engine options.
+        eagle: whether an EAGLE head drafts. Outputs use four tokens then, or none is accepted.
         cache_dtype: dtype of keys and values, in the large pool too.
         seed: seed of the random requests.
     """
@@ -66,6 +69,7 @@ class Load:
     model: str = "llama-two-layers"
     window_blocks: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    eagle: bool = False
     cache_dtype: str = "auto"
     seed: int = 17
 
@@ -87,6 +91,11 @@ class Load:
             for override in overrides
             if self.cache_dtype == "auto" or not merging <= (override or {}).items()
         ]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters of all requests."""
+        return {"allowed_token_ids": list(FOUR_TOKENS)} if self.eagle else {}
 
     @property
     def may_protect(self) -> bool:
@@ -186,6 +195,9 @@ LOADS = {
         **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
     ),
     "ahead": Load(**SMALL, count=14, lookahead=True, options={"async_scheduling": True}),
+    "eagle": Load(
+        **SMALL, count=14, lookahead=True, eagle=True, options={"async_scheduling": True}
+    ),
 }
 
 # `make soak` sets this to run many more requests.
@@ -276,7 +288,7 @@ def is_compressed(request: Request, config: CompressionConfig) -> bool:
 
 
 def run_requests(
-    llm: Engine, load_requests: Sequence[Request]
+    llm: Engine, load_requests: Sequence[Request], **sampling: Any
 ) -> tuple[dict[str, list[int]], set[str]]:
     """Send all requests with steps in between, and run until all have ended.
 
@@ -294,6 +306,7 @@ def run_requests(
             request.num_output,
             priority=request.priority,
             extra_args=request.override,
+            **sampling,
         )
         if request.abort is not None:
             planned_aborts.append((num_steps + request.wait + request.abort, str(index)))
@@ -344,18 +357,23 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         kv_cache_dtype=load.cache_dtype,
     )
     load_requests = list(random_requests(load, load.seed))
+    drafting = speculative(make_eagle(model)) if load.eagle else {}
     with engine(
         model,
         blocks=1 + load.pool + load.window_blocks,
         max_num_batched_tokens=load.chunk,
         **options,
         **load.options,
+        **drafting,
     ) as llm:
-        free_before = llm.free_blocks
+        if load.eagle:
+            limit_drafts(llm)
+        free_before, drafts = llm.free_blocks, watch_drafts(llm)
         preemptions = llm.watch_preemptions()
         packed_ids = llm.watch_packing(lambda done: done.pack_request.request_id.split("-")[0])
         early = watch_early(llm)
-        outputs, aborted = run_requests(llm, load_requests)
+        outputs, aborted = run_requests(llm, load_requests, **load.sampling)
+        assert not load.eagle or 0 < drafts.accepted < drafts.verified
         packed = set(packed_ids)
         assert llm.free_blocks == free_before
         scheduler, compressor = llm.scheduler, llm.compressor
@@ -389,7 +407,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         # vLLM's own memory grows until every code path has run once, and must not grow later.
         rounds = [resources()]
         for _ in range(2):
-            run_requests(llm, load_requests[: load.count // 4])
+            run_requests(llm, load_requests[: load.count // 4], **load.sampling)
             assert llm.free_blocks == free_before
             rounds.append(resources())
     first, before, after = rounds
@@ -454,7 +472,12 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
                 times += early.get(request_id, [])
                 output, times = output[: min(times, default=len(output))], []
             llm.assert_matches_solo_run(
-                request.prompt, len(output), output, times, extra_args=overrides[request_id]
+                request.prompt,
+                len(output),
+                output,
+                times,
+                extra_args=overrides[request_id],
+                **load.sampling,
             )
         llm.use_settings(config)
         # Requests with equal output lengths run together, so that none waits for a longer one.
@@ -464,7 +487,11 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             for request_id in batch:
                 request = by_id[request_id]
                 llm.submit(
-                    request_id, request.prompt, request.num_output, extra_args=overrides[request_id]
+                    request_id,
+                    request.prompt,
+                    request.num_output,
+                    extra_args=overrides[request_id],
+                    **load.sampling,
                 )
             batch_outputs = llm.drain()
             assert batch_outputs == {request_id: outputs[request_id] for request_id in batch}

@@ -98,17 +98,23 @@ def settings_from(everything: str | None, **flags: Any) -> dict[str, Any]:
     Raises:
         ConfigError: `everything` is not a JSON object.
     """
-    settings: dict[str, Any] = {}
-    if everything is not None:
-        try:
-            settings = parse_json(everything)
-        except ValueError as e:
-            raise ConfigError(
-                f"--kv-compress-config must be a JSON object, got {everything!r} ({e})"
-            ) from None
-        if not isinstance(settings, dict):
-            raise ConfigError(f"--kv-compress-config must be a JSON object, got {everything!r}")
+    settings = {} if everything is None else json_object("--kv-compress-config", everything)
     return settings | {key: value for key, value in flags.items() if value not in (None, [])}
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that a flag was given.
+
+    Raises:
+        ConfigError: `text` is not a JSON object.
+    """
+    try:
+        found = parse_json(text)
+    except ValueError as e:
+        raise ConfigError(f"{flag} must be a JSON object, got {text!r} ({e})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
+    return found
 
 
 def _is_number(text: str) -> bool:

@@ -26,6 +26,8 @@ class Limits:
             default.
         spans: protected spans of the prompt.
         page_tokens: tokens in a packed page; None if it holds the tokens of an ordinary page.
+        draft_layers: layers of a draft model, which keep every token.
+        draft_slots: slots that drafts may take behind the tokens of a request.
     """
 
     settings: CompressionConfig
@@ -35,6 +37,8 @@ class Limits:
     request_args: Mapping[str, Any] = field(default_factory=dict)
     spans: Spans = ()
     page_tokens: int | None = None
+    draft_layers: int = 0
+    draft_slots: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -57,6 +61,7 @@ class Limits:
             prompt=tokens,
             output=self.output_tokens,
             spans=self.spans,
+            draft_layers=self.draft_layers,
         )
 
     def shortest(self, at_least: int = 0) -> int:

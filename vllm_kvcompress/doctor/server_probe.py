@@ -105,7 +105,7 @@ def _examine(
     after = _settled(host, before)
     note(*_counted(before, after, limits.settings.compress))
     note(*_freed(before, after, plan))
-    note(*_gauge(before, during, after, plan, request))
+    note(*_gauge(before, during, after, plan, request, limits.draft_slots))
 
 
 def _model_and_settings(
@@ -151,14 +151,9 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
 
     Raises:
         Unreachable: the server does not export the needed metrics.
-        ConfigError: the server only compresses requests that select a method, or has a draft model.
+        ConfigError: the server only compresses requests that select a method.
     """
     info = dict(metrics.info or {})
-    if info.get("draft_layers", "0") != "0":
-        raise ConfigError(
-            "kvcompress doctor does not count the blocks of a draft model's layers; check a server"
-            " without --speculative-config"
-        )
     cache = metrics.of("vllm:cache_config_info")
     layers = {sample.labels.get("layer") for sample in metrics.of(f"{PREFIX}layer_tokens_total")}
     if not cache or not layers:
@@ -215,6 +210,8 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], max_model_len: int) -> L
         layers=len(layers) // int(info.get("stages", 1)),
         block_size=int(cache[0].labels["block_size"]),
         max_model_len=max_model_len,
+        draft_layers=int(info.get("draft_layers", 0)),
+        draft_slots=int(info.get("draft_slots", 0)),
     )
 
 
@@ -321,6 +318,7 @@ def _gauge(
     after: Metrics,
     plan: PagePlan,
     request: PlannedRequest,
+    draft_slots: int,
 ) -> tuple[str, bool, str]:
     """Check vLLM's KV cache usage gauge, which is only comparable on an otherwise idle server."""
     name = "vllm:kv_cache_usage_perc"
@@ -333,7 +331,8 @@ def _gauge(
     total = int(before.of("vllm:cache_config_info")[0].labels["num_gpu_blocks"]) - 1
     packed = [metrics for computed, metrics in during if computed > plan.tokens]
     blocks_in_use = [round(metrics.total(name) * total) for metrics in packed]
-    planned = request.blocks_held(plan.tokens + 2 * request.output)
+    last = plan.tokens + 2 * request.output
+    planned = request.blocks_held(last) + request.added_blocks(last, draft_slots)
     uncompressed = -(-plan.tokens // plan.block_size)
     blocks_after = round(after.total(name) * total)
     ok = max(blocks_in_use) <= planned and blocks_after == 0

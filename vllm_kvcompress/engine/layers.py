@@ -49,6 +49,19 @@ def draft_layers_of(config: VllmConfig) -> int:
     return int(modules or draft.num_hidden_layers)
 
 
+def draft_slots_of(config: VllmConfig) -> tuple[int, int]:
+    """Return the maximum draft tokens in flight, and the slots of a draft model behind them.
+
+    The outputs of the steps in flight may reject all of their drafts.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return 0, 0
+    tokens = int(speculative.num_speculative_tokens)
+    steps_in_flight = 2 if config.scheduler_config.async_scheduling else 1
+    return steps_in_flight * tokens, tokens if draft_layers_of(config) else 0
+
+
 def draft_names(config: VllmConfig, names: Iterable[str]) -> list[str]:
     """Return the names of a draft model's layers, in the order of their indices."""
     if not draft_layers_of(config):

@@ -55,6 +55,7 @@ class Sizes:
         in_flight: tokens of all requests that one step computes.
         max_drafts: maximum draft tokens that the steps in flight compute, which may be rejected.
         draft_layers: layers of a draft model, D, which keep every token in the same blocks.
+        draft_slots: slots that a draft model writes behind the tokens of a step.
     """
 
     layers: int
@@ -71,6 +72,7 @@ class Sizes:
     in_flight: int = 1
     max_drafts: int = 0
     draft_layers: int = 0
+    draft_slots: int = 0
 
     @property
     def key_itemsize(self) -> int:

@@ -189,6 +189,10 @@ class PlannedRequest:
         unpacked_blocks = -(-computed // self.block_size) - footprint.first_block
         return footprint.leading_blocks + footprint.packed_blocks + unpacked_blocks
 
+    def added_blocks(self, computed: int, slots: int) -> int:
+        """Return the blocks that `slots` draft tokens add behind `computed` tokens."""
+        return -(-(computed + slots) // self.block_size) - -(-computed // self.block_size)
+
     @property
     def times_repacked(self) -> int:
         """Return how often a decode budget packs the output after the prompt was packed."""

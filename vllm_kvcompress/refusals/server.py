@@ -1,7 +1,7 @@
 """Servers that cannot compress: the settings, the model, and vLLM's options together."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -258,6 +258,33 @@ def _long_window(server: Server) -> int | None:
     return window if server.max_model_len and window >= server.max_model_len else None
 
 
+def draft_facts(
+    method: str, values: Mapping[str, Any], modules: int | None
+) -> Iterator[tuple[str, Any]]:
+    """Yield what rules read about drafts, as in `Server.options`, also unset facts.
+
+    Args:
+        method: vLLM's name of the method.
+        values: fields of ``--speculative-config``, defaults may be left out.
+        modules: number of MTP modules; None if the method is another one.
+    """
+    yield "--speculative-config", method
+    if method in tested.DRAFT_MODELS:
+        yield tested.DRAFT_LAYERS, True
+        options = tested.DRAFT_OPTIONS.items()
+        changed = (name for name, default in options if values.get(name, default) != default)
+        yield tested.DRAFT_OPTION, next(changed, None)
+        yield tested.MTP_MODULES, modules if modules and modules > 1 else None
+
+
+DRAFT_SHAPE: Rule[str] = Rule(
+    when=lambda name: name,
+    reason="needs draft layers with the target's KV heads, head size, dtype and full attention, but"
+    " {found} differs",
+    fix="draft from the prompt with --speculative-config"
+    f' \'{{{{"method": "{tested.DRAFTS}", ...}}}}\', or remove --speculative-config',
+)
+"""For the name of a draft layer, or of a draft model, that differs from the target; "" for none."""
 RUST_FRONT_END: Rule[Any] = Rule(
     name="vLLM's Rust front end",
     when=lambda s: s.options.get("VLLM_USE_RUST_FRONTEND"),

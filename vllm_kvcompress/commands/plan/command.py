@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvcompress.commands.plan.concurrency import forecast, planned_request, sizes_on_rank
+from vllm_kvcompress.commands.plan.drafts import Drafts, drafts_of
 from vllm_kvcompress.commands.plan.forecast import DEVICES_WITH_K4V3, PlanResult, Workload
 from vllm_kvcompress.commands.plan.gpu_memory import GIB, defaults_for, estimate
 from vllm_kvcompress.commands.plan.model_shape import (
@@ -62,11 +63,12 @@ def _plan(options: PlanOptions) -> PlanResult:
         prefix_caching=options.prefix_caching is not False,
     )
     block_size = _block_size(options, config, shape, settings)
-    _refuse_unsupported(options, config, shape, settings, block_size)
+    drafts = drafts_of(options.speculative, options.model, config)
+    _refuse_unsupported(options, config, shape, settings, block_size, drafts)
     settings = settings.in_whole_blocks(block_size)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
-    sizes = sizes_on_rank(shape, options, block_size, defaults)
-    estimated = estimate(options, config, shape, sizes)
+    sizes = sizes_on_rank(shape, options, block_size, defaults, drafts)
+    estimated = estimate(options, config, shape, sizes, drafts)
     pool_bytes = None if options.memory_gib is None else int(options.memory_gib * GIB)
     if estimated is not None:
         pool_bytes = estimated.kv_cache_bytes
@@ -81,6 +83,7 @@ def _plan(options: PlanOptions) -> PlanResult:
     return PlanResult(
         options=options,
         shape=shape,
+        drafts=drafts,
         settings=settings,
         forecast=planned,
         next_hits=next_hits(request) if caches_output else None,
@@ -162,6 +165,7 @@ def _refuse_unsupported(
     shape: ModelShape,
     settings: CompressionConfig,
     block_size: int,
+    drafts: Drafts,
 ) -> None:
     """Raise ConfigError if the settings cannot compress this model's cache."""
     traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
@@ -170,21 +174,24 @@ def _refuse_unsupported(
     server = Server(
         settings=settings,
         model=traits,
+        name=options.model,
         head_dim=shape.head_dim,
         itemsize=shape.stored,
         block_size=block_size,
         max_model_len=options.longest,
-        options=_vllm_options(options),
+        options=_vllm_options(options, drafts),
     )
     refuse(SERVER, server)
+    drafts.refuse_another_shape(shape)
 
 
-def _vllm_options(options: PlanOptions) -> dict[str, Any]:
+def _vllm_options(options: PlanOptions, drafts: Drafts) -> dict[str, Any]:
     """Return the set options of vLLM, as in `Server.options`."""
     found = {
         "--mamba-cache-mode": "align" if options.prefix_caching else None,
         "--no-enable-prefix-caching": options.prefix_caching is False,
         "--tensor-parallel-size": options.ranks if options.ranks > 1 else None,
         "--pipeline-parallel-size": options.stages if options.stages > 1 else None,
+        **drafts.facts,
     }
     return {flag: value for flag, value in found.items() if value}

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 
+from vllm_kvcompress.commands.plan.drafts import Drafts
 from vllm_kvcompress.commands.plan.forecast import (
     Concurrency,
     Forecast,
@@ -36,7 +37,11 @@ _MAX_SEARCHED_BLOCKS = 200
 
 
 def sizes_on_rank(
-    shape: ModelShape, options: PlanOptions, block_size: int, defaults: Defaults
+    shape: ModelShape,
+    options: PlanOptions,
+    block_size: int,
+    defaults: Defaults,
+    drafts: Drafts,
 ) -> Sizes:
     """Return the sizes of one rank's part of a model.
 
@@ -45,6 +50,7 @@ def sizes_on_rank(
         options: the command's options.
         block_size: tokens per block.
         defaults: the server's defaults.
+        drafts: how the server drafts.
 
     Raises:
         ConfigError: The heads do not divide among ranks, or the layers among stages.
@@ -77,7 +83,12 @@ def sizes_on_rank(
         longest=options.longest or options.length + options.output,
         block_size=block_size,
         max_requests=max_requests,
-        max_graph_rows=min(2 * max_requests, 512) if options.device == "cuda" else 0,
+        max_graph_rows=min(2 * max_requests * (1 + drafts.tokens), 512)
+        if options.device == "cuda"
+        else 0,
+        max_drafts=drafts.slots(options.device),
+        draft_layers=drafts.layers,
+        draft_slots=drafts.behind,
     )
 
 
@@ -94,6 +105,7 @@ def planned_request(settings: CompressionConfig, sizes: Sizes, load: Workload) -
         prompt=load.prompt,
         output=load.output,
         spans=load.spans,
+        draft_layers=sizes.draft_layers,
     )
 
 
@@ -101,15 +113,18 @@ def _blocks(request: PlannedRequest, sizes: Sizes) -> RequestBlocks:
     """Return the blocks that the request holds in all layers."""
     plan, block = request.plan, sizes.block_size
     freed = 0 if plan is None else plan.freed_blocks
-    prefill = prefill_end = -(-request.prompt // block)
+    prefill_end = -(-request.prompt // block)
+    prefill = -(-(request.prompt + sizes.draft_slots) // block)
     packed_at = request.prompt if plan is None else plan.tokens
-    looking = decoding = -(-packed_at // block) - freed
+    looking = decoding = -(-(packed_at + sizes.draft_slots) // block) - freed
     if request.pieces is not None:
         prefill, prefill_end = request.pieces.max_blocks, request.pieces.blocks_at_end
     if plan is not None and request.lookahead is not None:
         looking = request.lookahead.blocks_when_due(prefill_end)
+        looking += request.added_blocks(packed_at, sizes.draft_slots)
         prefill = max(prefill, looking)
     end, awaited = request.end_blocks, request.lookahead_tokens
+    end += request.added_blocks(request.cached, sizes.max_drafts + sizes.draft_slots)
     decode_blocks = (request.output - awaited) * (decoding + end) / 2
     mean = (awaited * looking + decode_blocks) / request.output
     others, others_at_end = sizes.other_blocks(request.prompt), sizes.other_blocks(request.cached)

@@ -6,6 +6,7 @@ The field names are keys of the JSON output.
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from vllm_kvcompress.commands.plan.drafts import Drafts
 from vllm_kvcompress.commands.plan.gpu_memory import Defaults, Estimate
 from vllm_kvcompress.commands.plan.model_shape import ModelShape
 from vllm_kvcompress.commands.plan.options import PlanOptions
@@ -222,6 +223,7 @@ class PlanResult:
     Args:
         options: the command's options.
         shape: shape of the model.
+        drafts: how the server drafts.
         settings: compression settings.
         forecast: the forecast.
         next_hits: what a next turn finds in the prefix cache. None without that cache, and for
@@ -234,6 +236,7 @@ class PlanResult:
 
     options: PlanOptions
     shape: ModelShape
+    drafts: Drafts
     settings: CompressionConfig
     forecast: Forecast
     next_hits: NextHits | None
@@ -251,6 +254,7 @@ class PlanResult:
             "model": self.options.model,
             "device": self.options.device,
             "shape": asdict(self.shape),
+            "draft_layers": self.drafts.layers,
             "settings": self.settings.to_additional_config(),
             "budget": self.settings.budget,
             "window": self.settings.resolved_window if self.settings.enabled else None,

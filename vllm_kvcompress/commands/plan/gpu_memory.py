@@ -5,9 +5,10 @@ weights is estimated from the activations of the largest batch and its logits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_kvcompress.commands.plan.drafts import Drafts
 from vllm_kvcompress.commands.plan.model_shape import ModelShape, config_path, figure
 from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.commands.plan.weights import weights_of
@@ -75,7 +76,11 @@ class Estimate:
 
 
 def estimate(
-    options: PlanOptions, config: Mapping[str, Any], shape: ModelShape, sizes: Sizes
+    options: PlanOptions,
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    sizes: Sizes,
+    drafts: Drafts,
 ) -> Estimate | None:
     """Return an estimate of one GPU's KV cache; None if its size or no GPU memory was given.
 
@@ -84,6 +89,7 @@ def estimate(
         config: the model's config.json.
         shape: shape of the model.
         sizes: sizes of one rank.
+        drafts: how the server drafts. A draft model has weights of its own.
 
     Raises:
         ConfigError: Nothing is left for the KV cache.
@@ -92,6 +98,10 @@ def estimate(
         return None
     ranks, stages = options.ranks, options.stages
     weights = weights_of(config_path(options.model).parent, config, shape)
+    if drafts.model is not None:
+        layers = replace(shape, layers=drafts.layers)
+        head = weights_of(config_path(drafts.model).parent, drafts.config, layers)
+        weights = replace(weights, total_bytes=weights.total_bytes + head.total_bytes)
     text = text_config(config)
     hidden, intermediate = figure(text, "hidden_size"), figure(text, "intermediate_size")
     # Activations: residual stream with a copy, and the widest matrices of a layer, which are split

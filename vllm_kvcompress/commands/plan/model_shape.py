@@ -183,19 +183,29 @@ def shape_of(
     if not prefix_caching:
         traits = replace(traits, cached_states=1)
     refuse(MODEL, traits)
-    heads, layers = _required(text, _HEADS), _num_layers(text)
-    dim = text.get("head_dim") or text.get("hidden_size_per_head")
+    layers, (heads, kv_heads, head_dim) = _num_layers(text), heads_of(text)
     return ModelShape(
         layers=layers,
         groups=groups(traits, layers),
         heads=heads,
-        kv_heads=_kv_heads(text, heads),
-        head_dim=int(dim or _required(text, _WIDTH) // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         dtype=model_dtype,
         longest=longest,
         cache=traits.stored if traits.has_fp8_cache else None,
         key_biases=_has_key_biases(text),
     )
+
+
+def heads_of(text: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the numbers of query heads and KV heads of a layer, and their dimension.
+
+    Raises:
+        ConfigError: The config lacks a required key.
+    """
+    heads = _required(text, _HEADS)
+    dim = text.get("head_dim") or text.get("hidden_size_per_head")
+    return heads, _kv_heads(text, heads), int(dim or _required(text, _WIDTH) // heads)
 
 
 def _has_key_biases(text: Mapping[str, Any]) -> bool:

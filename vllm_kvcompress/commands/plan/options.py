@@ -120,6 +120,15 @@ class PlanOptions:
             " Default: on, unless the model does not support it.",
         ),
     ] = None
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            "-sc",
+            metavar="JSON",
+            help="Drafts, in vLLM's JSON. The layers of a draft model keep all tokens.",
+        ),
+    ] = None
     disable_sliding_window: Annotated[
         bool,
         typer.Option(

@@ -39,6 +39,8 @@ def show_plan(result: PlanResult) -> None:
     if result.forecast.lookahead:
         lines.append(_lookahead_note(result.forecast))
     lines += _notes(result.forecast, options.stages, options.device)
+    if result.drafts.layers:
+        lines.append(_drafts_note(result.drafts.layers))
     if result.warm is not None:
         lines += _warm_notes(load, result.warm)
     if hits is not None and hits.on != hits.off:
@@ -278,6 +280,14 @@ def _lookahead_note(forecast: Forecast) -> str:
         f"During the look-ahead, the first {forecast.lookahead:,} of {output:,} output tokens, a"
         f" request holds {on.looking:,} blocks instead of {on.decoding:,}."
         " If the pool is short, prompts are compressed before their look-ahead ends."
+    )
+
+
+def _drafts_note(layers: int) -> str:
+    counted = "layer keeps" if layers == 1 else "layers keep"
+    return (
+        f"The draft model's {layers} {counted} all tokens in the same blocks, which the figures"
+        " include."
     )
 
 

@@ -16,13 +16,9 @@ from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.doctor import trial_outcome
 from vllm_kvcompress.engine.doctor.installation import parser, sentence
 from vllm_kvcompress.engine.doctor.trial_prompt import prompt_of
-from vllm_kvcompress.engine.layers import (
-    draft_layers_of,
-    groups_of,
-    layers_per_stage,
-    stages_of,
-)
+from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
+from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
@@ -53,18 +49,16 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         why = f", because {OFF_SWITCH} is set" if is_switched_off() else ""
         on_check(Check(name="compression", ok=True, detail=f"off: vLLM runs unchanged{why}"))
         return None
-    if draft_layers_of(config):
-        raise ConfigError(
-            "kvcompress doctor does not count the blocks of a draft model's layers; remove"
-            " --speculative-config for this check"
-        )
+    sizes = sizes_of(config)
     limits = Limits(
         settings=settings.variants[0],
-        layers=layers_per_stage(config),
+        layers=sizes.layers,
         block_size=config.cache_config.block_size,
         max_model_len=config.model_config.max_model_len,
         request_args=override_args(settings),
         page_tokens=_page_tokens(config, settings.variants[0]),
+        draft_layers=sizes.draft_layers,
+        draft_slots=sizes.max_drafts + sizes.draft_slots,
     )
     if spec["tokens"] is not None and not spec["exact"]:
         # Reject a length that is not compressed before the engine starts, which takes minutes.
@@ -90,7 +84,7 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         except Exception as e:
             on_check(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
             return None
-        for check in trial_outcome.check_outcome(outcome, request, plan):
+        for check in trial_outcome.check_outcome(outcome, request, plan, limits.draft_slots):
             on_check(check)
         if not spec["buckets"]:
             return None

@@ -92,9 +92,22 @@ def _packed(wrapper: Any) -> int:
     return 0 if compressor is None else int(compressor.compressed)
 
 
-def check_outcome(outcome: Outcome, request: PlannedRequest, plan: PagePlan) -> list[Check]:
-    """Return checks that the measurements match the page plan."""
-    checks = [_worker(outcome, request, plan), _blocks(outcome, request, plan), _pool(outcome)]
+def check_outcome(
+    outcome: Outcome, request: PlannedRequest, plan: PagePlan, draft_slots: int
+) -> list[Check]:
+    """Return checks that the measurements match the page plan.
+
+    Args:
+        outcome: the measurements.
+        request: the request as planned.
+        plan: the page plan of its prompt.
+        draft_slots: slots that drafts may take behind the request's tokens.
+    """
+    checks = [
+        _worker(outcome, request, plan),
+        _blocks(outcome, request, plan, draft_slots),
+        _pool(outcome),
+    ]
     if request.settings.decode.budget is not None:
         checks.insert(1, _output(outcome, request))
     return checks
@@ -111,6 +124,11 @@ def _worker(outcome: Outcome, request: PlannedRequest, plan: PagePlan) -> Check:
             f"{len(pages)} of {len(pages)} ranks packed the prompt of {request.prompt} tokens into"
             f" {plan.pages} pages"
         )
+        if request.draft_layers:
+            detail += (
+                f", and {plan.draft_pages} pages for all tokens of the draft model's layers. Not"
+                " checked: what those pages hold, and how many drafts are accepted"
+            )
     else:
         detail = (
             f"the ranks packed {outcome.packed} prompts into {pages} pages, but each must pack 1"
@@ -133,10 +151,14 @@ def _output(outcome: Outcome, request: PlannedRequest) -> Check:
     return Check(name="answer", ok=ok, detail=detail)
 
 
-def _blocks(outcome: Outcome, request: PlannedRequest, plan: PagePlan) -> Check:
-    """Check that the request held the planned number of blocks at every step."""
+def _blocks(outcome: Outcome, request: PlannedRequest, plan: PagePlan, draft_slots: int) -> Check:
+    """Check that the request held the planned number of blocks at every step, drafts included."""
     uncompressed = -(-plan.tokens // plan.block_size)
-    wrong = [(n, blocks) for n, blocks in outcome.blocks_held if blocks != request.blocks_held(n)]
+    wrong = [
+        (n, blocks)
+        for n, blocks in outcome.blocks_held
+        if not 0 <= blocks - request.blocks_held(n) <= request.added_blocks(n, draft_slots)
+    ]
     packed = [blocks for tokens, blocks in outcome.blocks_held if tokens >= plan.tokens]
     if not packed:
         detail = "the request ended before it was packed, so no blocks were counted"

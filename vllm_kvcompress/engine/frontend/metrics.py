@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvcompress_kernels import k4v3
-from vllm_kvcompress.engine.layers import draft_layers_of, groups_of, stages_of
+from vllm_kvcompress.engine.layers import draft_layers_of, draft_slots_of, groups_of, stages_of
 from vllm_kvcompress.engine.messages.outputs import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
@@ -48,7 +48,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("", "Tokens of compressed prompts before compression."),
     "kept_tokens": (
         "",
-        "Tokens of compressed prompts after compression, as the mean over their layers.",
+        "Tokens of compressed prompts after compression, as the mean over the compressed layers."
+        " The layers of a draft model are not among them, and keep all tokens.",
     ),
     "freed_blocks": ("", "KV blocks of compressed prompts that went back to the pool."),
     "packed_blocks": ("", "Free KV blocks allocated for the tokens that compressed prompts keep."),
@@ -232,7 +233,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         }
         self._ratio = Histogram(
             "vllm:kv_compress_ratio",
-            "Share of the prompt's tokens that compression keeps.",
+            "Share of the prompt's tokens that compression keeps in the compressed layers.",
             labels,
             buckets=_RATIOS,
         )
@@ -250,6 +251,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         layer_labels = {
             "stages": str(len(stages_of(vllm_config))),
             "draft_layers": str(draft_layers_of(vllm_config)),
+            "draft_slots": str(sum(draft_slots_of(vllm_config))),
         }
         self._set_gauges(settings, layer_labels)
         self._count_refusals(model)

@@ -22,7 +22,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.memory import uncompressed_prompt_blocks
 from vllm_kvcompress.planning.model_traits import Traits
 from vllm_kvcompress.refusals.rule import refuse
-from vllm_kvcompress.refusals.server import LAYERS, Server
+from vllm_kvcompress.refusals.server import DRAFT_SHAPE, LAYERS, Server
 from vllm_kvcompress.settings.config import CompressionConfig
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -141,12 +141,7 @@ def compressed_specs(
     for name in draft_names:
         target = next((spec for other, spec in full.items() if other not in draft_names), None)
         if target is not None and specs[name] != target:
-            raise ConfigError(
-                "--kv-compress needs draft layers with the target's KV heads, head size, dtype and"
-                f" full attention, but {name} differs; draft from the prompt with"
-                ' --speculative-config \'{"method": "ngram", ...}\', or remove'
-                " --speculative-config"
-            )
+            refuse((DRAFT_SHAPE,), name, "--kv-compress ")
     if not full:
         raise ConfigError(
             "--kv-compress needs a full-attention layer, but all layers of this model have a"

@@ -14,16 +14,11 @@ from vllm_kvcompress.engine.layers import groups_of, stages_of, state_blocks_per
 from vllm_kvcompress.planning.model_traits import Traits, traits_of
 from vllm_kvcompress.refusals.model import MODEL
 from vllm_kvcompress.refusals.rule import refuse
-from vllm_kvcompress.refusals.server import SERVER, Executor, Server
+from vllm_kvcompress.refusals.server import SERVER, Executor, Server, draft_facts
 from vllm_kvcompress.refusals.tested import (
-    DRAFT_LAYERS,
-    DRAFT_MODELS,
-    DRAFT_OPTION,
-    DRAFT_OPTIONS,
     EXECUTORS,
     IMAGES,
     MODALITIES,
-    MTP_MODULES,
     OFFLOADING,
     OFFLOADING_CONNECTOR,
     OFFLOADING_KEYS,
@@ -110,14 +105,11 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     yield "--ubatch-size", getattr(parallel, "ubatch_size", 0)
     yield "--no-disable-cascade-attn", getattr(model, "disable_cascade_attn", True) is False
     yield "--no-enable-prefix-caching", not cache.enable_prefix_caching
-    yield "--speculative-config", speculative and (speculative.method or "none")
-    if speculative and speculative.method in DRAFT_MODELS:
-        yield DRAFT_LAYERS, True
-        options = DRAFT_OPTIONS.items()
-        changed = (name for name, value in options if getattr(speculative, name, value) != value)
-        yield DRAFT_OPTION, next(changed, None)
-        modules = getattr(speculative.draft_model_config.hf_config, "n_predict", None) or 1
-        yield MTP_MODULES, modules if speculative.method == "mtp" and modules > 1 else None
+    if speculative:
+        modules = None
+        if speculative.method == "mtp":
+            modules = getattr(speculative.draft_model_config.hf_config, "n_predict", None)
+        yield from draft_facts(speculative.method or "none", vars(speculative), modules)
     yield "--use-replayssm", getattr(cache, "use_replayssm", False)
     if (mode := getattr(cache, "mamba_cache_mode", "none")) == "align":
         yield "--prefix-match-unit", getattr(cache, "prefix_match_unit", None)

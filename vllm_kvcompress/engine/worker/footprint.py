@@ -3,7 +3,12 @@
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-from vllm_kvcompress.engine.layers import draft_layers_of, groups_of, layers_per_stage
+from vllm_kvcompress.engine.layers import (
+    draft_layers_of,
+    draft_slots_of,
+    groups_of,
+    layers_per_stage,
+)
 from vllm_kvcompress.planning.memory import Sizes, reserved_bytes
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -11,8 +16,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 def sizes_of(config: VllmConfig) -> Sizes:
     """Return the sizes that determine the memory of one rank."""
     model, parallel = config.model_config, config.parallel_config
-    groups, speculative = groups_of(config), config.speculative_config
-    steps_in_flight = 2 if config.scheduler_config.async_scheduling else 1
+    groups, (max_drafts, draft_slots) = groups_of(config), draft_slots_of(config)
     return Sizes(
         layers=layers_per_stage(config),
         groups=groups if groups.num_uncompressed else None,
@@ -24,10 +28,9 @@ def sizes_of(config: VllmConfig) -> Sizes:
         block_size=int(config.cache_config.block_size),
         max_requests=int(config.scheduler_config.max_num_seqs),
         cache_itemsize=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize,
-        max_drafts=0
-        if speculative is None
-        else steps_in_flight * int(speculative.num_speculative_tokens),
+        max_drafts=max_drafts,
         draft_layers=draft_layers_of(config),
+        draft_slots=draft_slots,
         max_graph_rows=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
 
