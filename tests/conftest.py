@@ -15,6 +15,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The tensors of tests are small. With a thread for each core, PyTorch's threads spin while they
+# wait for each other, and a file takes three times as much CPU time on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # vLLM's n-gram drafter uses numba, whose OpenMP layer overrides OMP_NUM_THREADS for torch in this
 # process. Two threads that spin while waiting for each other make later files many times slower
 # when another pytest worker uses the second core.

@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -394,6 +395,9 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
+_freeze_heap = gc.freeze
+
+
 @functools.cache
 def keep_heap_frozen() -> None:
     """Stop vLLM from freezing and unfreezing the heap whenever an engine starts.
@@ -404,6 +408,17 @@ def keep_heap_frozen() -> None:
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise extension modules report leaked objects at exit
     gc.freeze = gc.unfreeze = lambda: None
+
+
+def collect_and_freeze() -> None:
+    """Delete engines that have ended, and freeze all objects that stay, unless an engine does.
+
+    The next collection then skips the modules and types that were imported since the last freeze.
+    A frozen engine would never be deleted. A test's variable may keep one that has ended.
+    """
+    gc.collect()
+    if not _engines:
+        _freeze_heap()
 
 
 @functools.cache
@@ -420,6 +435,7 @@ def replace_kernels_once() -> None:
 
 
 _open_engines: list[str] = []
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
@@ -444,8 +460,10 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
         num_gpu_blocks_override=blocks,
     )
     replace_kernels_once()
-    gc.freeze()  # exclude imported objects from the first engine's garbage collections
+    collect_and_freeze()
+    keep_heap_frozen()
     llm = LLM(model, **{**options, **kwargs})
+    _engines.add(llm)
     _open_engines.append(model)
     try:
         yield Engine(llm)
@@ -456,5 +474,3 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
                 patch.setattr(core, "cleanup_dist_env_and_memory", lambda: None)
             llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
-        keep_heap_frozen()

@@ -81,6 +81,7 @@ def ray_folder() -> Iterator[tuple[Path, dict[str, str]]]:
         "RAY_DEDUP_LOGS": "0",  # keep equal lines of different ranks
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about a future change
         "RAY_memory_monitor_refresh_ms": "0",  # never kill actors to free memory
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile its embedding in each rank
     }
     try:
         yield folder, environment

@@ -97,11 +97,13 @@ def function(stage: str) -> Callable[..., None]:
 def interpret() -> None:
     """Make ops, ours and vLLM's, run in Triton's interpreter on CPU tensors, as the tests do."""
     sys.path.append(str(ROOT / "tests"))
+    import faster_interpreter
     import interpreter
     from kvcompress_kernels import contract
 
     interpreter.install_driver()
     interpreter.install_fixes()
+    faster_interpreter.install_caches()
     contract.runs_triton = lambda tensor: True
 
 

@@ -192,8 +192,8 @@ def test_attention_over_other_tokens_fails_its_check():
 
 def test_packed_pages_hold_four_times_as_many_tokens_as_pages_of_16_bits():
     layer = packed.Layer()
-    step = packed.Step(layer, 1, 8192 + 16, 16, CPU, 0)
-    assert step.width * layer.block * packed.SMALLER == 8192
+    step = packed.Step(layer, 1, 1024 + 16, 16, CPU, 0)
+    assert step.width * layer.block * packed.SMALLER == 1024
     assert layer.page_bytes == 65536
     output = step.run(None, torch.zeros_like(step.query))
     assert step.error(output) < packed.TOLERANCE

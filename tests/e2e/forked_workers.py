@@ -37,6 +37,8 @@ def workers_with(folder: Path, site: str = "", **environment: str) -> Iterator[P
     write_site(folder, SLEEP_SITE + site)
     log = folder / "log"
     variables = {"PYTHONPATH": _path(folder), "VLLM_LOGGING_LEVEL": "INFO", **environment}
+    # With several ranks, vLLM compiles its embedding, which takes 5 seconds in each rank.
+    variables["TORCHDYNAMO_DISABLE"] = "1"
     with pytest.MonkeyPatch.context() as patch, _written_to(log):
         for name, value in variables.items():
             patch.setenv(name, value)

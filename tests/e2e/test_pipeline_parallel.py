@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engines
 import rank_engines
@@ -20,6 +21,7 @@ from checkpoints import make, tokens
 from configuring import configure
 from engines import Engine, allow_async_scheduling, engine, settings, with_states
 from forked_workers import SLEEP_SITE, workers_with
+from kvcompress_kernels.packed_attention.cpu import compile_for
 from rank_engines import RankResults, run_script
 from server_metrics import wait_for
 from site_patches import patch_on_import, write_site
@@ -363,7 +365,8 @@ def test_stages_read_the_packed_pages_of_an_earlier_turn(tmp_path):
     from vllm import SamplingParams
 
     config = settings("cake", 1.0, packed_dtype="k4v3", reuse="grid")
-    model, first = make("llama-d80", tmp_path), tokens(900, seed=7)
+    model, first = make("llama-two-layers-d64", tmp_path), tokens(900, seed=7)
+    compile_for(64, torch.float32, torch.float32)  # once, and not in each rank
     with ranks(model, 2, 1, config) as llm:
         free = llm.free_blocks
         (turn,) = llm.outputs([first], 40)

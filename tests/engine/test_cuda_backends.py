@@ -106,7 +106,7 @@ OPT_IN = {
 MODELS = dict.fromkeys(["k4v3", "all in k4v3"], "qwen3")
 
 
-@pytest.mark.parametrize("compress", ["cake", "streamingllm", "tova", *OPT_IN])
+@pytest.mark.parametrize("compress", ["cake", "streamingllm", *OPT_IN])
 def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
     """Requests start and finish, so graphs are padded and rows change their request and slot.
 

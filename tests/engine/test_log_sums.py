@@ -154,7 +154,7 @@ def test_steps_that_observe_nothing_do_not_ask(start, attentions):
 def test_prompts_are_scored_without_log_sums(start, attentions, options, asks_flash_attention):
     opened, seen = start(**options)
     with opened as llm:
-        llm.generate([tokens(200, seed=1)], 8)
+        llm.generate([tokens(140, seed=1)], 8)
         assert llm.compressor.compressed == 1
     assert asks_flash_attention or not seen.log_sums
     assert all(kept is None for kept, _ in attentions)
