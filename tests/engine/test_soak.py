@@ -45,6 +45,7 @@ class Load:
         lookahead: whether there is a look-ahead, and requests choose its length.
         packed: whether prompts are packed in k4v3, and requests choose their format.
         packs_outputs: whether outputs are packed in k4v3 too.
+        park: GiB of host memory for preempted requests; too few for all of them. None without.
         model: name of a test checkpoint with two compressed layers.
         window_blocks: further blocks of the pool for layers with a sliding window.
         options: more engine options.
@@ -63,6 +64,7 @@ class Load:
     lookahead: bool = False
     packed: bool = False
     packs_outputs: bool = False
+    park: float | None = None
     model: str = "llama-two-layers"
     window_blocks: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +102,8 @@ class Load:
             return BOUNDED
         if self.lookahead:
             return LOOKAHEAD
+        if self.packed and self.park is not None:
+            return settings(**PACKED["kvcompress"], park=self.park)
         if self.packed:
             return PACKED_OUTPUTS if self.packs_outputs else PACKED
         if self.cache_dtype == "auto":
@@ -181,7 +185,7 @@ LOADS = {
         **SMALL, count=12, overrides_method=True, options={"speculative_config": DRAFTS}
     ),
     "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
-    "packed": Load(**WIDE, pool=22, count=24, options={"async_scheduling": True}),
+    "packed": Load(**WIDE, pool=22, count=24, park=0.003, options={"async_scheduling": True}),
     "packed outputs": Load(
         **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
     ),
@@ -379,8 +383,13 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             scheduler.step_builder.stats.packed,
             llm.scheduler.requests,
             scheduler.step_builder.stats._repeats,
+            scheduler.parking.has_copies,
+            compressor.host_pages and len(compressor.host_pages),
         ]
         assert not any(leftovers), leftovers
+        if load.park is not None:
+            assert scheduler.parking.num_free_slots == len(compressor.host_pages._host)
+            assert samples()["resumed_requests_total",] > 0
         assert not load.packed or compressor.pool.pages.isfinite().all()
         resumed_at = {request_id: list(times) for request_id, times in preemptions.items()}
         num_repacked, num_pieces = (
