@@ -45,7 +45,7 @@ class Load:
         lookahead: whether there is a look-ahead, and requests choose its length.
         packed: whether prompts are packed in k4v3, and requests choose their format.
         packs_outputs: whether outputs are packed in k4v3 too.
-        park: GiB of host memory for preempted requests; too few for all of them. None without.
+        park: GiB of host memory for preempted requests; None without.
         model: name of a test checkpoint with two compressed layers.
         window_blocks: further blocks of the pool for layers with a sliding window.
         options: more engine options.
@@ -102,8 +102,8 @@ class Load:
             return BOUNDED
         if self.lookahead:
             return LOOKAHEAD
-        if self.packed and self.park is not None:
-            return settings(**PACKED["kvcompress"], park=self.park)
+        if self.park is not None:
+            return settings(**FREE["kvcompress"], park=self.park)
         if self.packed:
             return PACKED_OUTPUTS if self.packs_outputs else PACKED
         if self.cache_dtype == "auto":
@@ -178,14 +178,14 @@ LOADS = {
     "plain": Load(count=50, max_prompt=2200, pool=70, long_output_rate=0.2, overrides_method=True),
     "bounded": Load(count=12, max_prompt=500, pool=24, long_output_rate=0.8, bounded=True),
     "async": Load(**SMALL, count=10, bounded=True, options={"async_scheduling": True}),
-    "priority": Load(**SMALL, count=12, options={"scheduling_policy": "priority"}),
+    "priority": Load(**SMALL, count=12, park=0.001, options={"scheduling_policy": "priority"}),
     "hybrid": Load(**HYBRID, count=16, packed=True, seed=18),
     "hybrid, bounded": Load(**HYBRID, count=10, bounded=True),
     "drafts": Load(
         **SMALL, count=12, overrides_method=True, options={"speculative_config": DRAFTS}
     ),
     "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
-    "packed": Load(**WIDE, pool=22, count=24, park=0.003, options={"async_scheduling": True}),
+    "packed": Load(**WIDE, pool=22, count=24, options={"async_scheduling": True}),
     "packed outputs": Load(
         **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
     ),
@@ -389,7 +389,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
         assert not any(leftovers), leftovers
         if load.park is not None:
             assert scheduler.parking.num_free_slots == len(compressor.host_pages._host)
-            assert samples()["resumed_requests_total",] > 0
+            assert samples()["resumed_requests_total",] > 1
         assert not load.packed or compressor.pool.pages.isfinite().all()
         resumed_at = {request_id: list(times) for request_id, times in preemptions.items()}
         num_repacked, num_pieces = (
@@ -417,7 +417,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
     assert (num_repacked > load.count) is load.bounded
     assert (num_repacked > load.count // 10) is (load.bounded or load.packs_outputs)
     assert (num_pieces > load.count // 2) is load.bounded
-    assert resumed_at, "no request was preempted: the pool is too large"
+    assert resumed_at or load.park, "no request was preempted: the pool is too large"
     print(  # noqa: T201
         f"{load.count} requests, {len(aborted)} aborted, {len(packed)} compressed,"
         f" {len(resumed_at)} preempted, {num_repacked:.0f} packed during decoding; then in"
