@@ -333,6 +333,7 @@ class Engine:
 
         Request ids are those passed to `submit`. The tokens are counted when the request is
         scheduled again, because async scheduling still delivers the tokens that were in flight.
+        Parked requests do not count: they go on as if they had not been preempted.
         """
         seen: dict[str, list[int]] = {}
         waiting: dict[str, Any] = {}
@@ -341,6 +342,10 @@ class Engine:
         def preempting(request: Any, *args: Any, **kwargs: Any) -> None:
             waiting[request.request_id] = request
             preempt(request, *args, **kwargs)
+            states = getattr(self.scheduler, "states", None)
+            state = None if states is None else states.get(request.request_id)
+            if state is not None and state.parked is not None:
+                del waiting[request.request_id]
 
         def scheduling(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)

@@ -848,3 +848,17 @@ def test_shape_of_the_demo_model(demo_model):
     shape = shape_of(read_config(demo_model))
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (30, 9, 3, 64)
     assert (shape.dtype, shape.longest) == ("bfloat16", 8192)
+
+
+def test_the_plan_shows_how_many_preempted_requests_fit_into_host_memory(wide, plan_text):
+    """A block of 3 layers with 2 KV heads of 64 in 16 bits has 24 KiB, and a slot 96 KiB."""
+    config = {"compress": "cake", "budget": 0.5, "park": 40 * 96 / 2**20}
+    forecast = plan_on_cpu(wide, 2000, 100, config, **BFLOAT16).forecast
+    assert forecast.parked == 40 // -(-forecast.on.end // 4) == 2
+    assert (
+        plan_on_cpu(wide, 2000, 100, {**config, "park": None}, **BFLOAT16).forecast.parked is None
+    )
+    with pytest.raises(ConfigError, match="park must be at least one slot of 4 KV blocks"):
+        plan_on_cpu(wide, 2000, 100, {**config, "park": 95 / 2**20}, **BFLOAT16)
+    flags = ("--len", 2000, "--device", "cpu", "--dtype", "bfloat16", "--kv-park", 0.5)
+    assert "host memory holds the pages of" in plan_text(wide, *flags)

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.registry import PRESETS
 from vllm_kvcompress.planning.memory import (
+    HOST_SLOT_BLOCKS,
     Sizes,
     extra_bytes,
     group_bytes,
+    host_slots,
     reserved_bytes,
     ring_bytes,
     ring_slots,
@@ -220,3 +222,21 @@ def test_scratch_pages_hold_one_layer_of_the_longest_sequence():
     assert blocks * SIZES.layers * SIZES.block_size >= SIZES.longest
     extra = extra_bytes(SIZES, reuse) - extra_bytes(SIZES, plain)
     assert extra >= blocks * SIZES.block_bytes
+
+
+@given(st.floats(0.001, 64), st.integers(1, 2**22))
+def test_host_slots_take_no_more_than_their_memory(gibibytes, block_bytes):
+    slot_bytes, limit = HOST_SLOT_BLOCKS * block_bytes, gibibytes * 2**30
+    if slot_bytes > limit:
+        with pytest.raises(ConfigError, match=r"at least one slot of 4 KV blocks.*raise --kv-park"):
+            host_slots(gibibytes, block_bytes)
+        return
+    slots = host_slots(gibibytes, block_bytes)
+    assert slots * slot_bytes <= limit < (slots + 1) * slot_bytes
+    assert host_slots(None, block_bytes) == 0
+
+
+def test_parking_reserves_its_staging_buffer():
+    off = CompressionConfig.parse({"compress": "cake"})
+    on = CompressionConfig.parse({"compress": "cake", "park": 1})
+    assert extra_bytes(SIZES, on) - extra_bytes(SIZES, off) == 4 * SIZES.block_bytes

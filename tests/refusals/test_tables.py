@@ -126,3 +126,29 @@ def test_k4v3_needs_pages_that_hold_whole_groups(settings, head_dim, block_size,
 def test_other_pages_hold_whole_groups(head_dim, block_size, itemsize):
     shape = {"head_dim": head_dim, "block_size": block_size, "itemsize": itemsize}
     assert reason_for(K4V3, **shape) is None
+
+
+def test_parking_is_refused_where_no_request_can_be_parked():
+    def parked(**options):
+        return CompressionConfig.parse({"compress": "cake", "park": 16, **options})
+
+    assert reason_for(parked()) is None
+    assert reason_for(parked(), options={tested.NGRAM: "ngram"}) is None
+    for feature in (tested.TENSOR, tested.PIPELINE, tested.DATA, tested.RAY):
+        reason = f"{feature} and --kv-park were not tested together; remove {feature} or --kv-park"
+        assert reason_for(parked(), options={feature: 2}) == reason
+    grid = parked(budget=1.0, packed_dtype="k4v3", reuse="grid")
+    assert "--kv-reuse and --kv-park were not tested together" in reason_for(grid)
+    bounded = reason_for(parked(decode_budget=512))
+    assert bounded == (
+        "only requests that are packed for good can be parked, and --kv-decode-budget packs them"
+        " again; remove --kv-park 16.0, or --kv-decode-budget"
+    )
+    outputs = reason_for(parked(packed_dtype="k4v3", decode_interval=256))
+    assert outputs is not None
+    assert outputs.endswith("remove --kv-park 16.0, or --kv-decode-interval")
+    assert reason_for(parked(), host_bytes=16 * 2**30) is None
+    assert reason_for(parked(), host_bytes=16 * 2**30 - 1) == (
+        "--kv-park must be at most the memory of this machine, 15.9 GiB, got 16.0; lower it, and"
+        " leave memory for the process"
+    )

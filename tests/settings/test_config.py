@@ -84,6 +84,7 @@ def test_budget_is_refused(value):
         "piece",
         "probe",
         "probe_first",
+        "park",
     ],
 )
 @pytest.mark.parametrize("text", ["1_0", "0_1", "\u0661\u0660", "\uff11\uff10"])
@@ -91,6 +92,15 @@ def test_numbers_need_the_digits_0_to_9(name, text):
     refused(f"{name} must be written with the digits 0 to 9", repr(text), raw={
         "compress": "cake", name: text,
     })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, "0", "-0.5", "nan", "inf", True, "16GB", [16], ""], ids=repr
+)
+def test_park_is_a_number_of_gib(value):
+    refused("park must be a number of GiB above 0", "or remove it", repr(value), park=value)
+    assert [parse(park=each).park for each in (2, "0.5", "none", None)] == [2.0, 0.5, None, None]
+    assert parse(park=2, allow_override="all").variant("snapkv").park is None
 
 
 @pytest.mark.parametrize("text", ["1_000", "\u0661\u0660\u0662\u0664:2048", "0.1:0.5,1_28:1024"])
@@ -250,6 +260,7 @@ FULL = {
     "piece": 2048,
     "probe": 48,
     "probe_first": 24,
+    "park": 0.5,
 }
 
 
@@ -317,6 +328,7 @@ ONE_VALUE = {
     "piece": [1024, 4096],
     "probe": [0, 32, 64],
     "probe_first": [0, 16],
+    "park": [None, "none", 0.5, 16],
     "allow_override": ["all", "off", "off,snapkv", []],
     "budget_bounds": [[], "0.1:0.5", "0.1:0.5,64:128"],
     "alias": [{}, {"a": "cake:0.2"}, "b=snapkv:64:auto"],

@@ -47,10 +47,10 @@ from vllm_kvcompress.settings.parsing import (
     Aliases,
     BoundsOfKinds,
     Budget,
-    GibibytesOrNone,
     MergeOrUnset,
     MethodName,
     MethodNames,
+    Park,
     PartParams,
     Tokens,
     TokensOrUnset,
@@ -117,9 +117,9 @@ class CompressionConfig(SettingsGroup):
     prompt itself."""
     decode: DecodeSettings = DecodeSettings()
     pieces: PieceSettings = PieceSettings()
-    park: GibibytesOrNone = declare(None, "GIB", gt=0, allow_inf_nan=False, per_engine=True)
+    park: Park = declare(None, "GIB", per_engine=True)
     """GiB of host memory for the pages of preempted compressed requests, which then resume without
-    being computed again. With none, vLLM computes them again."""
+    being computed again."""
     allow_override: MethodNames = declare((), "METHODS", deployed="off", per_engine=True)
     """Methods that requests may choose in vllm_xargs.kv_compress: all, or a list separated by
     commas.

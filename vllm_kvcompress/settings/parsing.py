@@ -3,8 +3,10 @@
 Each parser raises ConfigError for anything else. The message has the rule and the value.
 """
 
+import math
 import numbers
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -135,9 +137,21 @@ def number(value: Any) -> Any:
     return refuse_other_digits(value)
 
 
-def gibibytes_or_none(value: Any) -> Any:
-    """Return None for "none", which manifests write for an unset flag; else as `number`."""
-    return None if value == "none" else number(value)
+def parse_park(value: Any) -> float | None:
+    """Parse `park`: GiB above 0, or None, which manifests write as "none"."""
+    if value is None or value == "none":
+        return None
+    gibibytes: Any = refuse_other_digits(value)
+    if not isinstance(value, bool):
+        with suppress(TypeError, ValueError):
+            gibibytes = float(gibibytes)
+            # Written this way round because NaN must fail too.
+            if 0 < gibibytes < math.inf:
+                return float(gibibytes)
+    raise ConfigError(
+        "park must be a number of GiB above 0, or none; set --kv-park to the host memory for"
+        f" preempted requests, such as 16, or remove it, got {shorten(value)}"
+    )
 
 
 def parse_merge(value: Any) -> Merge | None:
@@ -253,7 +267,7 @@ Tokens = Annotated[int, Parsed(whole_tokens)]
 TokensOrUnset = Annotated[int | None, Parsed(whole_tokens)]
 TokensOrNone = Annotated[int | None, Parsed(tokens_or_none)]
 """As `TokensOrUnset`; users may also write "none"."""
-GibibytesOrNone = Annotated[float | None, Parsed(gibibytes_or_none)]
+Park = Annotated[float | None, Parsed(parse_park)]
 MethodName = Annotated[str, Parsed(parse_compress)]
 Budget = Annotated[float | int, Parsed(parse_budget)]
 MethodNames = Annotated[tuple[str, ...], Parsed(parse_methods)]

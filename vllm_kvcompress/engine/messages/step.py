@@ -283,8 +283,9 @@ class StepPlan:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Return the ids of all requests in this plan, each once."""
-        copied = (order.request_id for order in (*self.park, *self.resume))
-        return tuple(dict.fromkeys((*self.compressed_ids, *copied)))
+        parked = [order.request_id for order in self.park]
+        resumed = [order.request_id for order in self.resume]
+        return tuple(dict.fromkeys((*self.compressed_ids, *parked, *resumed)))
 
     @property
     def compressed_ids(self) -> tuple[str, ...]:
