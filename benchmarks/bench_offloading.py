@@ -46,7 +46,7 @@ def main() -> None:
     engines = {
         name: LLM(
             args.model,
-            max_model_len=4096,
+            max_model_len=args.tokens + 512,
             block_size=64,
             enforce_eager=True,
             dtype="float32",
