@@ -13,6 +13,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from benchmarks.late_offloading import LateSpec, StoredChunks, install, transfer
+from benchmarks.origin import commit, machine
 from checkpoints import make, tokens
 from engines import engine, model_runner_v1_only, settings
 from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
@@ -67,6 +68,13 @@ SCENARIOS = {
 @pytest.fixture(scope="module")
 def model(checkpoints_folder):
     return make("llama-mqa", checkpoints_folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _origin(record_testsuite_property):
+    """Name commit and machine in the report of `--junitxml`."""
+    record_testsuite_property("commit", commit())
+    record_testsuite_property("machine", machine())
 
 
 @pytest.fixture(autouse=True)

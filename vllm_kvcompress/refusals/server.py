@@ -422,8 +422,8 @@ SERVER: tuple[Rule[Server], ...] = (
         fix=f"set kv_connector to {tested.CONNECTORS[0]!r} or {tested.OFFLOADING_CONNECTOR!r} in"
         f" {_TRANSFER} without kv_connector_module_path, or remove {_TRANSFER} (or"
         " --kv-offloading-backend), got {found!r}",
-        because="they find blocks by the positions or the hash of their tokens, and a compressed"
-        " request's block holds other tokens; or they were not tested",
+        because="they find blocks by position or hash, and compressed blocks hold other tokens; or"
+        " they were not tested",
     ),
     Rule(
         name="`NixlConnector` as `kv_producer` or `kv_both`, or with `bidirectional_kv_xfer`",
