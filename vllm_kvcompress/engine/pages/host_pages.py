@@ -22,8 +22,8 @@ class _PageCounts(NamedTuple):
 class HostPages:
     """Slots of host memory, which is allocated once and, for a GPU, pinned.
 
-    All copies run in the order of the device's stream, so a block or a slot may have a new owner
-    in the step of its copy. The host never waits.
+    All copies run in the order of the device's stream, so a block or a slot may be reused in the
+    step that copies it. The host never waits.
 
     Args:
         pool: the page pool of this worker's layers.

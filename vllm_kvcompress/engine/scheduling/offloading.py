@@ -1,4 +1,4 @@
-"""VllmHook `offloading`: vLLM's `OffloadingConnector`, whose stores read blocks that packing frees.
+"""VllmHook `offloading`: adapts vLLM's `OffloadingConnector`, whose stores may read freed blocks.
 
 The connector stores a prompt's chunks under the hash of their tokens. It plans a store in one step,
 and its workers copy the blocks during later steps. vLLM alone keeps a running request's blocks, so
@@ -7,7 +7,7 @@ Packing frees blocks of running requests, and writes to others. So there are thr
 
 * A freed block is fenced: if it is allocated again, the workers finish its stores before that step.
 * Before packing, the workers finish the stores that read a destination block.
-* Nothing of a packed request is stored later: its blocks hold other tokens.
+* After a request is packed, its blocks are not stored, because they hold other tokens.
 """
 
 from collections.abc import Callable, Collection
@@ -37,12 +37,12 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
             longest_hit: returns how many tokens of a waiting prompt need not be computed here.
 
         Raises:
-            VllmHookError: vLLM keeps its stores elsewhere.
+            VllmHookError: vLLM's connector has no such attributes.
         """
         missing = [name for name in _ATTRIBUTES if not hasattr(self.scheduler, name)]
         if missing:
             raise VllmHookError(
-                f"vLLM's OffloadingConnectorScheduler lost {missing}",
+                f"vLLM's OffloadingConnectorScheduler has no attributes {missing}",
                 "install a vLLM that was tested with offloading, or remove --kv-offloading-size",
             )
         self._longest_hit = longest_hit
@@ -50,8 +50,7 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens a load may add; None for no limit.
 
-        The worker must compute the tokens whose queries the method reads, so loading them too would
-        be useless.
+        Tokens whose queries the method reads are computed here, so they are not loaded.
         """
         longest_hit = self._longest_hit(request)
         if longest_hit >= int(request.num_tokens) - 1:
@@ -60,7 +59,7 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
         return max(longest_hit - longest_hit % block_size - num_computed_tokens, 0)
 
     def plan_packing(self, request_id: str, freed: set[int], destinations: set[int]) -> set[int]:
-        """Keep a packing of the step that is being scheduled from changing what is stored.
+        """Protect the pending stores from a packing in the step that is being scheduled.
 
         Args:
             request_id: the request.
@@ -71,7 +70,7 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
             Ids of the stores that the workers must finish before they pack.
         """
         scheduler: Any = self.scheduler
-        # The stores planned so far read blocks that were computed from all tokens.
+        # Later blocks are computed from the kept tokens, so no more stores may be planned.
         if (state := scheduler._req_status.get(request_id)) is not None:
             state.max_offload_tokens = 0
         read_destinations = set()

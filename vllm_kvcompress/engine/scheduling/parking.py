@@ -1,9 +1,8 @@
 """Parks preempted requests: their pages wait in host memory, and the requests resume from them.
 
-Only a request whose packing is over is parked: nothing but its pages, its page counts and its
-tokens is needed to go on. vLLM frees its blocks as in any preemption. Before it takes blocks again,
-it asks the prefix cache for computed tokens (`coordination`), and a parked request answers with all
-of its tokens but the last.
+Only a request that needs no more packing is parked: its pages, page counts and tokens suffice to
+go on. vLLM frees its blocks as in any preemption. Before vLLM takes blocks for it again, it asks
+the prefix cache for computed tokens, and `coordination` reports all of the request's but the last.
 """
 
 from vllm.v1.request import Request
@@ -56,8 +55,8 @@ class Parking:
         if not self.is_enabled or request.request_id not in self._states.ids_without_packing:
             return
         state = self._states.of(request)
-        # With an entry, this step would have packed it. Prompt log-probabilities need the logits of
-        # all prompt tokens, and a streamed input may change its tokens.
+        # A request with an entry would have been packed in this step. Prompt log-probabilities
+        # need the logits of all prompt tokens, and streamed input may replace tokens.
         skips_cache = request.resumable or request.get_skip_reading_prefix_cache()
         if not state.packed_blocks or state.entry is not None or skips_cache:
             return
@@ -84,14 +83,14 @@ class Parking:
         )
 
     def computed_tokens(self, request: Request) -> int:
-        """Return the tokens of a parked request that are not computed again.
+        """Return how many tokens of a parked request need not be computed again.
 
-        The last one is, as after a hit in the prefix cache: its logits give the next token.
+        These are all but the last, whose logits give the next token.
         """
         return int(request.num_tokens) - 1
 
     def extra_blocks(self, state: RequestState) -> int:
-        """Return how many blocks a parked request takes beyond one per block of its tokens."""
+        """Return how many more blocks a parked request takes than its tokens fill."""
         assert state.parked is not None, state.request_id
         footprint = state.current_schedule.footprint
         return state.parked.packed_blocks + footprint.leading_blocks - footprint.first_block

@@ -122,8 +122,8 @@ class RequestState:
             request takes part in.
         is_scheduled: whether a request in its look-ahead takes part in the step being scheduled.
         entry: its part of the step that is being scheduled. None if it has none.
-        parked: its pages in host memory while it waits after a preemption. None if they are not
-            there.
+        parked: its pages in host memory while it waits after a preemption. None if it is not
+            parked.
     """
 
     request: Request

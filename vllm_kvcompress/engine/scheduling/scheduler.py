@@ -229,7 +229,7 @@ class _CompressingMixin:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache. Parked requests start again, since their keys may be outdated."""
+        """Reset the prefix cache. Parked requests are recomputed: their K and V may be outdated."""
         self.parking.drop_all()
         enabled, self.parking.is_enabled = self.parking.is_enabled, False
         try:
