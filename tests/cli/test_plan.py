@@ -861,4 +861,4 @@ def test_the_plan_shows_how_many_preempted_requests_fit_into_host_memory(wide, p
     with pytest.raises(ConfigError, match="park must be at least one slot of 4 KV blocks"):
         plan_on_cpu(wide, 2000, 100, {**config, "park": 95 / 2**20}, **BFLOAT16)
     flags = ("--len", 2000, "--device", "cpu", "--dtype", "bfloat16", "--kv-park", 0.5)
-    assert "host memory holds the pages of" in plan_text(wide, *flags)
+    assert "Host memory holds the pages of" in plan_text(wide, *flags)

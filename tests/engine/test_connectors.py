@@ -140,7 +140,7 @@ def test_offloading_is_configured(model, options):
             "spec_name is CPUOffloadingSpec",
             "remove spec_name 'TieringOffloadingSpec'",
         ),
-        (offloading(canonical_layout=True), "with the keys", "remove canonical_layout True"),
+        (offloading(canonical_layout=True), "with at most", "remove canonical_layout True"),
         (
             offloading() | {"kv_events_config": {"enable_kv_cache_events": True}},
             "without KV events",

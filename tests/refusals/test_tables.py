@@ -141,7 +141,7 @@ def test_parking_is_refused_where_no_request_can_be_parked():
     assert "--kv-reuse and --kv-park were not tested together" in reason_for(grid)
     bounded = reason_for(parked(decode_budget=512))
     assert bounded == (
-        "only requests that are packed for good can be parked, and --kv-decode-budget packs them"
+        "only requests that need no more packing can be parked, and --kv-decode-budget packs"
         " again; remove --kv-park 16.0, or --kv-decode-budget"
     )
     outputs = reason_for(parked(packed_dtype="k4v3", decode_interval=256))

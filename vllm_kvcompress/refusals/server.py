@@ -460,7 +460,7 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="output tokens behind a compressed prompt were computed from its kept tokens, so"
         " they must not be stored under the hash of all tokens",
         fix="remove offload_prompt_only from kv_connector_extra_config, or set it to true",
-        because="output tokens were computed from kept tokens only",
+        because="output tokens depend on the kept tokens, but their hash on all tokens",
     ),
     Rule(
         name="Offloading with `--kv-max-whole`",
@@ -468,13 +468,13 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="later pieces of a prompt are computed from kept tokens, so they must not be stored"
         " under the hash of all tokens",
         fix="remove --kv-max-whole, got {found}",
-        because="later pieces were computed from kept tokens only",
+        because="later pieces depend on the kept tokens, but their hash on all tokens",
     ),
     Rule(
         name="Other settings of `OffloadingConnector`, and KV events with it",
         when=lambda s: s.options.get("an offloading option"),
-        reason="OffloadingConnector is only tested as kv_both, without KV events, and with the keys"
-        f" {list(tested.OFFLOADING_KEYS)} of kv_connector_extra_config, where spec_name is"
+        reason="OffloadingConnector is only tested as kv_both, without KV events, and with at most"
+        f" the keys {list(tested.OFFLOADING_KEYS)} in kv_connector_extra_config, and spec_name"
         " CPUOffloadingSpec",
         fix="remove {found}",
         because=UNTESTED,
@@ -597,9 +597,9 @@ SERVER: tuple[Rule[Server], ...] = (
                 or (s.settings.packs_outputs and "--kv-decode-interval")
             )
         ),
-        reason="only requests that are packed for good can be parked, and {found} packs them again",
+        reason="only requests that need no more packing can be parked, and {found} packs again",
         fix="remove --kv-park {it.settings.park}, or {found}",
-        because="only requests that are packed for good can be parked",
+        because="only requests that need no more packing can be parked",
     ),
     Rule(
         when=lambda s: s.host_bytes and (s.settings.park or 0) * 2**30 > s.host_bytes,

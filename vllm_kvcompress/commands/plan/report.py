@@ -259,8 +259,8 @@ def _notes(forecast: Forecast, stages: int, device: str) -> list[str]:
         )
     if forecast.parked is not None:
         notes.append(
-            f"If requests are preempted, host memory holds the pages of {forecast.parked:,} of them"
-            " at the end of their output."
+            f"Host memory holds the pages of {forecast.parked:,} preempted requests with their whole"
+            " output."
         )
     if forecast.worst is not None:
         notes.append(_worst_case_note(forecast, forecast.worst))

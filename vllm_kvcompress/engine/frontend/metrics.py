@@ -88,7 +88,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "",
         "Times that a preempted request resumed from its pages in host memory (--kv-park).",
     ),
-    "resumed_tokens": ("", "Tokens of resumed requests, which were not computed again."),
+    "resumed_tokens": ("", "Tokens that resumed requests did not compute again."),
     "unparked_requests": (
         "",
         "Preempted requests computed again because host memory had no space for their pages.",
