@@ -438,6 +438,12 @@ def test_late_packing_keeps_a_cold_prompt_exact_and_later_turns_warm(
         assert stats.packed_hit_tokens == whole
         assert generate(llm, following, 1)[1] == hit(len(following) - 1)
         assert stats.packed_hit_tokens == whole + BLOCK + (len(following) - BLOCK) // PAGE * PAGE
+        # An uncompressed request caches ordinary blocks behind the pages and their tail. They keep
+        # their keys when a compressed request that has found them ends.
+        longer = following + tokens(2 * BLOCK, seed=43)
+        generate(llm, longer, 1, extra_args={"kv_compress": "off"})
+        for _ in range(2):
+            assert generate(llm, longer + tokens(5, seed=44), 1)[1] == hit(len(longer))
         assert llm.free_blocks == free
 
 
