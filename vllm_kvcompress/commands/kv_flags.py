@@ -129,6 +129,15 @@ ProbeFirst = Annotated[
         " the text.",
     ),
 ]
+Park = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-park",
+        metavar="GIB",
+        help="GiB of host memory for the pages of preempted compressed requests, which then"
+        " resume without being computed again.",
+    ),
+]
 AllowOverride = Annotated[
     str | None,
     typer.Option(

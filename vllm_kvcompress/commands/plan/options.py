@@ -42,6 +42,7 @@ class PlanOptions:
     piece: kv_flags.Piece = None
     probe: kv_flags.Probe = None
     probe_first: kv_flags.ProbeFirst = None
+    park: kv_flags.Park = None
     memory_gib: Annotated[
         float | None,
         typer.Option(
