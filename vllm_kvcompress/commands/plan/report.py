@@ -259,8 +259,8 @@ def _notes(forecast: Forecast, stages: int, device: str) -> list[str]:
         )
     if forecast.parked is not None:
         notes.append(
-            f"Host memory holds the pages of {forecast.parked:,} preempted requests with their whole"
-            " output."
+            f"Host memory holds the pages of {forecast.parked:,} preempted requests with all of"
+            " their output."
         )
     if forecast.worst is not None:
         notes.append(_worst_case_note(forecast, forecast.worst))

@@ -7,6 +7,7 @@ import torch
 
 from vllm_kvcompress.engine.messages.step import ParkPages, ResumePages
 from vllm_kvcompress.engine.pages.pool import PackedBlocks, PagePool
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.memory import HOST_SLOT_BLOCKS
 
 
@@ -36,9 +37,9 @@ class HostPages:
         self._slot_pages = HOST_SLOT_BLOCKS * self._layers
         page, pages = pool.pages.shape[1:], pool.pages
         # Zeros, so that the memory is the process's own from the start.
-        self._host = torch.zeros(
-            num_slots, self._slot_pages, *page, dtype=pages.dtype, pin_memory=pages.is_cuda
-        )
+        self._host = torch.zeros(num_slots, self._slot_pages, *page, dtype=pages.dtype)
+        if pages.is_cuda:
+            pin(self._host)
         # Pages on their way. Copies to and from pinned memory are fast only if contiguous.
         self._staging = torch.empty(self._slot_pages, *page, dtype=pages.dtype, device=pages.device)
         self._counts: dict[str, _PageCounts] = {}
@@ -88,3 +89,18 @@ class HostPages:
         """Forget the copies of requests that have ended or that start again."""
         for request_id in request_ids:
             self._counts.pop(request_id, None)
+
+
+def pin(host: torch.Tensor) -> None:
+    """Pin the memory of a CPU tensor. torch's own pinned memory takes a power of two of bytes.
+
+    Raises:
+        ConfigError: the system does not let the process pin so much memory.
+    """
+    error = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    if error.value:
+        raise ConfigError(
+            f"--kv-park memory must be pinned, and CUDA returned {error} for"
+            f" {host.nbytes / 2**30:.1f} GiB; lower --kv-park, or raise the limit of locked memory"
+            " (ulimit -l)"
+        )

@@ -150,6 +150,7 @@ class CompressionStats:
             self.slotless_lookaheads,
             self.packed_hit_tokens,
             self.parked_requests,
+            self.parked_bytes,
             self.resumed_requests,
             self.unparked_requests,
         )

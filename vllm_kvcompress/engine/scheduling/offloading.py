@@ -73,10 +73,13 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
         # Later blocks are computed from the kept tokens, so no more stores may be planned.
         if (state := scheduler._req_status.get(request_id)) is not None:
             state.max_offload_tokens = 0
-        read_destinations = set()
+        read_destinations, changed = set(), freed | destinations
         for job_id, job in scheduler._jobs.items():
-            unfenced = set(job.deferred_fence_block_ids or ())
-            fenced = set(job.fenced_block_ids or ())
+            unfenced = job.deferred_fence_block_ids or ()
+            fenced = job.fenced_block_ids or ()
+            if changed.isdisjoint(unfenced) and changed.isdisjoint(fenced):
+                continue
+            unfenced, fenced = set(unfenced), set(fenced)
             if destinations & (unfenced | fenced):
                 read_destinations.add(job_id)
             if newly_fenced := unfenced & freed:

@@ -38,6 +38,8 @@ class Parking:
         self._free_slots, self._slot_bytes = list(range(num_slots)), slot_bytes
         self.is_enabled = num_slots > 0
         """Whether requests that are preempted now are parked."""
+        # Slots whose pages the step being scheduled copies back.
+        self._resumed_slots: list[int] = []
         self._park: list[ParkPages] = []
         self._resume: list[ResumePages] = []
 
@@ -108,7 +110,10 @@ class Parking:
         nulls = [self._pool.null_block] * (first - leading)
         state.blocks = ordinary[:leading] + nulls + ordinary[leading:]
         self._manager.req_to_blocks[request_id] = state.blocks
-        self.drop(state)
+        # The workers park before they resume, so a request parked in this step gets other slots.
+        self._resumed_slots += copy.slots
+        self._count(-1, -len(copy.slots))
+        state.parked = None
         self._states.ids_without_packing.add(request_id)
         # vLLM would cache blocks from the first one on, and some of them are null.
         self._states.limit_caching(state, 0)
@@ -153,4 +158,6 @@ class Parking:
         copies = tuple(self._park), tuple(self._resume)
         self._park.clear()
         self._resume.clear()
+        self._free_slots += self._resumed_slots
+        self._resumed_slots.clear()
         return copies

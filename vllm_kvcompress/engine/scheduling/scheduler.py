@@ -228,14 +228,25 @@ class _CompressingMixin:
         self.parking.park(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache. Parked requests are recomputed: their K and V may be outdated."""
-        self.parking.drop_all()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        """Reset the prefix cache. Parked requests are recomputed: their K and V may be outdated.
+
+        If vLLM does not reset it, because requests run, they go on, and so do parked requests.
+        """
         enabled, self.parking.is_enabled = self.parking.is_enabled, False
         try:
-            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+            is_reset = bool(
+                super().reset_prefix_cache(  # type: ignore[misc]
+                    reset_running_requests, *args, **kwargs
+                )
+            )
         finally:
             self.parking.is_enabled = enabled
+        if is_reset or reset_running_requests:
+            self.parking.drop_all()
+        return is_reset
 
     def _longest_prefix_hit(self, request: Request) -> int:
         """Return how many tokens of a waiting prompt need not be computed here."""

@@ -149,6 +149,8 @@ def _startup_lines(
         )
     if settings.alias:
         yield f"further model names: {', '.join(map(str, settings.alias))}"
+    if settings.park is not None:
+        yield f"pages of preempted requests wait in up to {settings.park} GiB of host memory"
     if settings.pressure:
         yield (
             f"prompts stay uncompressed while less than {settings.pressure:g} of the KV pool is in"

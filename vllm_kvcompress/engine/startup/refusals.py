@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -74,6 +75,16 @@ def model_traits(config: VllmConfig) -> Traits:
         cached_states=state_blocks_per_group(config),
         cache=config.cache_config.cache_dtype,
     )
+
+
+def _host_bytes() -> int:
+    """Return the bytes of memory that this machine has, or that its container may use if fewer."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.strip().isdigit() else machine
 
 
 def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
@@ -210,5 +221,5 @@ def _server(config: VllmConfig, settings: CompressionConfig, traits: Traits) -> 
         executor=executor,
         stages=tuple(len(layers) for layers in stages_of(config)),
         vllm=vllm.__version__,
-        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        host_bytes=_host_bytes(),
     )

@@ -178,7 +178,8 @@ class CompressingWorker:
         """Sample the step's tokens, then execute its packing plan.
 
         On a GPU, vLLM has started to copy the tokens to the host by then, so neither the copy nor
-        the client waits for the packing. The tokens are not delivered if the packing fails: the
+        the client waits for the packing. Stores of vLLM's offloading that read a destination block
+        end first, though. The tokens are not delivered if the packing fails: the
         exception takes the place of the step's output.
 
         Returns:
