@@ -4,8 +4,8 @@
         --out benchmarks/results/drafts_smollm2.jsonl
 
 The requests are those whose uncompressed greedy outputs reach --output tokens. Each runs with every
-setting, with drafts and without, and the outputs are compared token by token. The file gets one
-line per request and setting, and the command prints the tables. With --report, it only prints them.
+setting, with drafts and without, and the outputs are compared token by token. The file gets two
+lines per request and setting, and the command prints the table. With --report, it only does that.
 """
 
 import argparse
@@ -124,47 +124,27 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run all engines one after another, and yield the file's lines."""
     engines = Engines(args)
     given, alone = long_requests(args, engines)
-    plain = {ALONE: alone}
-    with engines.open(drafts=False, compresses=True) as llm:
-        for name, extra in SETTINGS.items():
-            plain[name] = engines.outputs(llm, given, extra)
+    yield from _lines(ALONE, given, alone)
     with engines.open(drafts=True, compresses=False) as llm:
-        drafted = engines.outputs(llm, given, {})
-    yield from _lines(ALONE, given, drafted, plain)
-    with engines.open(drafts=True, compresses=True) as llm:
-        for name, extra in SETTINGS.items():
-            yield from _lines(name, given, engines.outputs(llm, given, extra), plain)
+        yield from _lines(ALONE, given, engines.outputs(llm, given, {}))
+    for drafts in (True, False):
+        with engines.open(drafts=drafts, compresses=True) as llm:
+            for name, extra in SETTINGS.items():
+                yield from _lines(name, given, engines.outputs(llm, given, extra))
 
 
-def _lines(
-    name: str, given: Sequence[Prompt], drafted: Sequence[Any], plain: Mapping[str, Sequence[Any]]
-) -> Iterator[dict[str, Any]]:
-    for prompt, output, without, alone in zip(
-        given, drafted, plain[name], plain[ALONE], strict=True
-    ):
+def _lines(name: str, given: Sequence[Prompt], outputs: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    for prompt, output in zip(given, outputs, strict=True):
         (completion,) = output.outputs
-        tokens = list(completion.token_ids)
         metrics = completion.spec_decode_metrics
         yield {
             "setting": name,
             "request": prompt.name,
             "prompt_tokens": len(prompt.ids),
-            "output_tokens": len(tokens),
-            "accepted": metrics.per_step_accepted,
-            "drafted": metrics.per_step_drafted,
-            "equal_without_drafts": shared(tokens, list(without.outputs[0].token_ids)),
-            "equal_to_alone": shared(tokens, list(alone.outputs[0].token_ids)),
+            "output": list(completion.token_ids),
+            "accepted": metrics and metrics.per_step_accepted,
             "kept": getattr(output, "kv_compress", None),
-            "kept_without_drafts": getattr(without, "kv_compress", None),
         }
-
-
-def shared(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """Return how many tokens two outputs share from the start; None if they are equal."""
-    if tokens == others:
-        return None
-    pairs = zip(tokens, others, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
 
-from benchmarks.jsonl import by_key
+from benchmarks.jsonl import Line, by_key
 from vllm_kvcompress.compare.statistics import estimate
 
 ALONE = "vLLM alone"
@@ -18,7 +17,7 @@ _HEADER = (
 )
 
 
-def acceptance_length(line: Mapping[str, Any], skipped: int = 0) -> float:
+def acceptance_length(line: Line, skipped: int = 0) -> float:
     """Return output tokens per draft step: accepted drafts plus 1, as vLLM counts.
 
     Steps without drafts do not count, such as the last one of a look-ahead.
@@ -37,33 +36,44 @@ def acceptance_length(line: Mapping[str, Any], skipped: int = 0) -> float:
     return 1 + fmean(counted)
 
 
-def tables(found: Sequence[Mapping[str, Any]]) -> str:
+def tables(found: Sequence[Line]) -> str:
     """Return a table with one row per setting, in Markdown.
 
     The length is the mean over requests. The ratio is of two means over the same requests, and its
     bootstrap draws requests.
     """
-    by_setting = by_key([line for line in found if "setting" in line], "setting")
-    alone = {line["request"]: line for line in by_setting[ALONE]}
-    rows = [_row(name, lines, alone) for name, lines in by_setting.items()]
+    drafted = by_key([line for line in found if line.get("accepted") is not None], "setting")
+    plain = {
+        (line["setting"], line["request"]): line["output"]
+        for line in found
+        if "setting" in line and line["accepted"] is None
+    }
+    rows = [
+        _row(name, lines, by_key(drafted[ALONE], "request"), plain)
+        for name, lines in drafted.items()
+    ]
     return "\n".join([_HEADER, *rows])
 
 
 def _row(
-    name: str, lines: Sequence[Mapping[str, Any]], alone: Mapping[str, Mapping[str, Any]]
+    name: str,
+    lines: Sequence[Line],
+    alone: Mapping[str, Sequence[Line]],
+    plain: Mapping[tuple[str, str], Sequence[int]],
 ) -> str:
-    def ratio(length: Callable[[Mapping[str, Any]], float], of: Sequence[Mapping[str, Any]]) -> str:
+    def ratio(length: Callable[[Line], float], of: Sequence[Line]) -> str:
         found = estimate(
             [length(line) for line in of],
             range(len(of)),
-            sizes=[length(alone[line["request"]]) for line in of],
+            sizes=[length(alone[line["request"]][0]) for line in of],
         )
         return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
 
-    long = [line for line in lines if line["output_tokens"] > 2 * LOOKAHEAD_TOKENS]
+    long = [line for line in lines if len(line["output"]) > 2 * LOOKAHEAD_TOKENS]
     kept = [line["kept"] for line in lines if line["kept"]]
     share = fmean(each["kept_bytes"] / each["uncompressed_bytes"] for each in kept) if kept else 1.0
-    equal = sum(line["equal_without_drafts"] is None for line in lines)
+    compared = [line for line in lines if (name, line["request"]) in plain]
+    equal = sum(line["output"] == plain[name, line["request"]] for line in compared)
     cells = [
         name,
         f"{fmean(map(acceptance_length, lines)):.2f}",
@@ -76,7 +86,7 @@ def _row(
             )
         ),
         f"{share:.2f}, {len(kept)} of {len(lines)} compressed",
-        f"{fmean(line['output_tokens'] for line in lines):.0f}",
-        f"{equal} of {len(lines)}",
+        f"{fmean(len(line['output']) for line in lines):.0f}",
+        f"{equal} of {len(compared)}",
     ]
     return f"| {' | '.join(cells)} |"
