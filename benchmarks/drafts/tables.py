@@ -62,6 +62,8 @@ def _row(
     plain: Mapping[tuple[str, str], Sequence[int]],
 ) -> str:
     def ratio(length: Callable[[Line], float], of: Sequence[Line]) -> str:
+        if not of:
+            return ""
         found = estimate(
             [length(line) for line in of],
             range(len(of)),

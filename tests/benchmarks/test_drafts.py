@@ -14,6 +14,7 @@ from benchmarks.drafts.head import train as train_head
 from benchmarks.drafts.prompts import engine, half_of, prompts
 from benchmarks.drafts.tables import ALONE, acceptance_length, tables
 from benchmarks.engine_bench import replace_kernels_once
+from benchmarks.jsonl import lines
 from checkpoints import text_checkpoint
 from vllm_kvcompress.serving.text import english
 
@@ -101,24 +102,25 @@ def test_vllm_runs_the_head_as_it_was_trained(target, head_folder, small_engines
 def test_outputs_with_drafts_are_compared_with_those_without(
     target, head_folder, small_engines, monkeypatch, tmp_path
 ):
-    found = train.examples(training_arguments(target, head_folder))
-    new_head(Path(target), found[0].features, seed=0).save(head_folder)
+    examples = train.examples(training_arguments(target, head_folder))
+    new_head(Path(target), examples[0].features, seed=0).save(head_folder)
     monkeypatch.setattr(drafts, "_PLUGIN", {**drafts._PLUGIN, "min_prompt": 128})
     sizes = ["--prompt", "400", "500", "--output", "48", "--count", "2"]
     paths = ["--head", str(head_folder), "--out", str(tmp_path / "drafts.jsonl")]
-    lines = list(drafts.measured(drafts.arguments(["--model", target, *sizes, *paths])))
+    found = list(drafts.measured(drafts.arguments(["--model", target, *sizes, *paths])))
     settings = [ALONE, *drafts.SETTINGS]
-    assert [line["setting"] for line in lines[::2]] == [ALONE, *settings, *settings[1:]]
-    for line in lines:
+    assert [line["setting"] for line in found[::2]] == [ALONE, *settings, *settings[1:]]
+    for line in found:
         is_compressed = line["setting"] not in (ALONE, "cake-chunk, 1.0")
         assert (line["kept"] is not None) == is_compressed
         if is_compressed:
-            assert line["kept"]["lookahead"] == (0 if "lookahead 0" in line["setting"] else 32)
+            expected = 0 if "lookahead 0" in line["setting"] else 32
+            assert line["kept"].get("lookahead", 0) == expected
         if line["accepted"] is not None:
             # The last tokens of a look-ahead and of an output are computed without drafts.
             drafted = sum(line["accepted"]) + len(line["accepted"])
             assert len(line["output"]) - 9 <= drafted <= len(line["output"]) + 3
-    text = tables(lines)
+    text = tables(found)
     assert text.count("2 of 2 compressed") == 4
     assert text.count("| 2 of 2 |") == len(settings)
 
@@ -147,3 +149,9 @@ def test_steps_before_the_look_aheads_end_can_be_left_out():
     assert acceptance_length(found) == pytest.approx((16 * 2 + 40 * 4) / 56)
     # The prefill and 16 steps give 33 tokens.
     assert acceptance_length(found, 33) == 4
+
+
+def test_the_page_has_the_table_of_the_raw_file():
+    results = Path(drafts.__file__).parents[1] / "results"
+    table = tables(list(lines(results / "drafts_smollm2.jsonl.xz")))
+    assert table in (results / "drafts.md").read_text()
