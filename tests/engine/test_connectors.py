@@ -137,7 +137,7 @@ def test_offloading_is_configured(model, options):
         (offloading("kv_producer"), "only tested as kv_both", "remove kv_role 'kv_producer'"),
         (
             offloading(spec_name="TieringOffloadingSpec"),
-            "spec_name is CPUOffloadingSpec",
+            "spec_name CPUOffloadingSpec",
             "remove spec_name 'TieringOffloadingSpec'",
         ),
         (offloading(canonical_layout=True), "with at most", "remove canonical_layout True"),
