@@ -23,7 +23,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--method", default="cake-chunk")
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens per prompt")
+    parser.add_argument("--prompt", type=int, default=1100, help="tokens; 1,024 are compressed")
     parser.add_argument("--tokens", type=int, default=400, help="output tokens per request")
     parser.add_argument("--blocks", type=int, default=100, help="KV blocks of 32 tokens")
     parser.add_argument("--park", type=float, default=1.0, help="GiB of host memory")

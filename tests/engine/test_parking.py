@@ -91,7 +91,7 @@ def unpreempted():
 def assert_nothing_is_parked(llm):
     parking = llm.scheduler.parking
     assert sorted(parking._free_slots) == list(range(len(llm.compressor.host_pages._host)))
-    assert not parking.has_copies
+    assert not parking.copies
     assert not len(llm.compressor.host_pages)
     assert not llm.compressor.pool._slots
     assert not len(llm.scheduler.states)

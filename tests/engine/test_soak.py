@@ -401,7 +401,7 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
             scheduler.step_builder.stats.packed,
             llm.scheduler.requests,
             scheduler.step_builder.stats._repeats,
-            scheduler.parking.has_copies,
+            scheduler.parking.copies,
             compressor.host_pages and len(compressor.host_pages),
         ]
         assert not any(leftovers), leftovers

@@ -40,8 +40,8 @@ class Parking:
         """Whether requests that are preempted now are parked."""
         # Slots whose pages the step being scheduled copies back.
         self._resumed_slots: list[int] = []
-        self._park: list[ParkPages] = []
-        self._resume: list[ResumePages] = []
+        self.copies: list[ParkPages | ResumePages] = []
+        """Copies of the step being scheduled."""
 
     @property
     def num_free_slots(self) -> int:
@@ -74,7 +74,7 @@ class Parking:
         slots = tuple(self._free_slots.pop() for _ in range(needed))
         state.parked = HostCopy(slots, len(state.packed_blocks))
         self._count(1, needed)
-        self._park.append(
+        self.copies.append(
             ParkPages(
                 request_id=state.request_id,
                 packed_pages=footprint.pages,
@@ -119,7 +119,7 @@ class Parking:
         self._states.limit_caching(state, 0)
         self._stats.resumed_requests += 1
         self._stats.resumed_tokens += tokens
-        self._resume.append(
+        self.copies.append(
             ResumePages(
                 request_id=request_id,
                 packed_pages=footprint.pages,
@@ -148,16 +148,11 @@ class Parking:
         self._stats.parked_requests += requests
         self._stats.parked_bytes += slots * self._slot_bytes
 
-    @property
-    def has_copies(self) -> bool:
-        """Return whether the step being scheduled copies pages."""
-        return bool(self._park or self._resume)
-
     def take_copies(self) -> tuple[tuple[ParkPages, ...], tuple[ResumePages, ...]]:
         """Return and forget the copies of this step: to host memory, and then from it."""
-        copies = tuple(self._park), tuple(self._resume)
-        self._park.clear()
-        self._resume.clear()
+        park = tuple(copy for copy in self.copies if isinstance(copy, ParkPages))
+        resume = tuple(copy for copy in self.copies if isinstance(copy, ResumePages))
+        self.copies.clear()
         self._free_slots += self._resumed_slots
         self._resumed_slots.clear()
-        return copies
+        return park, resume

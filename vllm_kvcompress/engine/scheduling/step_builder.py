@@ -517,7 +517,7 @@ class StepBuilder:
         lose the plan, because outputs arrive in order: the scheduler notices the loss before any
         tokens of a later step.
         """
-        has_copies = bool(self._deferred_free.zero_blocks) or self.parking.has_copies
+        has_copies = self.parking.copies or self._deferred_free.zero_blocks
         if not self._states_with_entry and not has_copies:
             return None
         live = [
