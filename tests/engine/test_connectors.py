@@ -134,7 +134,7 @@ def test_offloading_is_configured(model, options):
             "later pieces of a prompt",
             "remove --kv-max-whole, got 512",
         ),
-        (offloading("kv_producer"), "only tested as kv_both", "remove kv_role 'kv_producer'"),
+        (offloading("kv_producer"), "only tested as kv_both", "set kv_role to 'kv_both'"),
         (
             offloading(spec_name="TieringOffloadingSpec"),
             "spec_name CPUOffloadingSpec",

@@ -96,7 +96,7 @@ class Server:
 
     @property
     def host_gib(self) -> str:
-        """Return the memory of the machine in GiB, rounded down."""
+        """Return the memory of the machine as text, in GiB rounded down to tenths."""
         return f"{math.floor(self.host_bytes / 2**30 * 10) / 10}"
 
     @property
@@ -476,7 +476,7 @@ SERVER: tuple[Rule[Server], ...] = (
         reason="OffloadingConnector is only tested as kv_both, without KV events, and with at most"
         f" the keys {list(tested.OFFLOADING_KEYS)} in kv_connector_extra_config, and spec_name"
         " CPUOffloadingSpec",
-        fix="remove {found}",
+        fix="{found}",
         because=UNTESTED,
     ),
     Rule(

@@ -157,17 +157,17 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _untested_offloading(config: VllmConfig) -> Iterator[str]:
-    """Yield vLLM's settings of `OffloadingConnector` that were not tested."""
+    """Yield how to change settings of `OffloadingConnector` that were not tested."""
     transfer, events = config.kv_transfer_config, config.kv_events_config
     keys = dict(transfer.kv_connector_extra_config)
     if keys.get("spec_name") == "CPUOffloadingSpec":
         del keys["spec_name"]
     if transfer.kv_role != "kv_both":
-        yield f"kv_role {transfer.kv_role!r}"
+        yield f"set kv_role to 'kv_both', got {transfer.kv_role!r}"
     for key in sorted(keys.keys() - {*OFFLOADING_KEYS} | keys.keys() & {"spec_name"}):
-        yield f"{key} {keys[key]!r}"
+        yield f"remove {key} {keys[key]!r}"
     if events is not None and events.enable_kv_cache_events:
-        yield "--kv-events-config"
+        yield "remove --kv-events-config"
 
 
 def _executor(config: VllmConfig) -> Executor:
