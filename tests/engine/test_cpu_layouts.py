@@ -12,8 +12,8 @@ from vllm import _custom_ops as ops
 from amx_layout import offsets, pretend_amx, pretend_no_amx
 from checkpoints import tokens
 from engines import BLOCK, engine, settings
-from kvcompress_kernels.packed_attention.kernel_numba import key_reader, score_worker
 from kvcompress_kernels.window_scores import window_scores_of_rows
+from kvcompress_kernels.window_scores.kernel_numba import key_reader, score_worker
 from processor import needs_avx512
 from quantised import FLOAT8
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover

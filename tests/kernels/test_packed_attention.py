@@ -1,14 +1,18 @@
 """Attention over packed groups and ordinary pages equals the float64 reference."""
 
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module, reload
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvcompress_kernels
 from cases import INTERPRETED, KERNELS_RUN, ON_GPU, property_test
 from kvcompress_kernels import k4v3
 from kvcompress_kernels.packed_attention import Offsets, packed_attention, reference
@@ -482,7 +486,7 @@ def test_offsets_are_checked():
 @pytest.mark.cpu
 @pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
 def test_missing_numba_is_named(monkeypatch):
-    module = import_module("kvcompress_kernels.packed_attention.kernel_numba")
+    module = import_module("kvcompress_kernels.compiling_numba")
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ImportError, match="pip install numba"):
         reload(module)
@@ -532,8 +536,28 @@ def test_a_layer_may_be_called_again_with_other_tensors():
 @pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
 def test_compiles_without_a_writable_cache_folder():
     """Numba finds no cache folder for code that is in no file, either."""
-    from kvcompress_kernels.packed_attention import kernel_numba
+    from kvcompress_kernels import compiling_numba
 
     scope: dict[str, object] = {}
     exec("def double(x):\n    return 2 * x", scope)
-    assert kernel_numba._cached(kernel_numba.njit)(scope["double"])(21) == 42
+    assert compiling_numba.cached(compiling_numba.njit)(scope["double"])(21) == 42
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(INTERPRETED, reason="the Triton kernel needs no numba")
+def test_a_changed_file_is_compiled_again_with_its_callers_in_other_files(tmp_path):
+    """Numba's cache alone would return the caller's old code."""
+    kernels = tmp_path / "kvcompress_kernels"
+    shutil.copytree(Path(kvcompress_kernels.__file__).parent, kernels)
+    callee, caller = kernels / "callee.py", kernels / "caller.py"
+    header = "from kvcompress_kernels.compiling_numba import cached, njit\n"
+    caller.write_text(
+        f"{header}from kvcompress_kernels.callee import number\n\n"
+        "@cached(njit)\ndef call():\n    return number()\n"
+    )
+    code = "from kvcompress_kernels.caller import call; print(call(), len(call.stats.cache_hits))"
+    for number in (1, 2):
+        callee.write_text(f"{header}\n@cached(njit)\ndef number():\n    return {number}\n")
+        for hits in ("0", "1"):
+            printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+            assert printed.split() == [str(number), hits]

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from kvcompress_kernels.dequantise_pages.kernel_numba import ARGUMENTS, dequantise_worker
 from kvcompress_kernels.packed_attention.cpu import row_offsets, run_on_threads
-from kvcompress_kernels.packed_attention.kernel_numba import DEQUANTISE_ARGUMENTS, dequantise_worker
 from kvcompress_kernels.packed_attention.offsets import Offsets
 
 _ELEMENT = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
@@ -34,5 +34,5 @@ def run(
     numbers = len(packed), kv_heads, block, pages.itemsize, *pages.stride()[:3]
     arrays = pages, pages, packed, destinations, *where, counter
     call = np.array([*numbers, *(x.data_ptr() for x in arrays)], np.int64)
-    assert len(call) == DEQUANTISE_ARGUMENTS
+    assert len(call) == ARGUMENTS
     run_on_threads(dequantise_worker(_ELEMENT[pages.dtype], (0,) * (width // 16)), call)

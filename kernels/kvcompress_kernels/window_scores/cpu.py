@@ -12,14 +12,14 @@ import torch
 from torch.nn.functional import pad
 
 from kvcompress_kernels.packed_attention.cpu import ELEMENT, float8_table, run_on_threads
-from kvcompress_kernels.packed_attention.kernel_numba import (
+from kvcompress_kernels.packed_attention.offsets import Offsets
+from kvcompress_kernels.window_scores.kernel_numba import (
+    ARRAYS,
+    NUMBERS,
     PRODUCT_LINES,
-    SCORE_ARRAYS,
-    SCORE_NUMBERS,
     key_reader,
     score_worker,
 )
-from kvcompress_kernels.packed_attention.offsets import Offsets
 from kvcompress_kernels.window_scores.result import Outputs, WindowScores
 
 _COLUMNS = 64
@@ -96,15 +96,12 @@ def run_rows(
         "last": unused if last is None else last,
         "maximum": unused if maximum is None else maximum,
     }
-    addresses = np.array([(shared | by_row)[name].data_ptr() for name in SCORE_ARRAYS])
+    addresses = np.array([(shared | by_row)[name].data_ptr() for name in ARRAYS])
     steps = np.array(
-        [
-            by_row[name].stride(0) * by_row[name].itemsize if name in by_row else 0
-            for name in SCORE_ARRAYS
-        ]
+        [by_row[name].stride(0) * by_row[name].itemsize if name in by_row else 0 for name in ARRAYS]
     )
-    numbers = len(SCORE_NUMBERS)
-    call = np.empty(numbers + len(SCORE_ARRAYS), np.int64)
+    numbers = len(NUMBERS)
+    call = np.empty(numbers + len(ARRAYS), np.int64)
     call[:numbers] = (
         *(0, key_reader(ELEMENT[key_pages.dtype]).address, call.ctypes.data),
         *(kv_heads, group, w, dim, tokens, block, *key_pages.stride()[:2]),
@@ -113,10 +110,10 @@ def run_rows(
     )
     worker = score_worker()
     for row, length in enumerate(row_lengths):
-        call[SCORE_NUMBERS.index("tokens")] = length
+        call[NUMBERS.index("tokens")] = length
         call[numbers:] = addresses + row * steps
         for step in range(2):
-            call[SCORE_NUMBERS.index("step")] = step
+            call[NUMBERS.index("step")] = step
             counter.zero_()
             run_on_threads(worker, call)
     return WindowScores(
