@@ -2,8 +2,10 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from checkpoints import make, tokens
 from engines import (
@@ -16,7 +18,9 @@ from engines import (
     v2_drafts,
 )
 from test_metrics import samples
-from vllm_kvcompress.errors import VllmHookError
+from vllm_kvcompress.engine.pages.host_pages import pin
+from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
+from vllm_kvcompress.errors import ConfigError, VllmHookError
 
 COUNT = 24 if V2 else 40
 LENGTHS = (390, 463, 288, 417)
@@ -254,6 +258,40 @@ def test_reset_of_the_prefix_cache_drops_parked_pages(llm, watched):
     assert all(len(output) == COUNT for output in outputs)
     assert not watched("resumed_requests")
     assert llm.compressor.compressed == 6
+
+
+def test_a_reset_that_vllm_refuses_keeps_parked_pages(llm, unpreempted, watched):
+    resets = []
+
+    def preempt_and_reset():
+        ready = packed(llm)
+        if len(ready) == 3 and not resets:
+            llm.preempt(ready[0])
+            resets.append(llm.scheduler.reset_prefix_cache())
+            assert llm.scheduler.parking.num_free_slots < len(llm.compressor.host_pages._host)
+
+    expected = unpreempted(llm, "auto", PROMPTS, AUTO)[:3]
+    assert run(llm, PROMPTS[:3], AUTO, preempt_and_reset) == expected
+    assert resets == [False]
+    assert watched("resumed_requests")[""] == 1
+
+
+@pytest.mark.skipif(V2, reason="the model runner has no part in it")
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
+    error = SimpleNamespace(value=2)
+    cudart = SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: error)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
+    with pytest.raises(ConfigError, match=r"for 0\.5 GiB; lower --kv-park, or raise .*ulimit -l"):
+        pin(torch.empty(2**29, dtype=torch.uint8))
+    error.value = 0
+    pin(torch.empty(1))
+
+
+@pytest.mark.skipif(V2, reason="the model runner has no part in it")
+def test_parked_bytes_are_sent_if_as_many_requests_are_parked_as_before():
+    stats = CompressionStats(parked_bytes=-3)
+    assert stats.take()["parked_bytes"] == -3
+    assert stats.take() is None
 
 
 def test_a_lost_plan_stops_the_engine(model, async_scheduling_allowed):

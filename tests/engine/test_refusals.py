@@ -1,6 +1,7 @@
 """Refusals of unsupported options, executors and settings before the model loads."""
 
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -253,6 +254,22 @@ def test_options_that_vllm_ignores_here_are_refused(model, part, name, value, re
     with pytest.raises(ConfigError, match=reason) as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
     assert fix in str(refusal.value)
+
+
+def test_parking_needs_a_slot_and_the_memory_of_its_container(model, monkeypatch):
+    with pytest.raises(ConfigError, match="park must be at least one slot of 4 KV blocks"):
+        configure(model, additional_config=settings(park=1e-6))
+    configure(model, additional_config=settings(park=1))
+    read_text = Path.read_text
+
+    def limited(path, *args, **kwargs):
+        if str(path) == "/sys/fs/cgroup/memory.max":
+            return f"{2**29}\n"
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", limited)
+    with pytest.raises(ConfigError, match=r"at most the memory of this machine, 0\.5 GiB, got 1"):
+        configure(model, additional_config=settings(park=1))
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "draft_model", "suffix", "ngram_gpu"])

@@ -55,7 +55,7 @@ class Sizes:
         in_flight: tokens of all requests that one step computes.
         max_drafts: maximum draft tokens that the steps in flight compute, which may be rejected.
         draft_layers: layers of a draft model, D, which keep every token in the same blocks.
-        draft_slots: slots that a draft model writes behind the tokens of a step.
+        draft_model_slots: slots that a draft model writes behind the tokens of a step.
     """
 
     layers: int
@@ -72,7 +72,12 @@ class Sizes:
     in_flight: int = 1
     max_drafts: int = 0
     draft_layers: int = 0
-    draft_slots: int = 0
+    draft_model_slots: int = 0
+
+    @property
+    def draft_slots(self) -> int:
+        """Return the slots that drafts may take behind the tokens of a request."""
+        return self.max_drafts + self.draft_model_slots
 
     @property
     def key_itemsize(self) -> int:

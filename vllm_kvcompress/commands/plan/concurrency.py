@@ -86,9 +86,9 @@ def sizes_on_rank(
         max_graph_rows=min(2 * max_requests * (1 + drafts.tokens), 512)
         if options.device == "cuda"
         else 0,
-        max_drafts=drafts.slots(options.device),
+        max_drafts=drafts.max_drafts(options.device),
         draft_layers=drafts.layers,
-        draft_slots=drafts.behind,
+        draft_model_slots=drafts.model_slots,
     )
 
 
@@ -114,17 +114,17 @@ def _blocks(request: PlannedRequest, sizes: Sizes) -> RequestBlocks:
     plan, block = request.plan, sizes.block_size
     freed = 0 if plan is None else plan.freed_blocks
     prefill_end = -(-request.prompt // block)
-    prefill = -(-(request.prompt + sizes.draft_slots) // block)
+    prefill = -(-(request.prompt + sizes.draft_model_slots) // block)
     packed_at = request.prompt if plan is None else plan.tokens
-    looking = decoding = -(-(packed_at + sizes.draft_slots) // block) - freed
+    looking = decoding = -(-(packed_at + sizes.draft_model_slots) // block) - freed
     if request.pieces is not None:
         prefill, prefill_end = request.pieces.max_blocks, request.pieces.blocks_at_end
     if plan is not None and request.lookahead is not None:
         looking = request.lookahead.blocks_when_due(prefill_end)
-        looking += request.added_blocks(packed_at, sizes.draft_slots)
+        looking += request.added_blocks(packed_at, sizes.draft_model_slots)
         prefill = max(prefill, looking)
     end, awaited = request.end_blocks, request.lookahead_tokens
-    end += request.added_blocks(request.cached, sizes.max_drafts + sizes.draft_slots)
+    end += request.added_blocks(request.cached, sizes.draft_slots)
     decode_blocks = (request.output - awaited) * (decoding + end) / 2
     mean = (awaited * looking + decode_blocks) / request.output
     others, others_at_end = sizes.other_blocks(request.prompt), sizes.other_blocks(request.cached)

@@ -39,15 +39,15 @@ class Drafts:
     config: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def slots(self, device: str) -> int:
+    def max_drafts(self, device: str) -> int:
         """Return the draft tokens of the steps in flight, which may all be rejected.
 
-        vLLM schedules the next step before it knows the outputs, except for `ngram` and on a CPU.
+        With async scheduling, which vLLM uses on CUDA with a draft model, two steps are in flight.
         """
         return self.tokens * (2 if self.layers and device == "cuda" else 1)
 
     @property
-    def behind(self) -> int:
+    def model_slots(self) -> int:
         """Return the slots that a draft model writes behind each step's tokens."""
         return self.tokens if self.layers else 0
 

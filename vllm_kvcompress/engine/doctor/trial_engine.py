@@ -58,7 +58,7 @@ def try_model(spec: dict[str, Any], on_check: CheckCallback) -> dict[str, Any] |
         request_args=override_args(settings),
         page_tokens=_page_tokens(config, settings.variants[0]),
         draft_layers=sizes.draft_layers,
-        draft_slots=sizes.max_drafts + sizes.draft_slots,
+        draft_slots=sizes.draft_slots,
     )
     if spec["tokens"] is not None and not spec["exact"]:
         # Reject a length that is not compressed before the engine starts, which takes minutes.

@@ -29,10 +29,12 @@ from vllm_kvcompress.engine.messages.settings import (
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import SCHEDULERS, WORKERS, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
+from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.errors import ConfigError, KVCompressError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.entry_points import package_summary
 from vllm_kvcompress.methods.registry import published
+from vllm_kvcompress.planning.memory import host_slots
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.refusals.server import RUST_FRONT_END
 from vllm_kvcompress.refusals.tested import OFFLOADING_CONNECTOR
@@ -82,6 +84,9 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         settings = settings.with_values(model=str(config.model_config.model))
     config.additional_config = attach_settings(config.additional_config, settings)
     block = 0 if groups_of(config).stateful else int(config.cache_config.block_size or 0)
+    if block:
+        # Refuse less host memory than one slot. Without a block size yet, the worker refuses it.
+        host_slots(settings.park, sizes_of(config).block_bytes)
     prefix_caching = bool(config.cache_config.enable_prefix_caching)
     for line in _startup_lines(settings, prefix_caching=prefix_caching, block=block):
         logger.info("%s", line)

@@ -16,7 +16,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 def sizes_of(config: VllmConfig) -> Sizes:
     """Return the sizes that determine the memory of one rank."""
     model, parallel = config.model_config, config.parallel_config
-    groups, (max_drafts, draft_slots) = groups_of(config), draft_slots_of(config)
+    groups, (max_drafts, draft_model_slots) = groups_of(config), draft_slots_of(config)
     return Sizes(
         layers=layers_per_stage(config),
         groups=groups if groups.num_uncompressed else None,
@@ -30,7 +30,7 @@ def sizes_of(config: VllmConfig) -> Sizes:
         cache_itemsize=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize,
         max_drafts=max_drafts,
         draft_layers=draft_layers_of(config),
-        draft_slots=draft_slots,
+        draft_model_slots=draft_model_slots,
         max_graph_rows=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
 
