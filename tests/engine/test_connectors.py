@@ -38,6 +38,11 @@ def test_a_pulling_decode_server_is_configured(model, name):
     assert config.scheduler_config.scheduler_cls.endswith("CompressingScheduler")
 
 
+def offloading(role="kv_both", **keys):
+    options = {"kv_connector": "OffloadingConnector", "kv_role": role}
+    return transfer(**options, kv_connector_extra_config={"cpu_bytes_to_use": 2**30, **keys})
+
+
 @pytest.mark.parametrize(
     ("options", "reason", "fix"),
     [
@@ -97,37 +102,6 @@ def test_a_pulling_decode_server_is_configured(model, name):
             "--speculative-config and --kv-transfer-config were not tested",
             "remove --speculative-config",
         ),
-    ],
-)
-def test_other_connector_configurations_are_refused(model, options, reason, fix):
-    with pytest.raises(ConfigError) as refusal:
-        configure(model, **settings_with() | options)
-    assert reason in str(refusal.value)
-    assert fix in str(refusal.value)
-
-
-def offloading(role="kv_both", **keys):
-    options = {"kv_connector": "OffloadingConnector", "kv_role": role}
-    return transfer(**options, kv_connector_extra_config={"cpu_bytes_to_use": 2**30, **keys})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"kv_offloading_size": 1}, offloading(spec_name="CPUOffloadingSpec", blocks_per_chunk=2)],
-)
-def test_offloading_is_configured(model, options):
-    config = configure(model, **settings_with(lookahead=0) | options)
-    connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-    assert connector.__module__.startswith("vllm_kvcompress")
-    # A second configuration from the same arguments is not refused because of the first.
-    assert "kv_connector_module_path" not in str(options)
-    without = configure(model, additional_config={}, **options)
-    assert KVConnectorFactory.get_connector_class(without.kv_transfer_config) in connector.__bases__
-
-
-@pytest.mark.parametrize(
-    ("options", "reason", "fix"),
-    [
         (offloading(offload_prompt_only=False), "from its kept tokens", "remove offload_prompt_"),
         (
             offloading() | settings_with(max_whole=512, piece=128),
@@ -158,11 +132,25 @@ def test_offloading_is_configured(model, options):
         ),
     ],
 )
-def test_other_uses_of_offloading_are_refused(model, options, reason, fix):
+def test_other_connector_configurations_are_refused(model, options, reason, fix):
     with pytest.raises(ConfigError) as refusal:
         configure(model, **settings_with() | options)
     assert reason in str(refusal.value)
     assert fix in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_offloading_size": 1}, offloading(spec_name="CPUOffloadingSpec", blocks_per_chunk=2)],
+)
+def test_offloading_is_configured(model, options):
+    config = configure(model, **settings_with(lookahead=0) | options)
+    connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    assert connector.__module__.startswith("vllm_kvcompress")
+    # A second configuration from the same arguments is not refused because of the first.
+    assert "kv_connector_module_path" not in str(options)
+    without = configure(model, additional_config={}, **options)
+    assert KVConnectorFactory.get_connector_class(without.kv_transfer_config) in connector.__bases__
 
 
 def test_offloading_is_refused_however_it_is_set(model, monkeypatch, tmp_path, capsys):
