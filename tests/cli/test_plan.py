@@ -15,8 +15,8 @@ from site_patches import WITHOUT_VLLM
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.commands.plan.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan.next_turn import packed_tokens
+from vllm_kvcompress.engine.device_memory import device_bytes
 from vllm_kvcompress.engine.messages.settings import active_settings
-from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import traits_of
 from vllm_kvcompress.planning.request import PlannedRequest

@@ -12,8 +12,8 @@ from engines import engine, settings
 from plans import CPU_FLAGS, held_blocks, make_forecast, plan_on_cpu
 from vllm_kvcompress.commands.plan.drafts import drafts_of
 from vllm_kvcompress.commands.plan.model_shape import read_config
+from vllm_kvcompress.engine.device_memory import device_bytes
 from vllm_kvcompress.engine.messages.settings import active_settings
-from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
 
 

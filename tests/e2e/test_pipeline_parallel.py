@@ -27,8 +27,8 @@ from server_metrics import wait_for
 from site_patches import patch_on_import, write_site
 from vllm_kvcompress.commands.plan.command import make_plan
 from vllm_kvcompress.commands.plan.options import PlanOptions
+from vllm_kvcompress.engine.device_memory import device_bytes
 from vllm_kvcompress.engine.messages.settings import active_settings
-from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.method import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan

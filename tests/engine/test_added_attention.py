@@ -16,7 +16,7 @@ from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from recordings import recorded
 from test_decode_budgets import BUDGET, INTERVAL, OUTPUT_TOKENS, PROMPT, Replay, round_to_pages
-from vllm_kvcompress.engine.worker.footprint import sizes_of
+from vllm_kvcompress.engine.device_memory import sizes_of
 from vllm_kvcompress.planning.memory import sum_bytes_per_block
 
 

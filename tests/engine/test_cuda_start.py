@@ -17,11 +17,11 @@ from cuda_platform import GPUS
 from engines import engine, settings
 from vllm_kvcompress.commands.plan.gpu_memory import defaults_for
 from vllm_kvcompress.engine.attention import cuda as attention_cuda
+from vllm_kvcompress.engine.device_memory import device_bytes
 from vllm_kvcompress.engine.startup import backend_choice, refusals, vllm_hooks
 from vllm_kvcompress.engine.startup import configure as configuring
 from vllm_kvcompress.engine.startup.configure import configure
 from vllm_kvcompress.engine.worker.cuda import CompressingGPUWorker
-from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.engine.worker.worker import refuse_other_backends
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan

@@ -104,8 +104,8 @@ def test_layer_groups_and_planned_blocks_match_vllm(name, checkpoints_folder):
     """Groups, bytes per block, and the maximum blocks of a request in the window groups."""
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
+    from vllm_kvcompress.engine.device_memory import sizes_of
     from vllm_kvcompress.engine.layers import other_layers_of
-    from vllm_kvcompress.engine.worker.footprint import sizes_of
 
     with engine(
         make(name, checkpoints_folder),

@@ -11,8 +11,8 @@ from configuring import configure
 from engines import engine, settings, with_states
 from vllm_kvcompress.commands.plan.command import make_plan
 from vllm_kvcompress.commands.plan.options import PlanOptions
+from vllm_kvcompress.engine.device_memory import sizes_of
 from vllm_kvcompress.engine.layers import groups_of
-from vllm_kvcompress.engine.worker.footprint import sizes_of
 
 DELTA = {
     "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,

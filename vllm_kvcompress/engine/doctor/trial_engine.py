@@ -13,12 +13,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.checks import Check, CheckCallback, Failed, require
 from vllm_kvcompress.doctor.probe_prompt import Limits
+from vllm_kvcompress.engine.device_memory import sizes_of
 from vllm_kvcompress.engine.doctor import trial_outcome
 from vllm_kvcompress.engine.doctor.installation import parser, sentence
 from vllm_kvcompress.engine.doctor.trial_prompt import prompt_of
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
-from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens

@@ -17,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_kvcompress.engine.device_memory import sizes_of
 from vllm_kvcompress.engine.layers import draft_layers_of, groups_of
 from vllm_kvcompress.engine.messages.outputs import default_usage_to_none
 from vllm_kvcompress.engine.messages.settings import (
@@ -29,7 +30,6 @@ from vllm_kvcompress.engine.messages.settings import (
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import SCHEDULERS, WORKERS, refuse_unsupported
 from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
-from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.errors import ConfigError, KVCompressError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.entry_points import package_summary

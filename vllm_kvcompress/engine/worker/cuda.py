@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvcompress.engine.attention import cuda as attention_cuda
-from vllm_kvcompress.engine.worker.footprint import device_bytes
+from vllm_kvcompress.engine.device_memory import device_bytes
 from vllm_kvcompress.engine.worker.worker import CompressingWorker
 from vllm_kvcompress.errors import ConfigError
 

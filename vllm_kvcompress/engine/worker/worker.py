@@ -30,6 +30,7 @@ from vllm_kvcompress.engine.attention.backend import (
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.stages import Stages
+from vllm_kvcompress.engine.device_memory import sizes_of
 from vllm_kvcompress.engine.layers import (
     draft_layers_of,
     draft_names,
@@ -46,7 +47,6 @@ from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.worker.batch_rows import BatchRows
 from vllm_kvcompress.engine.worker.draft_builders import draft_builders_of
-from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
