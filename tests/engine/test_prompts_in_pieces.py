@@ -120,8 +120,9 @@ def token_budgets(method, stats, layers, max_layer_tokens, budget, w, lengths):
     return [n + w for n in counts]
 
 
-# with a tail, without a tail, and with a last piece that is shorter than the window
-CASES = [*((method, 531) for method in METHODS), ("cake", 480), ("cake", 581), ("snapkv", 581)]
+# With a tail, without a tail, and with a last piece that is shorter than the window. At 581, two of
+# SnapKV's scores differ by 2e-6 where one of them is kept, which float32 may order either way.
+CASES = [*((method, 531) for method in METHODS), ("cake", 480), ("cake", 581), ("snapkv", 579)]
 
 
 @pytest.mark.parametrize(("method", "length"), [("cake", 581)] if V2 else CASES)
