@@ -63,6 +63,10 @@ SCENARIOS = {
     "second offers": (SNAPKV, transfer(store_threshold=2)),
     "no prefix cache": (SNAPKV, {"enable_prefix_caching": False}),
 }
+SIMPLE = {"connector": "SimpleCPUOffloadConnector"}
+LAZY = transfer(**SIMPLE, lazy_offload=True)
+LAZY_SCENARIOS = ("prompts", "look-ahead", "preemptions", "k4v3", "groups", "outputs", "async",
+                  "async look-ahead", "a full host")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +94,14 @@ def offloading(model, **options):
 
 def finish(llm):
     """Run empty steps until no store is pending."""
-    scheduler = llm.scheduler.connector.connector_scheduler
+    connector = llm.scheduler.connector
+    if hasattr(connector, "scheduler_manager"):
+        for _ in range(200):
+            llm.llm.llm_engine.step()
+            if not (connector.has_pending_push_work() or connector.scheduler_manager._reqs_to_load):
+                return
+        raise AssertionError("stores or loads are pending")
+    scheduler = connector.connector_scheduler
     for _ in range(200):
         if not scheduler._jobs:
             break
@@ -115,8 +126,13 @@ def expected_chunks(model, **options):
     return _expected[pairs]
 
 
-def run(llm, prompts, seed, *, disturbed=True, output_tokens=24, uncompressed=False):
-    """Serve the prompts, and abort, preempt and forget at random; return the outputs by prompt."""
+def run(
+    llm, prompts, seed, *, disturbed=True, output_tokens=24, uncompressed=False, sequences=None
+):
+    """Serve the prompts, and abort, preempt and forget at random; return the outputs by prompt.
+
+    The tokens of each request with its output so far are added to `sequences`, by its id.
+    """
     rng, waiting, outputs = random.Random(seed), list(enumerate(prompts)), {}
     while waiting or llm.llm.llm_engine.has_unfinished_requests():
         while waiting and len(llm.scheduler.requests) < 8:
@@ -127,6 +143,11 @@ def run(llm, prompts, seed, *, disturbed=True, output_tokens=24, uncompressed=Fa
             llm.submit(str(index), prompt, length, priority=rng.randrange(3), **options)
         for request_id, output in llm.step().items():
             outputs[int(request_id)] = list(output.outputs[0].token_ids)
+            if sequences is not None:
+                sequences[request_id] = prompts[int(request_id)] + outputs[int(request_id)]
+        if sequences is not None:
+            for request_id, request in llm.scheduler.requests.items():
+                sequences[request_id] = [*request.all_token_ids]
         if not disturbed:
             continue
         chance = rng.random()
@@ -168,6 +189,53 @@ ON_V2 = ("prompts", "async look-ahead")
 def test_trap_10_every_stored_chunk_is_what_vllm_alone_stores(model, name, record_property):
     chunks, differing = chunks_of(model, name, PROMPTS)
     record_property("chunks", chunks)
+    assert differing == 0
+
+
+def lazy_blocks_of(model, name, prompts, seed=SEED, output_tokens=24, **changes):
+    """Run a scenario with `SimpleCPUOffloadConnector`; return as `chunks_of`."""
+    config, options = SCENARIOS[name]
+    options = options | transfer(2 if name == "a full host" else 512, **SIMPLE, lazy_offload=True)
+    sequences = {}
+    with offloading(
+        model, blocks=SMALL, additional_config=config, **options | changes
+    ) as (llm, stored):
+        free, preemptions = llm.free_blocks, llm.watch_preemptions()
+        run(
+            llm,
+            prompts,
+            seed,
+            output_tokens=output_tokens,
+            uncompressed=name == "preemptions",
+            sequences=sequences,
+        )
+        llm.generate([PROMPTS[0][:40]], 1)
+        finish(llm)
+        assert llm.free_blocks == free
+        assert llm.compressor.compressed > 10
+        loaded = LateSpec.workers[-1].copies.loaded_blocks
+        waits = LateSpec.workers[-1].copies.waits
+    expected = expected_blocks(model, [*sequences.values()])
+    blocks, differing = stored.compare(expected)
+    print("SCENARIO", name, "blocks", blocks, "differ", differing, "loaded", loaded, "waits", waits, "preempt", preemptions, flush=True)
+    return blocks, differing
+
+
+def expected_blocks(model, sequences):
+    """Return the blocks that vLLM alone stores for sequences of tokens, by their keys."""
+    sequences = [each for each in sequences if len(each) >= 32]
+    with offloading(model, blocks=1 + 512, **transfer(2048, **SIMPLE)) as (llm, stored):
+        for start in range(0, len(sequences), 8):
+            llm.generate(sequences[start : start + 8], 1)
+        finish(llm)
+    return dict(stored.contents)
+
+
+@pytest.mark.parametrize("name", LAZY_SCENARIOS)
+@pytest.mark.usefixtures("async_scheduling_allowed")
+def test_lazy(model, name):
+    blocks, differing = lazy_blocks_of(model, name, PROMPTS)
+    assert blocks > 60
     assert differing == 0
 
 
@@ -242,7 +310,7 @@ def test_only_tokens_that_need_no_query_are_loaded(model, config, computed):
         assert llm.llm.reset_prefix_cache()
         assert llm.generate([SHORT], 24) == first
         assert llm.compressor.compressed == 2 * compressed
-        assert LateSpec.workers[-1].loaded_blocks == blocks
+        assert LateSpec.workers[-1].copies.loaded_blocks == blocks
         assert metric(llm, HITS) == 32 * blocks
         for name in ("load", "store"):
             transferred = blocks if name == "load" else len(SHORT) // 32
@@ -257,7 +325,7 @@ def test_a_second_pass_loads_prompts_and_gives_equal_outputs(model, config, bloc
     with offloading(model, blocks=blocks, additional_config=config) as (llm, _):
         first = run(llm, prompts, SEED, disturbed=False)
         assert llm.llm.reset_prefix_cache()
-        compressed, loaded = llm.compressor.compressed, LateSpec.workers[-1].loaded_blocks
+        compressed, loaded = llm.compressor.compressed, LateSpec.workers[-1].copies.loaded_blocks
         assert run(llm, prompts, SEED, disturbed=False) == first
         assert llm.compressor.compressed == 2 * compressed
-        assert LateSpec.workers[-1].loaded_blocks - loaded > 100
+        assert LateSpec.workers[-1].copies.loaded_blocks - loaded > 100

@@ -400,14 +400,11 @@ SERVER: tuple[Rule[Server], ...] = (
     RUST_FRONT_END,
     *(_only_default(flag, reason) for flag, reason in _ONLY_DEFAULTS.items()),
     Rule(
-        name="`SimpleCPUOffloadConnector` (`VLLM_USE_SIMPLE_KV_OFFLOAD`)",
-        when=lambda s: s.options.get(_TRANSFER) == "SimpleCPUOffloadConnector",
-        reason="SimpleCPUOffloadConnector stores nothing beside compression unless lazy_offload is"
-        " set, and its loads do not wait for the GPU to finish packing",
-        fix="unset VLLM_USE_SIMPLE_KV_OFFLOAD, or set kv_connector to"
-        f" {tested.OFFLOADING_CONNECTOR!r} in {_TRANSFER}",
-        because="its loads may overwrite blocks that the GPU is still packing, and without"
-        " `lazy_offload` it stores nothing",
+        name="`SimpleCPUOffloadConnector` (`VLLM_USE_SIMPLE_KV_OFFLOAD`) without `lazy_offload`",
+        when=lambda s: s.options.get("lazy_offload"),
+        reason="TODO",
+        fix="TODO",
+        because="TODO",
     ),
     Rule(
         name="Other KV connectors (LMCache, Mooncake, `MultiConnector`, `NixlPushConnector`, other"
@@ -416,7 +413,7 @@ SERVER: tuple[Rule[Server], ...] = (
             s.options.get("kv_connector_module_path") or _other(s, _TRANSFER, tested.CONNECTORS)
         ),
         reason="of the KV connectors only"
-        f" {[*tested.CONNECTORS, tested.OFFLOADING_CONNECTOR]} are tested; others find"
+        f" {[*tested.CONNECTORS, *tested.OFFLOADING_KEYS]} are tested; others find"
         " saved tokens by their position or hash, which compressed blocks do not have, or push"
         " blocks into waiting prompts",
         fix=f"set kv_connector to {tested.CONNECTORS[0]!r} or {tested.OFFLOADING_CONNECTOR!r} in"

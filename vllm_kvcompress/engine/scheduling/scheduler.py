@@ -31,7 +31,10 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
-from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
+from vllm_kvcompress.engine.scheduling.offloading import (
+    OffloadingConnector,
+    SimpleCPUOffloadConnector,
+)
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -76,9 +79,8 @@ class _CompressingMixin:
             stats,
         )
         connector = scheduler.connector
-        offloading = connector if isinstance(connector, OffloadingConnector) else None
-        if offloading is not None:
-            offloading.bind(self._longest_prefix_hit)
+        if isinstance(connector, OffloadingConnector | SimpleCPUOffloadConnector):
+            connector.bind(self._longest_prefix_hit)
         self.step_builder = StepBuilder(
             manager,
             self.states,
@@ -90,7 +92,7 @@ class _CompressingMixin:
             self.parking,
             self._packed_prefixes(manager, deferred_free),
             self._unverified_drafts,
-            offloading,
+            connector if isinstance(connector, OffloadingConnector) else None,
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
