@@ -401,10 +401,12 @@ SERVER: tuple[Rule[Server], ...] = (
     *(_only_default(flag, reason) for flag, reason in _ONLY_DEFAULTS.items()),
     Rule(
         name="`SimpleCPUOffloadConnector` (`VLLM_USE_SIMPLE_KV_OFFLOAD`) without `lazy_offload`",
-        when=lambda s: s.options.get("lazy_offload"),
-        reason="TODO",
-        fix="TODO",
-        because="TODO",
+        when=lambda s: s.options.get("eager offloading"),
+        reason=f"without lazy_offload, {tested.SIMPLE_CONNECTOR} stores blocks by their position in"
+        " a request, which compression changes, so it would store nothing",
+        fix=f'set "lazy_offload": true in kv_connector_extra_config of {_TRANSFER}, or use'
+        f" {tested.OFFLOADING_CONNECTOR} (unset VLLM_USE_SIMPLE_KV_OFFLOAD)",
+        because="it would store nothing, because it finds blocks by their position in a request",
     ),
     Rule(
         name="Other KV connectors (LMCache, Mooncake, `MultiConnector`, `NixlPushConnector`, other"
@@ -468,12 +470,14 @@ SERVER: tuple[Rule[Server], ...] = (
         because="later pieces depend on the kept tokens, but their hash on all tokens",
     ),
     Rule(
-        name="Other settings of `OffloadingConnector`, and KV events with it",
-        when=lambda s: s.options.get("an offloading option"),
-        reason="OffloadingConnector is only tested as kv_both, without KV events, and with at most"
-        f" the keys {list(tested.OFFLOADING_KEYS)} in kv_connector_extra_config, and spec_name"
-        " CPUOffloadingSpec",
-        fix="{found}",
+        name="Other settings of these two connectors, and KV events with them",
+        when=lambda s: (
+            (fix := s.options.get("an offloading option"))
+            and (fix, name := s.options[tested.OFFLOADING], [*tested.OFFLOADING_KEYS[name]])
+        ),
+        reason="{found[1]} is only tested as kv_both, without KV events, and with at most the keys"
+        " {found[2]} in kv_connector_extra_config, and spec_name CPUOffloadingSpec",
+        fix="{found[0]}",
         because=UNTESTED,
     ),
     Rule(
@@ -488,8 +492,7 @@ SERVER: tuple[Rule[Server], ...] = (
             and s.vllm
             and not tested.STATE_VLLM.contains(s.vllm, True)
         ),
-        reason="models whose layers keep a state, and OffloadingConnector, are tested only on vLLM"
-        " 0.32",
+        reason="models whose layers keep a state, and offloading, are tested only on vLLM 0.32",
         fix="install it, got {it.vllm}",
         because=UNTESTED,
     ),

@@ -9,9 +9,12 @@ Packing frees blocks of running requests, and writes to others. So there are thr
 * Before packing, the workers finish the stores that read a destination block.
 * After a request is packed, its blocks are not stored, because they hold other tokens.
 
-`SimpleCPUOffloadConnector` in lazy mode needs none of them. It stores only free blocks in the
-prefix cache, which hold what their hash says, and takes references until they are copied. No
-packing writes to a block with another reference. Its loads must wait for packing, though.
+`SimpleCPUOffloadConnector` in lazy mode needs none of them. It stores only free blocks of the
+prefix cache, and takes references until they are copied. Packing writes only to blocks without
+another reference, and takes them out of the prefix cache. So this connector has two other rules:
+
+* It takes its references after look-aheads have taken their blocks (`StepBuilder.pack_early`).
+* Its loads wait for the GPU to finish packing.
 """
 
 from collections.abc import Callable, Collection
@@ -126,25 +129,25 @@ class SimpleCPUOffloadConnector(
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens to load for a waiting prompt, and whether this takes steps."""
-        if self.scheduler_manager is None:
+        """Return how many tokens to load for a waiting prompt, and whether loads take steps."""
+        if self.scheduler_manager is None:  # without prefix caching, vLLM disables the connector
             return 0, False
         block_size = int(self.scheduler_manager.block_size)
         limit = self._load_limit(request, num_computed_tokens, block_size)
         if limit == 0:
-            # Release the blocks in host memory that an earlier call has found.
+            # Release the blocks in host memory that an earlier call reserved for this prompt.
             super().request_finished(request, [])
             return 0, False
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (tokens if limit is None or tokens is None else min(tokens, limit)), is_async
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
-        """Start loads once the GPU has packed. vLLM's load stream waits for no other stream.
+        """Start loads that wait for the GPU to finish earlier work, as `OffloadingConnector`'s do.
 
-        A prompt's packing may run after its step's output has arrived, and it reads blocks that are
-        free by then.
+        Packing starts after the step's tokens are on their way to the host. So once they arrive,
+        the GPU may still read freed blocks, which the next loads overwrite.
         """
-        stream = None if self.worker_handler is None else self.worker_handler.load_stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
+        worker, metadata = self.worker_handler, self._connector_metadata
+        if worker is not None and worker.load_stream is not None and metadata.load_cpu_blocks:
+            worker.load_stream.wait_stream(torch.cuda.current_stream())
         super().start_load_kv(*args, **kwargs)

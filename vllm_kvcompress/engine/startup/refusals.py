@@ -141,10 +141,10 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
         return
     yield "kv_connector_module_path", transfer.kv_connector_module_path
     if transfer.kv_connector in OFFLOADING_KEYS:
-        yield OFFLOADING, True
+        yield OFFLOADING, transfer.kv_connector
         keys = transfer.kv_connector_extra_config
-        is_simple = transfer.kv_connector == SIMPLE_CONNECTOR
-        yield "lazy_offload", is_simple and not keys.get("lazy_offload")
+        if transfer.kv_connector == SIMPLE_CONNECTOR:
+            yield "eager offloading", not keys.get("lazy_offload")
         yield "offload_prompt_only", not keys.get("offload_prompt_only", True)
         yield "an offloading option", next(_untested_offloading(config), None)
     else:
