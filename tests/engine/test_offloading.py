@@ -222,7 +222,7 @@ def test_trap_10_every_stored_chunk_is_what_vllm_alone_stores(model, name, recor
     ],
 )
 @pytest.mark.usefixtures("async_scheduling_allowed")
-def test_every_lazily_stored_block_is_what_vllm_alone_stores(model, name, record_property):
+def test_trap_10_every_lazily_stored_block_is_what_vllm_alone_stores(model, name, record_property):
     chunks, differing = chunks_of(model, name, PROMPTS, is_lazy=True)
     record_property("chunks", chunks)
     assert differing == 0

@@ -470,7 +470,7 @@ SERVER: tuple[Rule[Server], ...] = (
         because="later pieces depend on the kept tokens, but their hash on all tokens",
     ),
     Rule(
-        name="Other settings of these two connectors, and KV events with them",
+        name="Other settings of offloading, and KV events with it",
         when=lambda s: (
             (fix := s.options.get("an offloading option"))
             and (fix, name := s.options[tested.OFFLOADING], [*tested.OFFLOADING_KEYS[name]])
