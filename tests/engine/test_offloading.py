@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from benchmarks import late_offloading
 from benchmarks.late_offloading import LateSpec, StoredChunks, install, transfer
 from benchmarks.origin import commit, machine
 from checkpoints import make, tokens
@@ -26,6 +27,7 @@ from vllm_kvcompress.engine.scheduling.offloading import (
     SimpleCPUOffloadConnector,
 )
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
+from vllm_kvcompress.engine.scheduling.scheduler import _CompressingMixin
 from vllm_kvcompress.engine.worker.worker import CompressingWorker
 
 SEED = 20
@@ -75,7 +77,11 @@ SCENARIOS = {
 }
 SIMPLE = "SimpleCPUOffloadConnector"
 # It stores blocks only of the prefix cache, and knows neither chunks nor a threshold.
-LAZY_SCENARIOS = [*SCENARIOS.keys() - {"pairs of blocks", "second offers", "no prefix cache"}]
+LAZY_SCENARIOS = [
+    name
+    for name in SCENARIOS
+    if name not in ("pairs of blocks", "second offers", "no prefix cache")
+]
 
 
 def lazy(mebibytes=512):
@@ -353,6 +359,24 @@ def test_a_second_pass_loads_prompts_and_gives_equal_outputs(model, config, bloc
         assert run(llm, prompts, SEED, disturbed=False) == expected
         assert llm.compressor.compressed == 2 * compressed
         assert copies.loaded_blocks - loaded > 100
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("is_last", [True, False])
+def test_look_aheads_take_blocks_before_the_lazy_connector(model, monkeypatch, is_last):
+    """Without our rule, look-aheads find too few free blocks, end early, and outputs differ."""
+    monkeypatch.setattr(late_offloading, "MAX_POLLS", 1)
+    if not is_last:
+        monkeypatch.delattr(_CompressingMixin, "_build_kv_connector_meta")
+    options, prompts = {"blocks": 1 + 96, "additional_config": AHEAD}, PROMPTS[:12]
+    with engine(model, **OPTIONS, **options) as llm:
+        expected = run(llm, prompts, SEED, disturbed=False)
+    with offloading(model, **options, **lazy()) as (llm, _):
+        if not is_last:
+            llm.scheduler._takes_free_blocks = None
+        outputs = run(llm, prompts, SEED, disturbed=False)
+        assert LateSpec.workers[-1].copies.stored_blocks > 30
+    assert (outputs == expected) == is_last
 
 
 @model_runner_v1_only
