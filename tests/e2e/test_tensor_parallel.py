@@ -199,9 +199,19 @@ LATE_COPIES = patch_on_import(
     "module.OffloadingSpecFactory._registry['CPUOffloadingSpec'] = lambda:"
     " __import__('benchmarks.late_offloading').late_offloading.LateSpec",
 )
+LATE_LAZY_COPIES = patch_on_import(
+    "vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector",
+    "module.SimpleCPUOffloadWorker ="
+    " __import__('benchmarks.late_offloading').late_offloading.LateSimpleWorker",
+)
 
 
-def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("late_copies", "connector"),
+    [(LATE_COPIES, late_offloading.transfer()), (LATE_LAZY_COPIES, offloading.lazy())],
+    ids=["eager", "lazy"],
+)
+def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch, late_copies, connector):
     """In a small pool, each rank stores its own heads whole, before it packs them."""
     late_offloading.install(monkeypatch, seed=0)
     options = {"blocks": offloading.SMALL, "additional_config": offloading.SNAPKV}
@@ -210,8 +220,8 @@ def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch):
         expected = llm.generate(prompts, 24)
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with (
-        workers_with(tmp_path, LATE_COPIES),
-        engine(model, **options, **two, **late_offloading.transfer()) as llm,
+        workers_with(tmp_path, late_copies),
+        engine(model, **options, **two, **connector) as llm,
     ):
         assert llm.generate(prompts, 24) == expected
         offloading.finish(llm)

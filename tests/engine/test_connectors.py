@@ -38,9 +38,13 @@ def test_a_pulling_decode_server_is_configured(model, name):
     assert config.scheduler_config.scheduler_cls.endswith("CompressingScheduler")
 
 
-def offloading(role="kv_both", **keys):
-    options = {"kv_connector": "OffloadingConnector", "kv_role": role}
+def offloading(role="kv_both", connector="OffloadingConnector", **keys):
+    options = {"kv_connector": connector, "kv_role": role}
     return transfer(**options, kv_connector_extra_config={"cpu_bytes_to_use": 2**30, **keys})
+
+
+def simple(role="kv_both", **keys):
+    return offloading(role, "SimpleCPUOffloadConnector", **keys)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,22 @@ def offloading(role="kv_both", **keys):
         ),
         (transfer(kv_connector="MultiConnector"), "by their position or hash", "NixlConnector"),
         (transfer(kv_connector="LMCacheConnectorV1"), "by their position or hash", "remove"),
+        (simple(), "without lazy_offload", 'set "lazy_offload": true'),
+        (simple(lazy_offload=False), "it would store nothing", "or use OffloadingConnector"),
         (
-            transfer(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both"),
-            "do not wait for the GPU to finish packing",
-            "set kv_connector to 'OffloadingConnector'",
+            simple(lazy_offload=True, kv_offload_backend="disk"),
+            "at most the keys ['cpu_bytes_to_use', 'lazy_offload']",
+            "remove kv_offload_backend 'disk'",
+        ),
+        (
+            simple("kv_producer", lazy_offload=True),
+            "SimpleCPUOffloadConnector is only tested as kv_both",
+            "set kv_role to 'kv_both'",
+        ),
+        (
+            simple(lazy_offload=True) | settings_with(max_whole=512, piece=128),
+            "later pieces of a prompt",
+            "remove --kv-max-whole, got 512",
         ),
         (
             transfer(kv_connector_module_path=NIXL),
@@ -141,7 +157,11 @@ def test_other_connector_configurations_are_refused(model, options, reason, fix)
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_offloading_size": 1}, offloading(spec_name="CPUOffloadingSpec", blocks_per_chunk=2)],
+    [
+        {"kv_offloading_size": 1},
+        offloading(spec_name="CPUOffloadingSpec", blocks_per_chunk=2),
+        simple(lazy_offload=True),
+    ],
 )
 def test_offloading_is_configured(model, options):
     config = configure(model, **settings_with(lookahead=0) | options)
@@ -153,11 +173,20 @@ def test_offloading_is_configured(model, options):
     assert KVConnectorFactory.get_connector_class(without.kv_transfer_config) in connector.__bases__
 
 
-def test_offloading_is_refused_however_it_is_set(model, monkeypatch, tmp_path, capsys):
-    """By the environment, and by a file for `--config`."""
+def test_offloading_is_checked_however_it_is_set(model, monkeypatch, tmp_path, capsys):
+    """By the environment and by a file for `--config`."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
     with pytest.raises(ConfigError, match="unset VLLM_USE_SIMPLE_KV_OFFLOAD"):
         configure(model, **settings_with(), kv_offloading_size=1)
+    file = tmp_path / "lazy.yaml"
+    keys = '{"kv_connector_extra_config": {"lazy_offload": true}}'
+    file.write_text(f"kv-compress: cake\nkv-offloading-size: 1\nkv-transfer-config: '{keys}'\n")
+    arguments = engine_args("--model", model, "--config", str(file))
+    arguments.skip_tokenizer_init = True
+    transfer = arguments.create_engine_config().kv_transfer_config
+    assert transfer.kv_connector == "SimpleCPUOffloadConnector"
+    assert transfer.kv_connector_module_path.startswith("vllm_kvcompress")
+    assert set(transfer.kv_connector_extra_config) == {"cpu_bytes_to_use", "lazy_offload"}
     monkeypatch.delenv("VLLM_USE_SIMPLE_KV_OFFLOAD")
     file = tmp_path / "server.yaml"
     file.write_text("kv-compress: cake\nkv-max-whole: 2048\nkv-piece: 512\nkv-offloading-size: 1\n")

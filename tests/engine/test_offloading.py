@@ -1,22 +1,34 @@
-"""vLLM's OffloadingConnector beside compression: prompts are stored whole, and loaded again.
+"""vLLM's offloading connectors beside compression: prompts are stored whole, and loaded again.
 
 The worker copies blocks as late as vLLM allows (`benchmarks.late_offloading`). Every stored chunk
-is compared with the one that vLLM alone stores for the same prompt.
+is compared with the one that vLLM alone stores for the same tokens. "Lazy" tests run
+SimpleCPUOffloadConnector, the others OffloadingConnector.
 """
 
 import os
 import random
 from contextlib import contextmanager
 from functools import partialmethod
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from benchmarks import late_offloading
 from benchmarks.late_offloading import LateSpec, StoredChunks, install, transfer
 from benchmarks.origin import commit, machine
 from checkpoints import make, tokens
 from engines import engine, model_runner_v1_only, settings
-from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
+from vllm_kvcompress.engine.scheduling.offloading import (
+    OffloadingConnector,
+    SimpleCPUOffloadConnector,
+)
+from vllm_kvcompress.engine.scheduling.request_state import RequestStates
+from vllm_kvcompress.engine.scheduling.scheduler import _CompressingMixin
+from vllm_kvcompress.engine.worker.worker import CompressingWorker
 
 SEED = 20
 MAX_LENGTH = 640
@@ -63,6 +75,17 @@ SCENARIOS = {
     "second offers": (SNAPKV, transfer(store_threshold=2)),
     "no prefix cache": (SNAPKV, {"enable_prefix_caching": False}),
 }
+SIMPLE = "SimpleCPUOffloadConnector"
+# It stores blocks only of the prefix cache, and knows neither chunks nor a threshold.
+LAZY_SCENARIOS = [
+    name
+    for name in SCENARIOS
+    if name not in ("pairs of blocks", "second offers", "no prefix cache")
+]
+
+
+def lazy(mebibytes=512):
+    return transfer(mebibytes, SIMPLE, lazy_offload=True)
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +113,17 @@ def offloading(model, **options):
 
 def finish(llm):
     """Run empty steps until no store is pending."""
-    scheduler = llm.scheduler.connector.connector_scheduler
-    for _ in range(200):
-        if not scheduler._jobs:
+    connector = llm.scheduler.connector
+    is_simple = hasattr(connector, "scheduler_manager")
+    for step in range(200):
+        if is_simple and step and not connector.has_pending_push_work():
+            break
+        if not is_simple and not connector.connector_scheduler._jobs:
             break
         llm.llm.llm_engine.step()
-    assert not scheduler._jobs
-    assert not scheduler._block_id_to_pending_jobs
+    else:
+        raise AssertionError("stores are pending")
+    assert is_simple or not connector.connector_scheduler._block_id_to_pending_jobs
 
 
 _expected = {}
@@ -115,9 +142,22 @@ def expected_chunks(model, **options):
     return _expected[pairs]
 
 
+def expected_blocks(model, sequences):
+    """Return the blocks that vLLM alone stores for sequences of tokens, by their keys."""
+    with offloading(model, blocks=1 + 512, **transfer(2048, SIMPLE)) as (llm, stored):
+        for start in range(0, len(sequences), 8):
+            llm.generate(sequences[start : start + 8], 1)
+        finish(llm)
+    return dict(stored.contents)
+
+
 def run(llm, prompts, seed, *, disturbed=True, output_tokens=24, uncompressed=False):
-    """Serve the prompts, and abort, preempt and forget at random; return the outputs by prompt."""
+    """Serve the prompts, and abort, preempt and forget at random; return the outputs by prompt.
+
+    `llm.sequences` gets the tokens of each request with its output so far.
+    """
     rng, waiting, outputs = random.Random(seed), list(enumerate(prompts)), {}
+    llm.sequences = {}
     while waiting or llm.llm.llm_engine.has_unfinished_requests():
         while waiting and len(llm.scheduler.requests) < 8:
             index, prompt = waiting.pop(0)
@@ -127,6 +167,9 @@ def run(llm, prompts, seed, *, disturbed=True, output_tokens=24, uncompressed=Fa
             llm.submit(str(index), prompt, length, priority=rng.randrange(3), **options)
         for request_id, output in llm.step().items():
             outputs[int(request_id)] = list(output.outputs[0].token_ids)
+            llm.sequences[request_id] = prompts[int(request_id)] + outputs[int(request_id)]
+        for request_id, request in llm.scheduler.requests.items():
+            llm.sequences[request_id] = [*request.all_token_ids]
         if not disturbed:
             continue
         chance = rng.random()
@@ -134,24 +177,30 @@ def run(llm, prompts, seed, *, disturbed=True, output_tokens=24, uncompressed=Fa
             llm.llm.llm_engine.abort_request([rng.choice([*llm.scheduler.requests])], internal=True)
         elif chance < 0.015:
             llm.llm.reset_prefix_cache(reset_connector=True)
-    finish(llm)
+    if llm.scheduler.connector is not None:
+        finish(llm)
     return outputs
 
 
-def chunks_of(model, name, prompts, seed=SEED, output_tokens=24):
+def chunks_of(model, name, prompts, seed=SEED, output_tokens=24, *, is_lazy=False):
     """Run a scenario; return the number of stored chunks and of differing ones."""
     config, options = SCENARIOS[name]
-    expected = expected_chunks(model, **options)
+    is_full = name == "a full host"
+    options = options | lazy(2 if is_full else 512) if is_lazy else options
+    expected = None if is_lazy else expected_chunks(model, **options)
     with offloading(model, blocks=SMALL, additional_config=config, **options) as (llm, stored):
         free, preemptions = llm.free_blocks, llm.watch_preemptions()
         run(llm, prompts, seed, output_tokens=output_tokens, uncompressed=name == "preemptions")
         llm.generate([PROMPTS[0][:40]], 1)  # its step zeroes and frees blocks that held groups
+        if is_lazy:
+            finish(llm)
         assert llm.free_blocks == free
         assert llm.compressor.compressed > 10
         assert isinstance(llm.scheduler, AsyncScheduler) == name.startswith("async")
-        assert bool(stored.refused) == (name == "a full host")
+        assert bool(stored.refused) == (is_full and not is_lazy)
         assert preemptions or name != "preemptions"
-    chunks, differing = stored.compare(expected)
+        sequences = [*llm.sequences.values()]
+    chunks, differing = stored.compare(expected or expected_blocks(model, sequences))
     assert chunks > 60
     return chunks, differing
 
@@ -169,6 +218,35 @@ def test_trap_10_every_stored_chunk_is_what_vllm_alone_stores(model, name, recor
     chunks, differing = chunks_of(model, name, PROMPTS)
     record_property("chunks", chunks)
     assert differing == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ON_V2 else model_runner_v1_only)
+        for name in LAZY_SCENARIOS
+    ],
+)
+@pytest.mark.usefixtures("async_scheduling_allowed")
+def test_trap_10_every_lazily_stored_block_is_what_vllm_alone_stores(model, name, record_property):
+    chunks, differing = chunks_of(model, name, PROMPTS, is_lazy=True)
+    record_property("chunks", chunks)
+    assert differing == 0
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("name", ["look-ahead", "outputs"])
+@pytest.mark.parametrize("owner", [RequestStates, BlockPool])
+def test_without_a_rule_of_the_prefix_cache_other_tokens_are_stored(
+    model, monkeypatch, owner, name
+):
+    """Blocks that packing writes to, and blocks computed behind it, must not have a hash."""
+    if owner is RequestStates:
+        monkeypatch.setattr(RequestStates, "limit_caching", lambda *_: None)
+    else:
+        monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
+    _, differing = chunks_of(model, name, PROMPTS[:FEW], is_lazy=True)
+    assert differing > 0
 
 
 def without_fences(self, request_id, freed, destinations, plan):
@@ -231,33 +309,117 @@ def metric(llm, name):
     ],
     ids=["window", "look-ahead", "all", "uncompressed"],
 )
-def test_only_tokens_that_need_no_query_are_loaded(model, config, computed):
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_only_tokens_that_need_no_query_are_loaded(model, config, computed, is_lazy):
     """Loads and vLLM's metrics agree, and the loaded prompt is compressed again."""
-    blocks = (len(SHORT) - computed) // 32
-    with offloading(model, additional_config=config) as (llm, stored):
+    blocks, stored_blocks = (len(SHORT) - computed) // 32, len(SHORT) // 32
+    # In so small a pool, vLLM soon needs each free block, so the lazy connector stores them.
+    options = {"blocks": 1 + 32, **lazy()} if is_lazy else {}
+    with offloading(model, additional_config=config, **options) as (llm, stored):
         first = llm.generate([SHORT], 24)
         finish(llm)
-        assert len(stored.contents) == len(SHORT) // 32
+        assert len(stored.contents) == stored_blocks
         compressed = llm.compressor.compressed
         assert llm.llm.reset_prefix_cache()
         assert llm.generate([SHORT], 24) == first
         assert llm.compressor.compressed == 2 * compressed
-        assert LateSpec.workers[-1].loaded_blocks == blocks
+        assert LateSpec.workers[-1].copies.loaded_blocks == blocks
         assert metric(llm, HITS) == 32 * blocks
+        if is_lazy:
+            assert metric(llm, "vllm:simple_kv_offload_load_blocks") == blocks
+            return
         for name in ("load", "store"):
-            transferred = blocks if name == "load" else len(SHORT) // 32
+            transferred = blocks if name == "load" else stored_blocks
             size = transferred * llm.scheduler._block_bytes
             assert metric(llm, f"vllm:kv_offload_{name}_bytes") == size
 
 
-@pytest.mark.parametrize(("config", "blocks"), [(SNAPKV, SMALL), (AHEAD, 1 + 160)])
-def test_a_second_pass_loads_prompts_and_gives_equal_outputs(model, config, blocks):
-    """In a small pool, look-aheads end early at other times, which changes outputs."""
+@pytest.mark.parametrize(
+    ("config", "blocks", "options"),
+    [
+        (SNAPKV, SMALL, {}),
+        (AHEAD, 1 + 160, {}),
+        (SNAPKV, 1 + 96, lazy()),
+        (AHEAD, 1 + 192, lazy()),
+    ],
+)
+def test_a_second_pass_loads_prompts_and_gives_equal_outputs(model, config, blocks, options):
+    """Outputs are those of an engine without a connector.
+
+    In a small pool, look-aheads end early at other times, which changes outputs.
+    """
     prompts = PROMPTS[:12]
-    with offloading(model, blocks=blocks, additional_config=config) as (llm, _):
-        first = run(llm, prompts, SEED, disturbed=False)
+    with engine(model, **OPTIONS, blocks=blocks, additional_config=config) as llm:
+        expected = run(llm, prompts, SEED, disturbed=False)
+    with offloading(model, blocks=blocks, additional_config=config, **options) as (llm, _):
+        assert run(llm, prompts, SEED, disturbed=False) == expected
         assert llm.llm.reset_prefix_cache()
-        compressed, loaded = llm.compressor.compressed, LateSpec.workers[-1].loaded_blocks
-        assert run(llm, prompts, SEED, disturbed=False) == first
+        compressed, copies = llm.compressor.compressed, LateSpec.workers[-1].copies
+        loaded = copies.loaded_blocks
+        assert run(llm, prompts, SEED, disturbed=False) == expected
         assert llm.compressor.compressed == 2 * compressed
-        assert LateSpec.workers[-1].loaded_blocks - loaded > 100
+        assert copies.loaded_blocks - loaded > 100
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("is_last", [True, False])
+def test_look_aheads_take_blocks_before_the_lazy_connector(model, monkeypatch, is_last):
+    """Without our rule, look-aheads find too few free blocks, end early, and outputs differ."""
+    monkeypatch.setattr(late_offloading, "MAX_POLLS", 1)
+    if not is_last:
+        monkeypatch.delattr(_CompressingMixin, "_build_kv_connector_meta")
+    options, prompts = {"blocks": 1 + 96, "additional_config": AHEAD}, PROMPTS[:12]
+    with engine(model, **OPTIONS, **options) as llm:
+        expected = run(llm, prompts, SEED, disturbed=False)
+    with offloading(model, **options, **lazy()) as (llm, _):
+        if not is_last:
+            llm.scheduler._takes_free_blocks = None
+        outputs = run(llm, prompts, SEED, disturbed=False)
+        assert LateSpec.workers[-1].copies.stored_blocks > 30
+    assert (outputs == expected) == is_last
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("waits", [True, False])
+def test_lazy_loads_wait_for_packing(model, monkeypatch, waits):
+    """Loads start while the packing of the step before is still queued, as on a GPU.
+
+    Without our rule, they overwrite freed blocks that packing reads, and outputs differ.
+    """
+    queued, end_step = [], CompressingWorker._end_step
+    execute_model = CompressingWorker.execute_model
+
+    def pack(*_):
+        while queued:
+            end_step(queued.pop())
+
+    def queue_packing(worker):
+        queued.append(worker)
+        return None if worker.compressor.plan is None else worker.compressor.plan.number
+
+    def load_first(worker, scheduler_output):
+        metadata, connector = scheduler_output.kv_connector_metadata, get_kv_transfer_group()
+        if metadata.load_cpu_blocks:
+            handler = connector.worker_handler
+            handler.load_stream = SimpleNamespace(wait_stream=pack)
+            connector.bind_connector_metadata(metadata)
+            connector.start_load_kv(None)
+            handler.load_stream = None
+            handler.copies.wait((False, metadata.load_event))
+            metadata.load_cpu_blocks = []  # do not load again
+        pack()
+        return execute_model(worker, scheduler_output)
+
+    with engine(model, **OPTIONS, blocks=SMALL, additional_config=SNAPKV) as llm:
+        expected = llm.generate(PROMPTS[:FEW], 24)
+    monkeypatch.setattr(CompressingWorker, "_end_step", queue_packing)
+    monkeypatch.setattr(CompressingWorker, "execute_model", load_first)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    if not waits:
+        monkeypatch.delattr(SimpleCPUOffloadConnector, "start_load_kv")
+    with offloading(model, blocks=SMALL, additional_config=SNAPKV, **lazy()) as (llm, _):
+        run(llm, PROMPTS[:FEW], SEED, disturbed=False)
+        outputs = run(llm, PROMPTS[:FEW], SEED, disturbed=False)
+        assert LateSpec.workers[-1].copies.loaded_blocks > 100
+    differing = sum(outputs[index] != expected[index] for index in outputs)
+    assert (differing == 0) == waits

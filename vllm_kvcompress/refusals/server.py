@@ -400,14 +400,13 @@ SERVER: tuple[Rule[Server], ...] = (
     RUST_FRONT_END,
     *(_only_default(flag, reason) for flag, reason in _ONLY_DEFAULTS.items()),
     Rule(
-        name="`SimpleCPUOffloadConnector` (`VLLM_USE_SIMPLE_KV_OFFLOAD`)",
-        when=lambda s: s.options.get(_TRANSFER) == "SimpleCPUOffloadConnector",
-        reason="SimpleCPUOffloadConnector stores nothing beside compression unless lazy_offload is"
-        " set, and its loads do not wait for the GPU to finish packing",
-        fix="unset VLLM_USE_SIMPLE_KV_OFFLOAD, or set kv_connector to"
-        f" {tested.OFFLOADING_CONNECTOR!r} in {_TRANSFER}",
-        because="its loads may overwrite blocks that the GPU is still packing, and without"
-        " `lazy_offload` it stores nothing",
+        name="`SimpleCPUOffloadConnector` (`VLLM_USE_SIMPLE_KV_OFFLOAD`) without `lazy_offload`",
+        when=lambda s: s.options.get("eager offloading"),
+        reason=f"without lazy_offload, {tested.SIMPLE_CONNECTOR} stores blocks by their position in"
+        " a request, which compression changes, so it would store nothing",
+        fix=f'set "lazy_offload": true in kv_connector_extra_config of {_TRANSFER}, or use'
+        f" {tested.OFFLOADING_CONNECTOR} (unset VLLM_USE_SIMPLE_KV_OFFLOAD)",
+        because="it would store nothing, because it finds blocks by their position in a request",
     ),
     Rule(
         name="Other KV connectors (LMCache, Mooncake, `MultiConnector`, `NixlPushConnector`, other"
@@ -416,7 +415,7 @@ SERVER: tuple[Rule[Server], ...] = (
             s.options.get("kv_connector_module_path") or _other(s, _TRANSFER, tested.CONNECTORS)
         ),
         reason="of the KV connectors only"
-        f" {[*tested.CONNECTORS, tested.OFFLOADING_CONNECTOR]} are tested; others find"
+        f" {[*tested.CONNECTORS, *tested.OFFLOADING_KEYS]} are tested; others find"
         " saved tokens by their position or hash, which compressed blocks do not have, or push"
         " blocks into waiting prompts",
         fix=f"set kv_connector to {tested.CONNECTORS[0]!r} or {tested.OFFLOADING_CONNECTOR!r} in"
@@ -471,12 +470,14 @@ SERVER: tuple[Rule[Server], ...] = (
         because="later pieces depend on the kept tokens, but their hash on all tokens",
     ),
     Rule(
-        name="Other settings of `OffloadingConnector`, and KV events with it",
-        when=lambda s: s.options.get("an offloading option"),
-        reason="OffloadingConnector is only tested as kv_both, without KV events, and with at most"
-        f" the keys {list(tested.OFFLOADING_KEYS)} in kv_connector_extra_config, and spec_name"
-        " CPUOffloadingSpec",
-        fix="{found}",
+        name="Other settings of offloading, and KV events with it",
+        when=lambda s: (
+            (fix := s.options.get("an offloading option"))
+            and (fix, name := s.options[tested.OFFLOADING], [*tested.OFFLOADING_KEYS[name]])
+        ),
+        reason="{found[1]} is only tested as kv_both, without KV events, and with at most the keys"
+        " {found[2]} in kv_connector_extra_config, and spec_name CPUOffloadingSpec",
+        fix="{found[0]}",
         because=UNTESTED,
     ),
     Rule(
@@ -491,8 +492,7 @@ SERVER: tuple[Rule[Server], ...] = (
             and s.vllm
             and not tested.STATE_VLLM.contains(s.vllm, True)
         ),
-        reason="models whose layers keep a state, and OffloadingConnector, are tested only on vLLM"
-        " 0.32",
+        reason="models whose layers keep a state, and offloading, are tested only on vLLM 0.32",
         fix="install it, got {it.vllm}",
         because=UNTESTED,
     ),

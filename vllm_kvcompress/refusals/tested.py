@@ -11,11 +11,17 @@ CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
 """KV connectors that pull prompts: two names in vLLM for the same class."""
 OFFLOADING_CONNECTOR = "OffloadingConnector"
-OFFLOADING_KEYS = (
-    "block_size", "blocks_per_chunk", "cpu_bytes_to_use", "eviction_policy", "offload_prompt_only",
-    "spec_name", "store_threshold",
-)  # fmt: skip
-"""Tested keys of ``kv_connector_extra_config``, of ``spec_name`` only its default."""
+SIMPLE_CONNECTOR = "SimpleCPUOffloadConnector"
+OFFLOADING_KEYS: Mapping[str, tuple[str, ...]] = {
+    OFFLOADING_CONNECTOR: (
+        "block_size", "blocks_per_chunk", "cpu_bytes_to_use", "eviction_policy",
+        "offload_prompt_only", "spec_name", "store_threshold",
+    ),
+    SIMPLE_CONNECTOR: ("cpu_bytes_to_use", "lazy_offload"),
+}  # fmt: skip
+"""Offloading connector -> tested keys of ``kv_connector_extra_config``.
+
+Of ``spec_name`` only the default, and of ``lazy_offload`` only true."""
 DRAFTS = "ngram"
 DRAFT_MODELS = ("eagle", "eagle3", "mtp")
 """Methods of drafting by layers with a KV cache of their own, which keep every token."""

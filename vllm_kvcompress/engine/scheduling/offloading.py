@@ -1,6 +1,6 @@
-"""VllmHook `offloading`: adapts vLLM's `OffloadingConnector`, whose stores may read freed blocks.
+"""VllmHook `offloading`: adapts vLLM's two connectors that keep prompts in host memory.
 
-The connector stores a prompt's chunks under the hash of their tokens. It plans a store in one step,
+Both store blocks under the hash of their tokens. `OffloadingConnector` plans a store in one step,
 and its workers copy the blocks during later steps. vLLM alone keeps a running request's blocks, so
 it finishes pending stores only before blocks of ended or preempted requests are written again.
 Packing frees blocks of running requests, and writes to others. So there are three rules:
@@ -8,12 +8,23 @@ Packing frees blocks of running requests, and writes to others. So there are thr
 * A freed block is fenced: if it is allocated again, the workers finish its stores before that step.
 * Before packing, the workers finish the stores that read a destination block.
 * After a request is packed, its blocks are not stored, because they hold other tokens.
+
+`SimpleCPUOffloadConnector` in lazy mode needs none of them. It stores only free blocks of the
+prefix cache, and takes references until they are copied. Packing writes only to blocks without
+another reference, and takes them out of the prefix cache. So this connector has two other rules:
+
+* It takes its references after look-aheads have taken their blocks (`StepBuilder.pack_early`).
+* Its loads wait for the GPU to finish packing.
 """
 
 from collections.abc import Callable, Collection
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as vllm_connector
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import (
+    offloading_connector,
+    simple_cpu_offload_connector,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
@@ -25,8 +36,8 @@ _ATTRIBUTES = ("_block_id_to_pending_jobs", "_jobs", "_req_status")
 """Private attributes of vLLM's scheduler side that this module reads and changes."""
 
 
-class OffloadingConnector(vllm_connector.OffloadingConnector):
-    """vLLM's connector beside compression. vLLM creates one in the scheduler and in each worker."""
+class _LimitedLoads:
+    """Mixin that limits loads to the tokens that need not be computed here."""
 
     _longest_hit: Callable[[Request], int]
 
@@ -35,6 +46,27 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
 
         Args:
             longest_hit: returns how many tokens of a waiting prompt need not be computed here.
+        """
+        self._longest_hit = longest_hit
+
+    def _load_limit(
+        self, request: Request, num_computed_tokens: int, block_size: int
+    ) -> int | None:
+        """Return how many tokens a load may add; None for no limit.
+
+        Tokens whose queries the method reads are computed here, so they are not loaded.
+        """
+        longest_hit = self._longest_hit(request)
+        if longest_hit >= int(request.num_tokens) - 1:
+            return None
+        return max(longest_hit - longest_hit % block_size - num_computed_tokens, 0)
+
+
+class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnector):
+    """vLLM's connector beside compression. vLLM creates one in the scheduler and in each worker."""
+
+    def bind(self, longest_hit: Callable[[Request], int]) -> None:
+        """Connect the scheduler's connector to its scheduler.
 
         Raises:
             VllmHookError: vLLM's connector has no such attributes.
@@ -45,18 +77,11 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
                 f"vLLM's OffloadingConnectorScheduler has no attributes {missing}",
                 "install a vLLM that was tested with offloading, or remove --kv-offloading-size",
             )
-        self._longest_hit = longest_hit
+        super().bind(longest_hit)
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens a load may add; None for no limit.
-
-        Tokens whose queries the method reads are computed here, so they are not loaded.
-        """
-        longest_hit = self._longest_hit(request)
-        if longest_hit >= int(request.num_tokens) - 1:
-            return None
         block_size = int(self.scheduler.config.kv_group_configs[0].tokens_per_block)
-        return max(longest_hit - longest_hit % block_size - num_computed_tokens, 0)
+        return self._load_limit(request, num_computed_tokens, block_size)
 
     def plan_packing(self, request_id: str, freed: set[int], destinations: set[int]) -> set[int]:
         """Protect the pending stores from a packing in the step that is being scheduled.
@@ -94,3 +119,35 @@ class OffloadingConnector(vllm_connector.OffloadingConnector):
         self.handle_preemptions(
             OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set(job_ids))
         )
+
+
+class SimpleCPUOffloadConnector(
+    _LimitedLoads, simple_cpu_offload_connector.SimpleCPUOffloadConnector
+):
+    """vLLM's connector in lazy mode beside compression, in the scheduler and in each worker."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens to load for a waiting prompt, and whether loads take steps."""
+        if self.scheduler_manager is None:  # without prefix caching, vLLM disables the connector
+            return 0, False
+        block_size = int(self.scheduler_manager.block_size)
+        limit = self._load_limit(request, num_computed_tokens, block_size)
+        if limit == 0:
+            # Release the blocks in host memory that an earlier call reserved for this prompt.
+            super().request_finished(request, [])
+            return 0, False
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (tokens if limit is None or tokens is None else min(tokens, limit)), is_async
+
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        """Start loads that wait for the GPU to finish earlier work, as `OffloadingConnector`'s do.
+
+        Packing starts after the step's tokens are on their way to the host. So once they arrive,
+        the GPU may still read freed blocks, which the next loads overwrite.
+        """
+        worker, metadata = self.worker_handler, self._connector_metadata
+        if worker is not None and worker.load_stream is not None and metadata.load_cpu_blocks:
+            worker.load_stream.wait_stream(torch.cuda.current_stream())
+        super().start_load_kv(*args, **kwargs)

@@ -31,7 +31,10 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
-from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
+from vllm_kvcompress.engine.scheduling.offloading import (
+    OffloadingConnector,
+    SimpleCPUOffloadConnector,
+)
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -76,9 +79,12 @@ class _CompressingMixin:
             stats,
         )
         connector = scheduler.connector
-        offloading = connector if isinstance(connector, OffloadingConnector) else None
-        if offloading is not None:
-            offloading.bind(self._longest_prefix_hit)
+        if isinstance(connector, OffloadingConnector | SimpleCPUOffloadConnector):
+            connector.bind(self._longest_prefix_hit)
+        # The connector that takes references to free blocks; None without it.
+        self._takes_free_blocks = (
+            connector if isinstance(connector, SimpleCPUOffloadConnector) else None
+        )
         self.step_builder = StepBuilder(
             manager,
             self.states,
@@ -90,7 +96,7 @@ class _CompressingMixin:
             self.parking,
             self._packed_prefixes(manager, deferred_free),
             self._unverified_drafts,
-            offloading,
+            connector if isinstance(connector, OffloadingConnector) else None,
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
@@ -307,6 +313,14 @@ class _CompressingMixin:
             if state.request_id in scheduler_output.num_scheduled_tokens:
                 state.request.num_computed_tokens -= probe_tokens
 
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        """Return the connector's message to the workers; None if `schedule` builds it later."""
+        if connector is self._takes_free_blocks:
+            return None
+        return super()._build_kv_connector_meta(  # type: ignore[misc]
+            connector, scheduler_output
+        )
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Return vLLM's next step, with a plan attached.
 
@@ -322,6 +336,8 @@ class _CompressingMixin:
         if waiting:
             needed = self.next_step.blocks_for_running(self.lookaheads.request_ids)
             self.step_builder.pack_early(waiting, needed, overlaps=self.next_step.overlaps)
+        if self._takes_free_blocks is not None:
+            output.kv_connector_metadata = self._takes_free_blocks.build_connector_meta(output)
         plan = self.step_builder.build()
         attach_plan(output, plan)
         self._steps_in_flight[-1] = output, plan

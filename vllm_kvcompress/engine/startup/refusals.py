@@ -21,9 +21,9 @@ from vllm_kvcompress.refusals.tested import (
     IMAGES,
     MODALITIES,
     OFFLOADING,
-    OFFLOADING_CONNECTOR,
     OFFLOADING_KEYS,
     RAY,
+    SIMPLE_CONNECTOR,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -140,9 +140,11 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     if (transfer := config.kv_transfer_config) is None:
         return
     yield "kv_connector_module_path", transfer.kv_connector_module_path
-    if transfer.kv_connector == OFFLOADING_CONNECTOR:
-        yield OFFLOADING, True
+    if transfer.kv_connector in OFFLOADING_KEYS:
+        yield OFFLOADING, transfer.kv_connector
         keys = transfer.kv_connector_extra_config
+        if transfer.kv_connector == SIMPLE_CONNECTOR:
+            yield "eager offloading", not keys.get("lazy_offload")
         yield "offload_prompt_only", not keys.get("offload_prompt_only", True)
         yield "an offloading option", next(_untested_offloading(config), None)
     else:
@@ -157,14 +159,15 @@ def _options(config: VllmConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _untested_offloading(config: VllmConfig) -> Iterator[str]:
-    """Yield how to change settings of `OffloadingConnector` that were not tested."""
+    """Yield how to change settings of an offloading connector that were not tested."""
     transfer, events = config.kv_transfer_config, config.kv_events_config
     keys = dict(transfer.kv_connector_extra_config)
     if keys.get("spec_name") == "CPUOffloadingSpec":
         del keys["spec_name"]
     if transfer.kv_role != "kv_both":
         yield f"set kv_role to 'kv_both', got {transfer.kv_role!r}"
-    for key in sorted(keys.keys() - {*OFFLOADING_KEYS} | keys.keys() & {"spec_name"}):
+    tested_keys = {*OFFLOADING_KEYS[transfer.kv_connector]} - {"spec_name"}
+    for key in sorted(keys.keys() - tested_keys):
         yield f"remove {key} {keys[key]!r}"
     if events is not None and events.enable_kv_cache_events:
         yield "remove --kv-events-config"

@@ -352,6 +352,15 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         f"{_CONNECTORS}offloading.scheduler:TransferJobStatus"
         "(deferred_fence_block_ids, fenced_block_ids)",
         f"{_CONNECTORS}offloading.scheduler:GroupOffloadConfig(tokens_per_block)",
+        # until vLLM's loads wait for the compute stream, and look-aheads can reserve free blocks
+        f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector"
+        ".get_num_new_matched_tokens(request, num_computed_tokens)",
+        f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.request_finished"
+        "(request, block_ids)",
+        f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.start_load_kv",
+        f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.build_connector_meta"
+        "(scheduler_output)",
+        f"{_SCHEDULER}._build_kv_connector_meta(connector, scheduler_output)",
     ),
     "worker": (
         "vllm.config:CUDAGraphMode",
