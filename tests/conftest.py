@@ -1,9 +1,11 @@
 """Settings for the test suite; they must be made before Triton, vLLM or Ray is imported."""
 
+import functools
 import os
 import random
 import runpy
 import secrets
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +40,9 @@ EVERY_PROCESS = Path(__file__).parent / "every_process"
 runpy.run_path(str(EVERY_PROCESS / "sitecustomize.py"))
 paths = [str(EVERY_PROCESS), os.environ.get("PYTHONPATH")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+# For every request, `httpx.get` and `httpx.post` would read all certificates, which takes 23 ms.
+# The servers of tests use no TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 import pytest
 import torch
