@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 
 import pytest
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from benchmarks.late_offloading import LateSpec, StoredChunks, install, transfer
@@ -261,3 +262,25 @@ def test_a_second_pass_loads_prompts_and_gives_equal_outputs(model, config, bloc
         assert run(llm, prompts, SEED, disturbed=False) == first
         assert llm.compressor.compressed == 2 * compressed
         assert LateSpec.workers[-1].loaded_blocks - loaded > 100
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_packed_request_that_starts_again_is_stored_again(model, limit):
+    """After a reset of the host memory, up to the request's own limit of stored tokens."""
+    params = {} if limit is None else {"kv_transfer_params": {"max_offload_tokens": limit}}
+    with offloading(model, additional_config=SNAPKV) as (llm, stored):
+        llm.submit("r", SHORT, 200, extra_args=params)
+        while not llm.compressor.compressed:
+            llm.step()
+        finish(llm)
+        first = dict(stored.contents)
+        assert len(first) == (limit or len(SHORT)) // 32
+        assert llm.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        llm.drain()
+        finish(llm)
+        assert llm.compressor.compressed == 2
+        again = dict(stored.contents[len(first) :])
+        assert again.keys() == first.keys()
+        for key, chunk in first.items():
+            assert all(map(torch.equal, chunk, again[key]))
