@@ -190,7 +190,7 @@ def make_arrivals(args: argparse.Namespace) -> list[Arrival]:
 
 def main() -> None:
     args = parse_args()
-    use_one_process(cache_gib=4)
+    use_one_process(cache_gib=2)
     replace_kernels_once()
     arrivals = make_arrivals(args)
     needed = sum(len(each.prompt) + each.tokens - 1 for each in arrivals)
