@@ -149,6 +149,7 @@ class Engine:
         prompt: list[int],
         tokens: int = 12,
         priority: int = 0,
+        adapter: Any = None,
         **params: Any,
     ) -> str:
         from vllm import SamplingParams
@@ -157,7 +158,9 @@ class Engine:
             **{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}
         )
         inputs = {"prompt_token_ids": list(prompt)}
-        self.llm.llm_engine.add_request(request_id, inputs, sampling, priority=priority)
+        self.llm.llm_engine.add_request(
+            request_id, inputs, sampling, lora_request=adapter, priority=priority
+        )
         return request_id
 
     def step(self) -> dict[str, Any]:

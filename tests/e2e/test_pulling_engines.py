@@ -175,6 +175,53 @@ def test_preempted_pulled_prompts_are_not_pulled_again(model, prefill, monkeypat
 
 
 @model_runner_v1_only
+def test_packed_pulled_prompts_resume_from_host_memory(model, prefill, local_outputs, monkeypatch):
+    """A preempted request is neither pulled nor computed again: it resumes from its pages."""
+    config = settings("cake-chunk", 0.3, lookahead=M, park=0.05)
+    with pulling(model, monkeypatch, config=config) as llm:
+        free, parking, connector = llm.free_blocks, llm.scheduler.parking, llm.scheduler.connector
+        allocated, resume, schedule = (
+            connector.update_state_after_alloc,
+            parking.resume,
+            llm.scheduler.schedule,
+        )
+        pulled, resumed, preempted, computed = [], [], [], []
+
+        def allocating(request, blocks, tokens):
+            pulled.extend([request.request_id] if tokens else [])
+            allocated(request, blocks, tokens)
+
+        def resuming(state):
+            resumed.append(state.request_id)
+            resume(state)
+
+        def scheduling(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            computed.append(output.total_num_scheduled_tokens)
+            return output
+
+        connector.update_state_after_alloc, parking.resume = allocating, resuming
+        llm.scheduler.schedule = scheduling
+        for index, prompt in enumerate(PROMPTS):
+            submit(llm, prefill, str(index), prompt)
+        outputs = {}
+        while llm.llm.llm_engine.has_unfinished_requests():
+            for request in llm.running():
+                if request.num_output_tokens in (M + 4, M + 9):
+                    preempted.append(request.request_id)
+                    llm.preempt(request)
+            outputs |= {name: [*each.outputs[0].token_ids] for name, each in llm.step().items()}
+        assert [outputs[str(index)] for index in range(len(PROMPTS))] == local_outputs
+        assert sorted(resumed) == sorted(preempted)
+        assert len(resumed) == 2 * len(PROMPTS)
+        assert sorted(pulled) == sorted({*preempted})
+        # each resumption computes the token that decoding would have computed
+        assert sum(computed) == len(PROMPTS) * (16 + OUTPUT_TOKENS - 1)
+        assert llm.free_blocks == free
+        assert not len(llm.compressor.host_pages)
+
+
+@model_runner_v1_only
 def test_a_request_aborted_during_its_pull_returns_its_blocks(
     model, prefill, local_outputs, monkeypatch
 ):

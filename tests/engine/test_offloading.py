@@ -423,3 +423,25 @@ def test_lazy_loads_wait_for_packing(model, monkeypatch, waits):
         assert LateSpec.workers[-1].copies.loaded_blocks > 100
     differing = sum(outputs[index] != expected[index] for index in outputs)
     assert (differing == 0) == waits
+
+
+@model_runner_v1_only
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_packed_request_that_starts_again_is_stored_again(model, limit):
+    """After a reset of the host memory, up to the request's own limit of stored tokens."""
+    params = {} if limit is None else {"kv_transfer_params": {"max_offload_tokens": limit}}
+    with offloading(model, additional_config=SNAPKV) as (llm, stored):
+        llm.submit("r", SHORT, 200, extra_args=params)
+        while not llm.compressor.compressed:
+            llm.step()
+        finish(llm)
+        first = dict(stored.contents)
+        assert len(first) == (limit or len(SHORT)) // 32
+        assert llm.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        llm.drain()
+        finish(llm)
+        assert llm.compressor.compressed == 2
+        again = dict(stored.contents[len(first) :])
+        assert again.keys() == first.keys()
+        for key, chunk in first.items():
+            assert all(map(torch.equal, chunk, again[key]))

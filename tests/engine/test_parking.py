@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoints import make, tokens
+from checkpoints import make, tokens, write_adapter
 from engines import (
     BLOCK,
     V2,
@@ -17,6 +17,7 @@ from engines import (
     settings,
     v2_drafts,
 )
+from processor import needs_avx512
 from test_metrics import samples
 from vllm_kvcompress.engine.pages.host_pages import pin
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
@@ -43,17 +44,25 @@ CHOICES = {
 }
 
 
+def parking_settings(**options):
+    """Return settings under which each request chooses how it is compressed."""
+    defaults = dict(packed_dtype="k4v3", lookahead=12, park=0.05, allow_override="all")
+    return settings("cake", 0.5, **defaults | options)
+
+
 @pytest.fixture(scope="module")
 def model(checkpoints_folder):
     return make("llama-two-layers-d64", checkpoints_folder)
 
 
 def parking_engine(model, **options):
-    config = settings(
-        "cake", 0.5, packed_dtype="k4v3", lookahead=12, park=0.05, allow_override="all"
+    defaults = dict(
+        max_num_seqs=8,
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        additional_config=parking_settings(),
     )
-    defaults = dict(max_num_seqs=8, max_model_len=1024, max_num_batched_tokens=256)
-    return engine(model, additional_config=config, **defaults | options)
+    return engine(model, **defaults | options)
 
 
 @pytest.fixture(
@@ -107,10 +116,10 @@ def packed(llm):
     return [each for each in llm.running() if each.request_id in finished]
 
 
-def run(llm, prompts, override, each_step=lambda: None, tokens=COUNT):
+def run(llm, prompts, override, each_step=lambda: None, tokens=COUNT, adapter=None):
     """Return the outputs of requests submitted together; call `each_step` before each step."""
     for number, prompt in enumerate(prompts):
-        llm.submit(str(number), prompt, tokens, extra_args=override)
+        llm.submit(str(number), prompt, tokens, adapter=adapter, extra_args=override)
     outputs = {}
     while llm.llm.llm_engine.has_unfinished_requests():
         each_step()
@@ -332,22 +341,57 @@ def test_priority_scheduling_resumes_parked_requests(model, async_scheduling_all
         assert_nothing_is_parked(llm)
 
 
-@pytest.mark.skipif(V2 and not v2_drafts(), reason="this vLLM has no ngram on V2")
-@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # from the compiler of V1's drafter
-def test_requests_with_drafts_resume(model, watched):
-    """A request's computed tokens may include drafts that were rejected."""
-    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-    rng = random.Random(5)
-    with parking_engine(model, speculative_config=drafts) as llm:
-        expected = run(llm, PROMPTS, AUTO)
+DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+PLAIN = dict(packed_dtype="auto", allow_override="off")
+PIECES = parking_settings(max_whole=256, piece=96, probe=16, **PLAIN)
+FEATURES = {
+    "drafts": dict(speculative_config=DRAFTS),
+    "fp8": dict(kv_cache_dtype="fp8_e5m2", additional_config=parking_settings(**PLAIN)),
+    "LoRA": dict(enable_lora=True, max_lora_rank=8, max_loras=1),
+    "pieces": dict(additional_config=PIECES),
+}
+MARKS = {
+    "drafts": [
+        pytest.mark.skipif(V2 and not v2_drafts(), reason="this vLLM has no ngram on V2"),
+        # from the compiler of V1's drafter
+        pytest.mark.filterwarnings("ignore:(?s).*reflected list"),
+    ],
+    "fp8": [model_runner_v1_only, needs_avx512],
+}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(name, marks=MARKS.get(name, [model_runner_v1_only])) for name in FEATURES],
+)
+def test_requests_resume_beside_other_features(feature, model, watched, tmp_path):
+    """A request's computed tokens may include drafts that were rejected.
+
+    With LoRA, all requests use the adapter: vLLM's outputs on a CPU depend on others without it.
+    """
+    from vllm.lora.request import LoRARequest
+
+    rng, adapter = random.Random(5), None
+    if feature == "LoRA":
+        adapter = LoRARequest("adapter", 1, write_adapter(tmp_path, layers=2, hidden=256))
+    with parking_engine(model, **FEATURES[feature]) as llm:
+        repacked = llm.watch_repacking()
+        expected = run(llm, PROMPTS, AUTO, adapter=adapter)
+        assert bool(repacked) == (feature == "pieces")
 
         def preempt():
             for request in packed(llm):
                 if rng.random() < 0.1:
                     llm.preempt(request)
 
-        assert run(llm, PROMPTS, AUTO, preempt) == expected
+        compressed = llm.compressor.compressed
+        assert run(llm, PROMPTS, AUTO, preempt, adapter=adapter) == expected
         assert watched("resumed_requests")[""] >= 3
+        assert llm.compressor.compressed == 2 * compressed
+        if adapter:
+            assert run(llm, PROMPTS, AUTO) != expected
+        llm.finish_in_flight_steps()
+        assert_nothing_is_parked(llm)
 
 
 @model_runner_v1_only

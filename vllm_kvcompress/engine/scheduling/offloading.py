@@ -7,7 +7,8 @@ Packing frees blocks of running requests, and writes to others. So there are thr
 
 * A freed block is fenced: if it is allocated again, the workers finish its stores before that step.
 * Before packing, the workers finish the stores that read a destination block.
-* After a request is packed, its blocks are not stored, because they hold other tokens.
+* After a request is packed, its blocks are not stored, because they hold other tokens. If it is
+  preempted, its prompt may be stored again.
 
 `SimpleCPUOffloadConnector` in lazy mode needs none of them. It stores only free blocks of the
 prefix cache, and takes references until they are copied. Packing writes only to blocks without
@@ -79,6 +80,21 @@ class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnecto
             )
         super().bind(longest_hit)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens of a waiting prompt can be loaded, as vLLM does.
+
+        No token of the request is packed yet, or any more: its own limit of stores holds again.
+        """
+        limit = (request.kv_transfer_params or {}).get("max_offload_tokens")
+        status = self.scheduler._req_status[request.request_id]
+        status.max_offload_tokens = limit if type(limit) is int and limit >= 0 else None
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found
+
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         block_size = int(self.scheduler.config.kv_group_configs[0].tokens_per_block)
         return self._load_limit(request, num_computed_tokens, block_size)
@@ -95,7 +111,7 @@ class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnecto
             Ids of the stores that the workers must finish before they pack.
         """
         scheduler: Any = self.scheduler
-        # Later blocks are computed from the kept tokens, so no more stores may be planned.
+        # Later blocks are computed from the kept tokens, so none of them may be stored.
         if (state := scheduler._req_status.get(request_id)) is not None:
             state.max_offload_tokens = 0
         read_destinations, changed = set(), freed | destinations

@@ -341,6 +341,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         # until vLLM finishes the stores of a running request's blocks before they are freed
         f"{_CONNECTORS}offloading_connector:OffloadingConnector._max_loadable_tokens"
         "(request, num_computed_tokens)",
+        f"{_CONNECTORS}offloading_connector:OffloadingConnector.get_num_new_matched_tokens"
+        "(request, num_computed_tokens)",
         f"{_CONNECTORS}offloading_connector:OffloadingConnector.handle_preemptions"
         "(kv_connector_metadata)",
         f"{_CONNECTORS}offloading_connector:OffloadingConnector.scheduler",

@@ -336,6 +336,7 @@ def bind_compressor(
     num_blocks = kv_cache_config.num_blocks
     pool = page_pool(config, settings, layers, block_size, num_blocks, scratch, len(drafts))
     slots = host_slots(settings.park, len(names) * group.kv_cache_spec.page_size_bytes)
+    has_connector = config.kv_transfer_config is not None
     compressor = PromptCompressor(
         settings,
         pool,
@@ -343,7 +344,7 @@ def bind_compressor(
         scales=scales_of(target, pool.pages.device),
         stages=Stages(stages, stage, pool.pages.device),
         queries=(*_query_shape(layers), config.model_config.dtype),
-        host_pages=HostPages(pool, slots) if slots else None,
+        host_pages=HostPages(pool, slots, has_connector=has_connector) if slots else None,
     )
     for index, layer in enumerate(target):
         layer.impl.bind(compressor, index)
