@@ -197,6 +197,21 @@ def test_each_kind_of_gateway_can_limit_bodies(kubectl_binary, copied, gateway, 
     assert target["name"] == route["metadata"]["name"]
 
 
+def test_the_memory_limit_includes_the_host_memory_of_parked_requests(kubectl_binary, copied):
+    """The server takes this memory when it starts, and a pod above its limit is killed."""
+    before = container(render(kubectl_binary, copied))
+    path, line = copied / "kustomization.yaml", "- ../../components/host-memory #"
+    edit(path, f"# {line}", line)
+    after = container(render(kubectl_binary, copied))
+    (added,) = [argument for argument in after["args"] if argument not in before["args"]]
+    flag, _, gib = added.partition("=")
+    assert flag == "--kv-park"
+    limits = [
+        int(each["resources"]["limits"]["memory"].removesuffix("Gi")) for each in (before, after)
+    ]
+    assert limits[1] - limits[0] == int(gib)
+
+
 def test_a_site_on_openshift_sets_no_user(kubectl_binary, copied):
     site = copied / "site" / "kustomization.yaml"
     edit(site, "# components: # on OpenShift\n#   -", "components:\n  -")
