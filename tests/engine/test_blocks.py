@@ -92,6 +92,27 @@ def test_trap_17_prompts_are_packed_in_place_without_free_blocks(model):
             assert llm.generate(prompts[::-1], 8) == expected[::-1]
 
 
+@model_runner_v1_only
+def test_a_prompt_waits_for_destinations_that_its_unshared_blocks_cannot_be(model):
+    """Another request keeps the shared blocks. The prompt is compressed once that request ends."""
+    shared = tokens(24 * BLOCK, seed=3)
+    with engine(
+        model,
+        additional_config=settings(budget=0.2, allow_override="off"),
+        blocks=1 + 25 + 5,
+        max_model_len=29 * BLOCK,
+        max_num_batched_tokens=3 * BLOCK,
+    ) as llm:
+        llm.submit("off", shared + tokens(8, seed=9), 20, extra_args={"kv_compress": "off"})
+        while not llm.running() or not llm.running()[0].num_output_tokens:
+            llm.step()
+        assert llm.free_blocks == 5
+        # Its 4 unshared blocks leave 1 block free, and it is packed into 6 blocks.
+        llm.submit("r", shared + tokens(4 * BLOCK, seed=8), 4)
+        llm.drain()
+        assert llm.compressor.compressed == 1
+
+
 def test_aborted_requests_return_their_blocks_at_every_stage(model):
     with engine(
         model,

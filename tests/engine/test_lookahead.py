@@ -266,6 +266,25 @@ def test_cached_prompt_is_not_computed_again(model):
 
 
 @model_runner_v1_only
+def test_a_prompt_that_would_share_blocks_waits_for_the_lookahead_that_holds_them(model):
+    """Packing cannot overwrite shared blocks, and the pool has no others for both prompts."""
+    shared = tokens(24 * BLOCK, seed=3)
+    with engine(
+        model,
+        additional_config=lookahead_config(budget=0.5),
+        blocks=1 + 25 + 14,
+        max_model_len=32 * BLOCK,
+    ) as llm:
+        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
+        llm.submit("first", shared + tokens(4, seed=8), 60)
+        llm.step()
+        llm.submit("second", shared + tokens(40, seed=9), 30)
+        llm.drain()
+    # If the second started at once, the first would be packed early.
+    assert packed == [len(shared) + length + LOOKAHEAD for length in (4, 40)]
+
+
+@model_runner_v1_only
 @pytest.mark.parametrize("num_steps", [*range(1, 31, 3), LOOKAHEAD])
 def test_preempted_request_computes_its_lookahead_again(num_steps, checkpoints_folder, one_engine):
     """Preemption after `num_steps` steps: before, during and after the look-ahead.
@@ -397,6 +416,8 @@ def test_parallel_samples_each_score_the_prompt(model):
         ("snapkv", {"lookahead": 0}, {}),
         ("chunkkv", {"lookahead": 0}, {"kv_protect": ["20:28"]}),
         ("cake", {"lookahead": 0, "decode_budget": 96, "decode_interval": 32}, {}),
+        # The prompts' ends are merged into tails of different lengths.
+        ("snapkv", {"lookahead": 0, "merge": True, "max_whole": 160, "piece": 64, "probe": 0}, {}),
     ],
 )
 def test_prompts_that_end_together_are_packed_together(

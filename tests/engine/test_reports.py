@@ -275,7 +275,7 @@ def test_kept_tokens_are_exact_once_the_workers_report():
     ids=["preempted", "cut"],
 )
 def test_layers_of_an_earlier_compression_are_not_reported_for_a_later_one(later, earlier):
-    notes, kept = UsageNotes(BLOCK_BYTES), {}
+    notes, kept = UsageNotes(BLOCK_BYTES), {"layer_tokens": [68, 36]}
     notes.add_plan(StepPlan(number=1, pack=(later,)))
     notes.add_packed([packed("a", layer_tokens=(68, 36), **earlier)])
     (output,) = outputs("a")

@@ -196,6 +196,21 @@ def test_requests_that_share_unpacked_blocks_pack_them_into_blocks_of_their_own(
 
 
 @model_runner_v1_only
+def test_packing_leaves_ordinary_blocks_that_another_request_holds_in_the_cache(quiet):
+    llm, prompt, off, done = quiet, tokens(1100, seed=63), {"kv_compress": "off"}, {}
+    llm.submit("holds", prompt, 40, extra_args=off)
+    while not llm.running() or not llm.running()[0].num_output_tokens:
+        llm.step()
+    for name, options in (("packs", {}), ("finds", off)):
+        llm.submit(name, prompt, 2, extra_args=options)
+        while name not in done:
+            done |= llm.step()
+    assert "holds" not in done
+    assert done["finds"].num_cached_tokens == hit(1099)
+    llm.drain()
+
+
+@model_runner_v1_only
 def test_a_preempted_request_resumes_from_its_own_pages(quiet):
     llm, prompt, stats = quiet, tokens(1100, seed=9), quiet.scheduler.step_builder.stats
     before = stats.packed_hit_tokens

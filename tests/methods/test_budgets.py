@@ -166,7 +166,7 @@ def test_layers_with_larger_weights_never_get_less(case):
 # -- pages ------------------------------------------------------------------------------------
 
 
-def plan(*, layers, tokens, block, window, budget, pages):
+def plan(*, layers, tokens, block, window, budget, pages, leading=0):
     return PagePlan(
         num_layers=layers,
         tokens=tokens,
@@ -174,6 +174,7 @@ def plan(*, layers, tokens, block, window, budget, pages):
         window=window,
         budget=budget,
         pages=pages,
+        leading_tokens=leading,
     )
 
 
@@ -237,10 +238,12 @@ def test_page_rounding_keeps_the_order_of_budgets(case):
 
 
 @prop
-@given(st.integers(1, 30), st.integers(1, 60), st.integers(1, 64), st.data())
-@example(3, 5, 16, None)
-def test_page_rounding_does_not_change_full_pages(layers, full_blocks, block, data):
-    tail = block // 2
+@given(
+    st.integers(1, 30), st.integers(1, 60), st.integers(1, 64), st.sampled_from([0, 1]), st.data()
+)
+@example(3, 5, 16, 1, None)
+def test_page_rounding_does_not_change_full_pages(layers, full_blocks, block, first_blocks, data):
+    tail, leading = block // 2, first_blocks * block
     low = 1  # every layer keeps a page
     if data is None:
         wanted = [5, 1, 2]
@@ -250,13 +253,14 @@ def test_page_rounding_does_not_change_full_pages(layers, full_blocks, block, da
         )
     p = plan(
         layers=layers,
-        tokens=full_blocks * block + tail,
+        tokens=leading + full_blocks * block + tail,
         block=block,
         window=0,
         budget=1,
         pages=sum(wanted),
+        leading=leading,
     )
-    assert round_to_pages([x * block + tail for x in wanted], p) == wanted
+    assert round_to_pages([leading + x * block + tail for x in wanted], p) == wanted
 
 
 # -- launches ---------------------------------------------------------------------------------

@@ -97,6 +97,14 @@ def test_queries_are_summed_before_the_ring_overwrites_them(case):
 
 @prop
 @given(outputs())
+def test_may_pack_says_whether_any_step_packs(case):
+    schedule, footprint, _ = case
+    steps = range(schedule.prefilled + 1, schedule.max_tokens)
+    assert schedule.may_pack(footprint) == any(schedule.plan(footprint, tokens) for tokens in steps)
+
+
+@prop
+@given(outputs())
 def test_max_blocks_is_the_exact_maximum(case):
     schedule, footprint, packed = case
     max_blocks = schedule.max_blocks(footprint, packed=packed, tokens=schedule.max_tokens - 1)
