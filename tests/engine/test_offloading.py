@@ -431,9 +431,10 @@ def test_lazy_loads_wait_for_packing(model, monkeypatch, waits):
 def test_a_packed_request_that_starts_again_is_stored_again(model, limit):
     """After a reset of the host memory, up to the request's own limit of stored tokens."""
     params = {} if limit is None else {"kv_transfer_params": {"max_offload_tokens": limit}}
-    with offloading(model, additional_config=SNAPKV) as (llm, stored):
+    with offloading(model, additional_config=SCENARIOS["outputs"][0]) as (llm, stored):
+        repacked = llm.watch_repacking()
         llm.submit("r", SHORT, 200, extra_args=params)
-        while not llm.compressor.compressed:
+        while not repacked:
             llm.step()
         finish(llm)
         first = dict(stored.contents)
@@ -441,6 +442,7 @@ def test_a_packed_request_that_starts_again_is_stored_again(model, limit):
         assert llm.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         llm.drain()
         finish(llm)
+        assert not llm.scheduler.connector._store_limits
         assert llm.compressor.compressed == 2
         again = dict(stored.contents[len(first) :])
         assert again.keys() == first.keys()
