@@ -217,7 +217,10 @@ def transfer(
 
 
 class StoredChunks:
-    """Records the contents of each chunk when it is stored, and how many stores were refused.
+    """Records the contents of each chunk when it is stored, refused stores, and evicted blocks.
+
+    `refused` counts stores of `OffloadingConnector`, and `evicted` the blocks that
+    `SimpleCPUOffloadConnector` evicted from host memory.
 
     Args:
         llm: an engine whose worker is in this process.
@@ -226,7 +229,7 @@ class StoredChunks:
     def __init__(self, llm: Any) -> None:
         self._worker = LateSpec.workers[-1]
         self.contents: list[tuple[bytes, list[torch.Tensor]]] = []
-        self.refused = 0
+        self.refused = self.evicted = 0
         connector = llm.scheduler.connector
         if isinstance(self._worker, LateSimpleWorker):
             self._record_simple(connector.scheduler_manager)
@@ -252,6 +255,8 @@ class StoredChunks:
     def _record_simple(self, manager: Any) -> None:
         """Record the blocks of `SimpleCPUOffloadConnector`, by keys of `OffloadingConnector`."""
         complete, pool = manager._process_store_completion, manager._gpu_block_pool
+        host_pool = manager.cpu_block_pool
+        evict = host_pool._maybe_evict_cached_block
 
         def completing(block_ids: Any, places: Any, *args: Any) -> None:
             for block_id, place in zip(block_ids, places, strict=True):
@@ -259,7 +264,13 @@ class StoredChunks:
                 self._add(bytes(pool.blocks[block_id].block_hash), place)
             complete(block_ids, places, *args)
 
+        def evicting(block: Any) -> bool:
+            is_evicted = bool(evict(block))
+            self.evicted += is_evicted
+            return is_evicted
+
         manager._process_store_completion = completing
+        host_pool._maybe_evict_cached_block = evicting
 
     def _add(self, key: bytes, chunk_id: int) -> None:
         host = self._worker.copies.host

@@ -209,7 +209,7 @@ LATE_LAZY_COPIES = patch_on_import(
 @pytest.mark.parametrize(
     ("late_copies", "connector"),
     [(LATE_COPIES, late_offloading.transfer()), (LATE_LAZY_COPIES, offloading.lazy())],
-    ids=["eager", "lazy"],
+    ids=["OffloadingConnector", offloading.SIMPLE],
 )
 def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch, late_copies, connector):
     """In a small pool, each rank stores its own heads whole, before it packs them."""

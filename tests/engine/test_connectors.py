@@ -12,7 +12,11 @@ from test_command_line import engine_args
 from vision_checkpoints import make as make_vision
 from vision_checkpoints import without_videos
 from vllm_kvcompress.engine.frontend.transfers import Pulls, prompts_of
-from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
+from vllm_kvcompress.engine.scheduling.offloading import (
+    OffloadingConnector,
+    SimpleCPUOffloadConnector,
+)
+from vllm_kvcompress.engine.startup import configure as configure_module
 from vllm_kvcompress.errors import ConfigError, OverrideError, VllmHookError
 
 AHEAD = {"lookahead": 8}
@@ -65,6 +69,11 @@ def simple(role="kv_both", **keys):
         (transfer(kv_connector="LMCacheConnectorV1"), "by their position or hash", "remove"),
         (simple(), "without lazy_offload", 'set "lazy_offload": true'),
         (simple(lazy_offload=False), "it would store nothing", "or use OffloadingConnector"),
+        (
+            simple(lazy_offload=True) | {"enable_prefix_caching": False},
+            "stores only blocks of the prefix cache",
+            "remove --no-enable-prefix-caching, or use OffloadingConnector",
+        ),
         (
             simple(lazy_offload=True, kv_offload_backend="disk"),
             "at most the keys ['cpu_bytes_to_use', 'lazy_offload']",
@@ -160,6 +169,7 @@ def test_other_connector_configurations_are_refused(model, options, reason, fix)
     [
         {"kv_offloading_size": 1},
         offloading(spec_name="CPUOffloadingSpec", blocks_per_chunk=2),
+        offloading() | {"enable_prefix_caching": False},
         simple(lazy_offload=True),
     ],
 )
@@ -197,11 +207,55 @@ def test_offloading_is_checked_however_it_is_set(model, monkeypatch, tmp_path, c
     assert "remove --kv-max-whole, got 2048" in capsys.readouterr().err
 
 
-def test_an_offloading_scheduler_without_our_attributes_is_refused():
+@pytest.mark.parametrize(
+    ("caching", "offloads", "where"),
+    [
+        (True, False, "fill the prefix cache but do not read it"),
+        (False, True, "fill the host memory but do not read it"),
+        (True, True, "fill the prefix cache and host memory but do not read them"),
+        (False, False, None),
+    ],
+)
+def test_the_log_says_where_prompts_are_stored_but_not_read(
+    model, monkeypatch, caching, offloads, where
+):
+    """A method that reads all queries computes a prompt again; a prompt with cake-chunk is read."""
+    lines = []
+    monkeypatch.setattr(
+        configure_module.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    options = {"enable_prefix_caching": caching} | (offloading() if offloads else {})
+    for compress in ("h2o", "cake-chunk"):
+        configure(model, **settings_with(compress, lookahead=0), **options)
+    start = "h2o reads attention over the whole prompt, so prompts that it compresses "
+    found = [line for line in lines if "reads attention over the whole prompt" in line]
+    assert found == ([] if where is None else [start + where])
+
+
+def test_vllm_connectors_without_our_attributes_are_refused():
     connector = OffloadingConnector.__new__(OffloadingConnector)
     connector.connector_scheduler = SimpleNamespace(_jobs={}, _req_status={})
     with pytest.raises(VllmHookError, match=r"_block_id_to_pending_jobs.*; install"):
         connector.bind(len)
+    connector = SimpleCPUOffloadConnector.__new__(SimpleCPUOffloadConnector)
+    connector.scheduler_manager = SimpleNamespace()
+    with pytest.raises(VllmHookError, match=r"block_size.*; install"):
+        connector.bind(len)
+    connector.worker_handler = SimpleNamespace(load_stream=None)
+    with pytest.raises(VllmHookError, match=r"_connector_metadata.*; install"):
+        connector.register_kv_caches({})
+
+
+@pytest.mark.parametrize("metadata", [None, SimpleNamespace(load_cpu_blocks=[])])
+def test_a_step_without_lazy_loads_waits_for_nothing(metadata):
+    connector, calls = SimpleCPUOffloadConnector.__new__(SimpleCPUOffloadConnector), []
+    connector.worker_handler = SimpleNamespace(
+        load_stream=SimpleNamespace(wait_stream=calls.append),
+        start_load_kv=lambda: calls.append("start"),
+        _connector_metadata=metadata,
+    )
+    connector.start_load_kv(None)
+    assert calls == ["start"]
 
 
 def test_models_with_other_layers_are_refused(checkpoints_folder):

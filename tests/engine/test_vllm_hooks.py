@@ -225,6 +225,26 @@ def test_a_vllm_without_frontend_hooks_works_with_compression_off(tmp_path):
     assert done.stdout.strip().endswith("fine"), done.stderr
 
 
+WITHOUT_OFFLOADING = """
+import sys
+connectors = "vllm.distributed.kv_transfer.kv_connector.v1."
+for name in ("offloading_connector", "simple_cpu_offload_connector", "offloading"):
+    sys.modules[connectors + name] = None
+import vllm_kvcompress
+vllm_kvcompress.register()
+import vllm_kvcompress.engine.scheduling.scheduler, vllm_kvcompress.engine.worker.cpu
+print("fine")
+"""
+
+
+def test_a_vllm_without_offloading_connectors_works():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OFFLOADING],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.stdout.strip().endswith("fine"), done.stderr
+
+
 def test_registering_twice_wraps_once_and_hides_no_builtin_spec():
     done = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False, timeout=600

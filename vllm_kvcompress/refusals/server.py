@@ -406,7 +406,19 @@ SERVER: tuple[Rule[Server], ...] = (
         " a request, which compression changes, so it would store nothing",
         fix=f'set "lazy_offload": true in kv_connector_extra_config of {_TRANSFER}, or use'
         f" {tested.OFFLOADING_CONNECTOR} (unset VLLM_USE_SIMPLE_KV_OFFLOAD)",
-        because="it would store nothing, because it finds blocks by their position in a request",
+        because="it finds blocks by position, so it would store nothing",
+    ),
+    Rule(
+        name="`SimpleCPUOffloadConnector` without prefix caching",
+        when=lambda s: (
+            s.options.get(tested.OFFLOADING) == tested.SIMPLE_CONNECTOR
+            and s.options.get("--no-enable-prefix-caching")
+        ),
+        reason=f"{tested.SIMPLE_CONNECTOR} stores only blocks of the prefix cache, so it would"
+        " store nothing",
+        fix=f"remove --no-enable-prefix-caching, or use {tested.OFFLOADING_CONNECTOR} (unset"
+        " VLLM_USE_SIMPLE_KV_OFFLOAD)",
+        because="it stores only blocks of the prefix cache",
     ),
     Rule(
         name="Other KV connectors (LMCache, Mooncake, `MultiConnector`, `NixlPushConnector`, other"

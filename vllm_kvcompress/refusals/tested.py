@@ -73,7 +73,8 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
     TENSOR: (DATA, RAY, OFFLOADING, WINDOWS, STATES, IMAGES, REUSE),
     DATA: (WINDOWS, STATES, IMAGES, REUSE),
     RAY: (CONNECTOR, WINDOWS, STATES, IMAGES, REUSE),
-    CONNECTOR: (OFFLOADING, PARK),  # vLLM runs one connector
+    # CONNECTOR and OFFLOADING never occur together, because vLLM runs one connector.
+    CONNECTOR: (OFFLOADING, PARK),
     OFFLOADING: (),
     WINDOWS: (STATES, IMAGES),
     STATES: (IMAGES,),

@@ -1,5 +1,8 @@
 """VllmHook `offloading`: adapts vLLM's two connectors that keep prompts in host memory.
 
+Only vLLM imports this module, and only if one of them is configured: other versions of vLLM may
+lack the names below.
+
 Both store blocks under the hash of their tokens. `OffloadingConnector` plans a store in one step,
 and its workers copy the blocks during later steps. vLLM alone keeps a running request's blocks, so
 it finishes pending stores only before blocks of ended or preempted requests are written again.
@@ -33,8 +36,14 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.errors import VllmHookError
 
-_ATTRIBUTES = ("_block_id_to_pending_jobs", "_jobs", "_req_status")
-"""Private attributes of vLLM's scheduler side that this module reads and changes."""
+
+def _check_attributes(side: Any, *names: str) -> None:
+    """Raise VllmHookError unless a part of vLLM's connector has the attributes `names`."""
+    if missing := [name for name in names if not hasattr(side, name)]:
+        raise VllmHookError(
+            f"vLLM's {type(side).__name__} has no attributes {missing}",
+            "install a vLLM that was tested with offloading, or remove --kv-offloading-size",
+        )
 
 
 class _LimitedLoads:
@@ -72,12 +81,9 @@ class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnecto
         Raises:
             VllmHookError: vLLM's connector has no such attributes.
         """
-        missing = [name for name in _ATTRIBUTES if not hasattr(self.scheduler, name)]
-        if missing:
-            raise VllmHookError(
-                f"vLLM's OffloadingConnectorScheduler has no attributes {missing}",
-                "install a vLLM that was tested with offloading, or remove --kv-offloading-size",
-            )
+        _check_attributes(self.scheduler, "_block_id_to_pending_jobs", "_jobs", "_req_status")
+        # request id -> its own limit of stored tokens, while its stores are suspended
+        self._store_limits: dict[str, int | None] = {}
         super().bind(longest_hit)
 
     def get_num_new_matched_tokens(
@@ -87,13 +93,19 @@ class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnecto
 
         No token of the request is packed yet, or any more: its own limit of stores holds again.
         """
-        limit = (request.kv_transfer_params or {}).get("max_offload_tokens")
-        status = self.scheduler._req_status[request.request_id]
-        status.max_offload_tokens = limit if type(limit) is int and limit >= 0 else None
+        request_id = request.request_id
+        if request_id in self._store_limits:
+            status = self.scheduler._req_status[request_id]
+            status.max_offload_tokens = self._store_limits.pop(request_id)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         return found
+
+    def request_finished_all_groups(self, request: Request, block_ids: Any) -> Any:
+        """Forget a request, and return what vLLM does."""
+        self._store_limits.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         block_size = int(self.scheduler.config.kv_group_configs[0].tokens_per_block)
@@ -113,6 +125,7 @@ class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnecto
         scheduler: Any = self.scheduler
         # Later blocks are computed from the kept tokens, so none of them may be stored.
         if (state := scheduler._req_status.get(request_id)) is not None:
+            self._store_limits.setdefault(request_id, state.max_offload_tokens)
             state.max_offload_tokens = 0
         read_destinations, changed = set(), freed | destinations
         for job_id, job in scheduler._jobs.items():
@@ -142,12 +155,28 @@ class SimpleCPUOffloadConnector(
 ):
     """vLLM's connector in lazy mode beside compression, in the scheduler and in each worker."""
 
+    def bind(self, longest_hit: Callable[[Request], int]) -> None:
+        """Connect the scheduler's connector to its scheduler.
+
+        Raises:
+            VllmHookError: vLLM's connector has no such attribute.
+        """
+        _check_attributes(self.scheduler_manager, "block_size")
+        super().bind(longest_hit)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Connect a worker's connector to its KV cache, ``[blocks, ...]`` for each layer.
+
+        Raises:
+            VllmHookError: vLLM's worker has no such attributes.
+        """
+        _check_attributes(self.worker_handler, "load_stream", "_connector_metadata")
+        super().register_kv_caches(kv_caches)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens to load for a waiting prompt, and whether loads take steps."""
-        if self.scheduler_manager is None:  # without prefix caching, vLLM disables the connector
-            return 0, False
         block_size = int(self.scheduler_manager.block_size)
         limit = self._load_limit(request, num_computed_tokens, block_size)
         if limit == 0:
@@ -163,7 +192,8 @@ class SimpleCPUOffloadConnector(
         Packing starts after the step's tokens are on their way to the host. So once they arrive,
         the GPU may still read freed blocks, which the next loads overwrite.
         """
-        worker, metadata = self.worker_handler, self._connector_metadata
-        if worker is not None and worker.load_stream is not None and metadata.load_cpu_blocks:
-            worker.load_stream.wait_stream(torch.cuda.current_stream())
+        load_stream = self.worker_handler.load_stream
+        metadata = self.worker_handler._connector_metadata
+        if load_stream is not None and metadata is not None and metadata.load_cpu_blocks:
+            load_stream.wait_stream(torch.cuda.current_stream())
         super().start_load_kv(*args, **kwargs)

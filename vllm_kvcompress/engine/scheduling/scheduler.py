@@ -31,10 +31,6 @@ from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager, GroupBlocks
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
-from vllm_kvcompress.engine.scheduling.offloading import (
-    OffloadingConnector,
-    SimpleCPUOffloadConnector,
-)
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -42,6 +38,11 @@ from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.step_builder import StepBuilder
 from vllm_kvcompress.errors import VllmHookError, quoted_id, shorten
 from vllm_kvcompress.planning.memory import HOST_SLOT_BLOCKS, host_slots
+from vllm_kvcompress.refusals.tested import (
+    OFFLOADING_CONNECTOR,
+    OFFLOADING_KEYS,
+    SIMPLE_CONNECTOR,
+)
 
 logger = init_logger("vllm.kvcompress")
 
@@ -78,13 +79,12 @@ class _CompressingMixin:
             self.states,
             stats,
         )
-        connector = scheduler.connector
-        if isinstance(connector, OffloadingConnector | SimpleCPUOffloadConnector):
+        connector, transfer = scheduler.connector, vllm_config.kv_transfer_config
+        connector_name = None if transfer is None else transfer.kv_connector
+        if connector_name in OFFLOADING_KEYS:
             connector.bind(self._longest_prefix_hit)
         # The connector that takes references to free blocks; None without it.
-        self._takes_free_blocks = (
-            connector if isinstance(connector, SimpleCPUOffloadConnector) else None
-        )
+        self._lazy_connector = connector if connector_name == SIMPLE_CONNECTOR else None
         self.step_builder = StepBuilder(
             manager,
             self.states,
@@ -96,7 +96,7 @@ class _CompressingMixin:
             self.parking,
             self._packed_prefixes(manager, deferred_free),
             self._unverified_drafts,
-            connector if isinstance(connector, OffloadingConnector) else None,
+            connector if connector_name == OFFLOADING_CONNECTOR else None,
         )
         manager.bind(self.step_builder.release, self.step_builder.max_piece_blocks)
         self.next_step = NextStep(self, self.groups, self.step_builder)
@@ -315,7 +315,7 @@ class _CompressingMixin:
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         """Return the connector's message to the workers; None if `schedule` builds it later."""
-        if connector is self._takes_free_blocks:
+        if connector is self._lazy_connector:
             return None
         return super()._build_kv_connector_meta(  # type: ignore[misc]
             connector, scheduler_output
@@ -336,8 +336,8 @@ class _CompressingMixin:
         if waiting:
             needed = self.next_step.blocks_for_running(self.lookaheads.request_ids)
             self.step_builder.pack_early(waiting, needed, overlaps=self.next_step.overlaps)
-        if self._takes_free_blocks is not None:
-            output.kv_connector_metadata = self._takes_free_blocks.build_connector_meta(output)
+        if self._lazy_connector is not None:
+            output.kv_connector_metadata = self._lazy_connector.build_connector_meta(output)
         plan = self.step_builder.build()
         attach_plan(output, plan)
         self._steps_in_flight[-1] = output, plan

@@ -8,7 +8,7 @@ pages depends only on lengths (`methods.page_plan`), so the scheduler waits for 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
@@ -30,7 +30,6 @@ from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads
-from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
 from vllm_kvcompress.engine.scheduling.packed_prefixes import PackedPrefixes
 from vllm_kvcompress.engine.scheduling.parking import Parking
 from vllm_kvcompress.engine.scheduling.request_schedules import RequestSchedules
@@ -42,6 +41,9 @@ from vllm_kvcompress.engine.scheduling.request_state import (
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.schedules.base import PrefillSchedule
 from vllm_kvcompress.schedules.outputs import OutputGroupSchedule, OutputSchedule
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.engine.scheduling.offloading import OffloadingConnector
 
 
 class DestinationBlocks(NamedTuple):
@@ -87,7 +89,7 @@ class StepBuilder:
         parking: Parking,
         packed_prefixes: PackedPrefixes | None = None,
         unverified_drafts: Callable[[str], int] = lambda request_id: 0,
-        offloading: OffloadingConnector | None = None,
+        offloading: "OffloadingConnector | None" = None,
     ) -> None:
         self.packed_prefixes, self.unverified_drafts = packed_prefixes, unverified_drafts
         self._manager, self.states, self.admissions = manager, states, admissions

@@ -6,7 +6,7 @@ vLLM's configuration is returned unchanged.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -65,7 +65,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if draft_layers_of(config):
         check("worker.draft_builders", version=vllm.__version__)
     transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector in OFFLOADING_KEYS:
+    offloads = transfer is not None and transfer.kv_connector in OFFLOADING_KEYS
+    if offloads:
         check("scheduling.offloading", version=vllm.__version__)
         config.kv_transfer_config = dataclasses.replace(
             transfer, kv_connector_module_path=_OFFLOADING_MODULE
@@ -87,8 +88,9 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if block:
         # Refuse less host memory than one slot. Without a block size yet, the worker refuses it.
         host_slots(settings.park, sizes_of(config).block_bytes)
-    prefix_caching = bool(config.cache_config.enable_prefix_caching)
-    for line in _startup_lines(settings, prefix_caching=prefix_caching, block=block):
+    caches = {"prefix cache": config.cache_config.enable_prefix_caching, "host memory": offloads}
+    used_caches = [name for name, is_used in caches.items() if is_used]
+    for line in _startup_lines(settings, caches=used_caches, block=block):
         logger.info("%s", line)
     # Imported here: only the process that receives requests needs this module.
     from vllm_kvcompress.engine.frontend.modalities import warning_of
@@ -116,13 +118,13 @@ def _choose_smaller_blocks(config: VllmConfig) -> None:
 
 
 def _startup_lines(
-    settings: CompressionConfig, *, prefix_caching: bool, block: int
+    settings: CompressionConfig, *, caches: Sequence[str], block: int
 ) -> Iterator[str]:
     """Yield the lines that say at startup how the engine compresses.
 
     Args:
         settings: settings of the engine.
-        prefix_caching: whether prefix caching is on.
+        caches: where prompts are stored for later ones, of "prefix cache" and "host memory".
         block: tokens per KV block; 0 if vLLM chooses it later. Default lengths are then rounded to
             whole blocks later too.
     """
@@ -187,10 +189,11 @@ def _startup_lines(
         allocator = variant.parts.allocator
         if parameters := published(allocator, settings.model, variant.budget):
             yield f"using the parameters published for this model: {allocator} {parameters}"
-        if Reads.COLUMN_SUMS in variant.method.reads and prefix_caching:
+        if Reads.COLUMN_SUMS in variant.method.reads and caches:
             yield (
                 f"{variant.compress} reads attention over the whole prompt, so prompts that it"
-                " compresses fill the prefix cache but do not read it"
+                f" compresses fill the {' and '.join(caches)} but do not read"
+                f" {'it' if len(caches) == 1 else 'them'}"
             )
 
 

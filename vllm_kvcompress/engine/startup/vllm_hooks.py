@@ -343,6 +343,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "(request, num_computed_tokens)",
         f"{_CONNECTORS}offloading_connector:OffloadingConnector.get_num_new_matched_tokens"
         "(request, num_computed_tokens)",
+        f"{_CONNECTORS}offloading_connector:OffloadingConnector.request_finished_all_groups"
+        "(request, block_ids)",
         f"{_CONNECTORS}offloading_connector:OffloadingConnector.handle_preemptions"
         "(kv_connector_metadata)",
         f"{_CONNECTORS}offloading_connector:OffloadingConnector.scheduler",
@@ -359,9 +361,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         ".get_num_new_matched_tokens(request, num_computed_tokens)",
         f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.request_finished"
         "(request, block_ids)",
+        f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.register_kv_caches"
+        "(kv_caches)",
         f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.start_load_kv",
         f"{_CONNECTORS}simple_cpu_offload_connector:SimpleCPUOffloadConnector.build_connector_meta"
         "(scheduler_output)",
+        "vllm.v1.simple_kv_offload.metadata:SimpleCPUOffloadMetadata(load_cpu_blocks)",
         f"{_SCHEDULER}._build_kv_connector_meta(connector, scheduler_output)",
     ),
     "worker": (
