@@ -22,13 +22,13 @@ from benchmarks.late_offloading import LateSpec, StoredChunks, install, transfer
 from benchmarks.origin import commit, machine
 from checkpoints import make, tokens
 from engines import engine, model_runner_v1_only, settings
+from queued_packing import queue_packing
 from vllm_kvcompress.engine.scheduling.offloading import (
     OffloadingConnector,
     SimpleCPUOffloadConnector,
 )
 from vllm_kvcompress.engine.scheduling.request_state import RequestStates
 from vllm_kvcompress.engine.scheduling.scheduler import _CompressingMixin
-from vllm_kvcompress.engine.worker.worker import CompressingWorker
 
 SEED = 20
 MAX_LENGTH = 640
@@ -387,18 +387,8 @@ def test_lazy_loads_wait_for_packing(model, monkeypatch, waits):
 
     Without our rule, they overwrite freed blocks that packing reads, and outputs differ.
     """
-    queued, end_step = [], CompressingWorker._end_step
-    execute_model = CompressingWorker.execute_model
 
-    def pack(*_):
-        while queued:
-            end_step(queued.pop())
-
-    def queue_packing(worker):
-        queued.append(worker)
-        return None if worker.compressor.plan is None else worker.compressor.plan.number
-
-    def load_first(worker, scheduler_output):
+    def load_first(scheduler_output):
         metadata, connector = scheduler_output.kv_connector_metadata, get_kv_transfer_group()
         if metadata.load_cpu_blocks:
             handler = connector.worker_handler
@@ -408,13 +398,10 @@ def test_lazy_loads_wait_for_packing(model, monkeypatch, waits):
             handler.load_stream = None
             handler.copies.wait((False, metadata.load_event))
             metadata.load_cpu_blocks = []  # do not load again
-        pack()
-        return execute_model(worker, scheduler_output)
 
     with engine(model, **OPTIONS, blocks=SMALL, additional_config=SNAPKV) as llm:
         expected = llm.generate(PROMPTS[:FEW], 24)
-    monkeypatch.setattr(CompressingWorker, "_end_step", queue_packing)
-    monkeypatch.setattr(CompressingWorker, "execute_model", load_first)
+    pack = queue_packing(monkeypatch, load_first)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     if not waits:
         monkeypatch.delattr(SimpleCPUOffloadConnector, "start_load_kv")

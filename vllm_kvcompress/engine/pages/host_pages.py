@@ -24,16 +24,15 @@ class HostPages:
     """Slots of host memory, which is allocated once and, for a GPU, pinned.
 
     All copies run in the order of the device's stream, so a block or a slot may be reused in the
-    step that copies it. The host does not wait, unless a KV connector writes to freed blocks.
+    step that copies it. The host does not wait.
 
     Args:
         pool: the page pool of this worker's layers.
         num_slots: slots. Each holds the pages of HOST_SLOT_BLOCKS blocks.
-        has_connector: whether a KV connector writes to blocks, outside of the stream's order.
     """
 
-    def __init__(self, pool: PagePool, num_slots: int, *, has_connector: bool = False) -> None:
-        self._pool, self._has_connector = pool, has_connector
+    def __init__(self, pool: PagePool, num_slots: int) -> None:
+        self._pool = pool
         self._layers = len(pool.layer_offset)
         self._slot_pages = HOST_SLOT_BLOCKS * self._layers
         page, pages = pool.pages.shape[1:], pool.pages
@@ -63,9 +62,6 @@ class HostPages:
         for part, slot, staging in self._copies(sources, order.slots):
             torch.index_select(self._pool.pages, 0, part, out=staging)
             slot.copy_(staging, non_blocking=True)
-        if self._has_connector and sources.is_cuda:
-            # The next step may let the connector write to these blocks.
-            torch.cuda.current_stream().synchronize()
         self._counts[order.request_id] = _PageCounts(
             counts.clone()[None], None if group_tokens is None else group_tokens.clone()[None]
         )

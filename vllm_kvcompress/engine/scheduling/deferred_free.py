@@ -3,7 +3,8 @@
 Steps run in order. A block that is freed now and allocated again is written in a later step, after
 this step has read it, so freeing it immediately is safe. A KV connector breaks that rule, because
 it writes while steps run. Where steps overlap, vLLM therefore keeps freed blocks until the outputs
-of the last scheduled step arrive. We do the same with our blocks.
+of the last scheduled step arrive. We do the same with our blocks. The device may still pack then,
+so connectors wait for it in the workers (`worker.pulls`, `scheduling.offloading`).
 """
 
 from collections import Counter

@@ -37,7 +37,7 @@ from vllm_kvcompress.methods.registry import published
 from vllm_kvcompress.planning.memory import host_slots
 from vllm_kvcompress.planning.packed_pages import CPU_BLOCK_WITH_GROUPS
 from vllm_kvcompress.refusals.server import RUST_FRONT_END
-from vllm_kvcompress.refusals.tested import OFFLOADING_KEYS
+from vllm_kvcompress.refusals.tested import CONNECTORS, OFFLOADING_KEYS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.off_switch import OFF_SWITCH, is_switched_off, without_compression
 from vllm_kvcompress.settings.packed_dtype import AUTO, K4V3
@@ -65,6 +65,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if draft_layers_of(config):
         check("worker.draft_builders", version=vllm.__version__)
     transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector in CONNECTORS:
+        check("worker.pulls", version=vllm.__version__)
     offloads = transfer is not None and transfer.kv_connector in OFFLOADING_KEYS
     if offloads:
         check("scheduling.offloading", version=vllm.__version__)

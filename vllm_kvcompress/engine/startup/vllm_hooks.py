@@ -19,12 +19,14 @@ _PLATFORMS: Mapping[str, str] = {
     "worker.cuda": "cuda",
     "worker.batch_rows": "states",
     "worker.draft_builders": "drafts",
+    "worker.pulls": "pulls",
     "scheduling.offloading": "offloading",
     "attention.cpu": "cpu",
     "attention.cuda": "cuda",
 }
 """Modules that only one platform needs, or only models whose layers keep a state ("states"), only
-draft models ("drafts"), or only vLLM's offloading ("offloading")."""
+draft models ("drafts"), only engines that pull prompts ("pulls"), or only vLLM's offloading
+("offloading")."""
 
 _ATTENTION = "vllm.v1.attention.backends."
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:"
@@ -337,6 +339,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "vllm.v1.request:RequestStatus.FINISHED_ERROR",
     ),
     "scheduling.deferred_free": (f"{_SCHEDULER}._free_cow_retained_blocks(blocks, fence_seq)",),
+    "worker.pulls": (
+        # until vLLM's pulls wait for the compute stream
+        f"{_CONNECTORS}nixl.metadata:NixlConnectorMetadata.add_new_req_to_recv(request_id)",
+    ),
     "scheduling.offloading": (
         # until vLLM finishes the stores of a running request's blocks before they are freed
         f"{_CONNECTORS}offloading_connector:OffloadingConnector._max_loadable_tokens"

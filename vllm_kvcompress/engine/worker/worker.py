@@ -48,6 +48,7 @@ from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.worker.batch_rows import BatchRows
 from vllm_kvcompress.engine.worker.draft_builders import draft_builders_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
+from vllm_kvcompress.engine.worker.pulls import starts_pulls
 from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import (
@@ -125,12 +126,24 @@ class CompressingWorker:
         assert self.compressor is not None
         self._executed_plan = None
         with self._failures_stop_the_engine(has_plan=plan_of(scheduler_output) is not None):
+            if starts_pulls(scheduler_output):
+                self._finish_earlier_steps()
             self.compressor.begin_step(scheduler_output)
             self.probe_rows.begin_step(scheduler_output)
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
             if result is not None or not self._packs_after_sampling:
                 self._executed_plan = self._end_step()
         return result if result is None else self._with_own_report(result)
+
+    def _finish_earlier_steps(self) -> None:
+        """Wait until the device has executed all earlier steps, with their packing and copies.
+
+        Pulls overwrite blocks that these steps freed, outside of the stream's order. The scheduler
+        frees blocks when a step's tokens arrive, and the device may still pack then.
+        """
+        assert self.compressor is not None
+        if self.compressor.pool.pages.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
     @property
     def _packs_after_sampling(self) -> bool:
@@ -336,7 +349,6 @@ def bind_compressor(
     num_blocks = kv_cache_config.num_blocks
     pool = page_pool(config, settings, layers, block_size, num_blocks, scratch, len(drafts))
     slots = host_slots(settings.park, len(names) * group.kv_cache_spec.page_size_bytes)
-    has_connector = config.kv_transfer_config is not None
     compressor = PromptCompressor(
         settings,
         pool,
@@ -344,7 +356,7 @@ def bind_compressor(
         scales=scales_of(target, pool.pages.device),
         stages=Stages(stages, stage, pool.pages.device),
         queries=(*_query_shape(layers), config.model_config.dtype),
-        host_pages=HostPages(pool, slots, has_connector=has_connector) if slots else None,
+        host_pages=HostPages(pool, slots) if slots else None,
     )
     for index, layer in enumerate(target):
         layer.impl.bind(compressor, index)
