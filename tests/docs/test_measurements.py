@@ -140,7 +140,7 @@ def test_the_notes_on_orders_match_the_raw_results(settings):
     balanced = ("cake-chunk, k4v3", 0.6)
     order = [(f"{WITHOUT_LOOKAHEAD}, k4v3", 1.0), balanced, ("cake-chunk, k4v3", 0.4)]
     order.append(("cake-chunk", 0.2))
-    lines = pooled(settings)
+    lines = pooled([line for line in settings if line["method"] != "fp8"])
     found = differences(lines)
     worse = {}  # points of match that the later row of the table loses to the earlier one
     for (one, other), (top1, kl, _) in found.items():
@@ -153,9 +153,12 @@ def test_the_notes_on_orders_match_the_raw_results(settings):
     assert low > 0
     text = " ".join((ROOT / "docs" / "measurements.md").read_text().split())
     assert f"each k4v3 row, by {mean:.1f} points ({low:.1f} to {high:.1f}) or more" in text
-    assert all(low < 0 < high for _, low, high in worse.values())
-    most = max(mean for mean, _, _ in worse.values())
-    assert f"The k4v3 rows differ by at most {most:.1f} points" in text
+    mean, low, high = min(worse.pop(frozenset((order[2], each))) for each in order[:2])
+    assert low > 0
+    text_of_40 = f"k4v3 at 40 % less than the others, by {mean:.1f} points ({low:.1f} to {high:.1f})"
+    assert text_of_40 in text
+    ((_, low, high),) = worse.values()
+    assert low < 0 < high
     ((pair, (top1, _, _)),) = [
         each
         for each in differences(lines, AFTER_FIRST).items()

@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 URL = "http://127.0.0.1:8000"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-SHARES = ("26 %", "16 %", "11 %", "22 %")
+SHARES = ("28 %", "18 %", "14 %", "22 %")
 
 
 def mean_end_s(side: dict[str, Any]) -> float:

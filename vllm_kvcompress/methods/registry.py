@@ -145,10 +145,9 @@ RECOMMENDED = "cake-chunk"
 and in 16 bits (docs/measurements.md)."""
 RECOMMENDED_BUDGETS: Mapping[str, float] = {"safe": 1.0, "balanced": 0.6, "small": 0.4}
 """Budgets of `RECOMMENDED` in k4v3, for CPUs only, because no GPU has run k4v3."""
-RECOMMENDED_MEMORY: Mapping[str, float] = {"safe": 0.26, "balanced": 0.16, "small": 0.11}
+RECOMMENDED_MEMORY: Mapping[str, float] = {"safe": 0.28, "balanced": 0.18, "small": 0.14}
 """Measured share of its 16-bit KV memory that a prompt takes at each of `RECOMMENDED_BUDGETS`
-(docs/measurements.md). Measured before the last 32 tokens stayed in 16 bits, which adds 2 to 3
-points for prompts of 1,500 tokens."""
+of up to 1,500 tokens (docs/measurements.md)."""
 CUSTOM = "custom"
 METHODS = ("off", *BUILT_IN["preset"], CUSTOM)
 """The built-in values of ``--kv-compress``."""
