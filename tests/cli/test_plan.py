@@ -246,8 +246,8 @@ def test_k4v3_is_recommended_on_cpus_only(plan_text, wide, tiny):
 
     gpu = "Recommended: --kv-compress cake-chunk --kv-budget 0.2. No GPU has run --kv-packed-dtype"
     shares = (
-        "took these shares of their 16-bit memory: 26% at --kv-budget 1.0, 16% at --kv-budget 0.6,"
-        " 11% at --kv-budget 0.4."
+        "took these shares of their 16-bit memory: 28% at --kv-budget 1.0, 18% at --kv-budget 0.6,"
+        " 14% at --kv-budget 0.4."
     )
     packed = ("--kv-packed-dtype", "k4v3", "--kv-budget", 0.4)
     on_gpu, on_cpu = text(wide), text(wide, "--device", "cpu")

@@ -155,7 +155,9 @@ def test_the_notes_on_orders_match_the_raw_results(settings):
     assert f"each k4v3 row, by {mean:.1f} points ({low:.1f} to {high:.1f}) or more" in text
     mean, low, high = min(worse.pop(frozenset((order[2], each))) for each in order[:2])
     assert low > 0
-    text_of_40 = f"k4v3 at 40 % less than the others, by {mean:.1f} points ({low:.1f} to {high:.1f})"
+    text_of_40 = (
+        f"k4v3 at 40 % less than the others, by {mean:.1f} points ({low:.1f} to {high:.1f})"
+    )
     assert text_of_40 in text
     ((_, low, high),) = worse.values()
     assert low < 0 < high
