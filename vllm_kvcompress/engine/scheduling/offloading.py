@@ -91,7 +91,7 @@ class OffloadingConnector(_LimitedLoads, offloading_connector.OffloadingConnecto
     ) -> tuple[int | None, bool]:
         """Return how many tokens of a waiting prompt can be loaded, as vLLM does.
 
-        No token of the request is packed yet, or any more: its own limit of stores holds again.
+        A waiting request has no packed tokens, so its own limit of stored tokens applies again.
         """
         request_id = request.request_id
         if request_id in self._store_limits:
