@@ -98,10 +98,11 @@ packages:
 	    echo "They could not be installed; tests that need them are skipped." >&2; \
 	fi
 
-# Two workers with one thread each, one file at a time: most tests keep one core busy.
+# Two workers with one thread each, one file at a time: most tests keep one core busy. If a worker dies, the run ends
+# and names its test; with a new worker, xdist would wait for tests that were never given to one.
 test: packages model lint docs  ## run everything that CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
-	  --no-loadscope-reorder --slowest-files 15
+	  --no-loadscope-reorder --max-worker-restart 0 --slowest-files 15
 
 # About an hour on two cores, extrapolated from the time of one.
 TIMES ?= 40

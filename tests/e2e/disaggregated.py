@@ -67,10 +67,12 @@ def nixl():
 
 
 WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
-# agents created by this vLLM module have no progress thread
+# Agents created by this vLLM module have no progress thread. NIXL would then let UCX work without
+# locks, but vLLM connects to prefill servers in another thread than it polls in, and both send.
 POLLING = (
-    "module.nixl_agent_config = __import__('functools')"
-    ".partial(module.nixl_agent_config, enable_prog_thread=False)"
+    "module.nixl_agent_config = __import__('functools').partial("
+    "module.nixl_agent_config, enable_prog_thread=False, sync_mode=__import__('nixl_cu12._api')"
+    "._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW)"
 )
 
 # the progress thread of agents created with this module sleeps for 1 ms between polls
