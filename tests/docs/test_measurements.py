@@ -70,7 +70,9 @@ def test_the_table_of_the_fields_tasks_matches_the_raw_results():
 
 
 def test_the_figures_of_harm_match_the_raw_results():
-    found = read([RESULTS / f"harm_{name}.jsonl.xz" for name in ("qwen2", "smollm2")])
+    found = read(
+        [RESULTS / f"harm_{name}.jsonl.xz" for name in ("qwen2", "requests_qwen2", "smollm2")]
+    )
     assert harm_tables(found) in (RESULTS / "harm.md").read_text()
     by_system = {}
     for line in found:
