@@ -302,10 +302,12 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
     config = settings(method, 0.4, allow_override=method, **more)
     extra_args = [{"kv_protect": spans} for spans in ASKS]
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        repacked = llm.watch_repacking()
         alone = [
             llm.generate([prompt], NUM_OUTPUT, extra_args=ask)[0]
             for prompt, ask in zip(PROMPTS, extra_args, strict=True)
         ]
+        assert bool(repacked) == ("decode_budget" in more)
         unprotected = llm.generate(PROMPTS, NUM_OUTPUT)
     assert alone[3] == unprotected[3]
     assert alone[:3] != unprotected[:3]

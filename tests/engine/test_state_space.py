@@ -200,11 +200,16 @@ def test_output_does_not_depend_on_the_pool_size(single_outputs):
 
 
 def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(single_outputs):
-    """In a small pool. The interpreter is slow, so Model Runner V2 preempts both once."""
+    """In a pool for one request. The interpreter is slow, so Model Runner V2 preempts both once."""
     name, model, _ = single_outputs
-    num_output = 40 if V2 else 100
-    blocks = BLOCKS if V2 else {"granite-d64": 1 + 12, "nemotron-d64": 1 + 26}[name]
-    options = engine_options(name, max_model_len=768, max_num_batched_tokens=64, max_num_seqs=8)
+    # Granite has larger blocks, so a compressed request must grow further until it is preempted.
+    max_tokens, num_output = (864, 200) if SHAPES[name].block > 32 else (768, 100)
+    num_output, blocks = (
+        (40, BLOCKS) if V2 else (num_output, 1 + -(-max_tokens // SHAPES[name].block) + 2)
+    )
+    options = engine_options(
+        name, max_model_len=max_tokens, max_num_batched_tokens=64, max_num_seqs=8
+    )
     with engine(model, additional_config=FREE, blocks=blocks, **options) as llm:
         free, preemptions = llm.free_blocks, llm.watch_preemptions()
         for i, prompt in enumerate(PROMPTS):
