@@ -12,9 +12,10 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -361,27 +362,39 @@ class Engine:
         self.scheduler._preempt_request, self.scheduler.schedule = preempting, scheduling
         return seen
 
-    def assert_matches_solo_run(
+    def assert_match_solo_runs(
         self,
-        prompt: list[int],
-        tokens: int,
-        output: list[int],
-        cuts: list[int],
+        requests: Iterable[tuple[list[int], list[int], list[int], dict[str, Any] | None]],
+        num_output: int | None = None,
+        at_once: int = 24,
         **params: Any,
     ) -> None:
-        """Assert that the request produces `output` when it runs alone in this engine.
+        """Assert that requests produce their outputs without preemptions.
 
         Args:
-            cuts: number of output tokens at each preemption. After each preemption, a request
-                continues like one that prefills the prompt and these output tokens.
+            requests: prompt, output, number of output tokens at each preemption, and extra_args of
+                each. After each preemption, a request continues like one that prefills the prompt
+                and these output tokens.
+            num_output: tokens of each output; None if they differ.
+            at_once: how many run together; 1 in a pool in which they would be preempted.
         """
-        assert len(output) == tokens
-        start = 0
-        for stop in [*cuts, tokens]:
-            if stop > start:
-                actual = self.generate([prompt + output[:start]], stop - start, **params)[0]
-                assert actual == output[start:stop], (len(prompt), start, cuts, params)
-            start = stop
+        requests = [*requests]
+        assert num_output is None or all(len(output) == num_output for _, output, *_ in requests)
+        runs = [
+            (prompt + output[:start], output[start:stop], extra_args)
+            for prompt, output, cuts, extra_args in requests
+            for start, stop in pairwise([0, *cuts, len(output)])
+            if stop > start
+        ]
+        waiting, outputs = [*enumerate(runs)], {}
+        while waiting or self.llm.llm_engine.has_unfinished_requests():
+            while waiting and len(self.scheduler.requests) < at_once:
+                number, (prompt, output, extra_args) = waiting.pop(0)
+                self.submit(str(number), prompt, len(output), extra_args=extra_args, **params)
+            outputs |= self.step()
+        for number, (prompt, output, extra_args) in enumerate(runs):
+            actual = list(outputs[str(number)].outputs[0].token_ids)
+            assert actual == output, (len(prompt), extra_args)
 
     def running(self) -> list[Any]:
         return list(self.scheduler.running)
@@ -394,14 +407,16 @@ class Engine:
 
 @functools.cache
 def inspect_models_here() -> None:
-    """Let vLLM inspect model classes in this process.
+    """Let vLLM inspect model classes in this process, and list this machine's cores only once.
 
     By default vLLM starts a subprocess for each new architecture so that this process does not
-    initialise CUDA; a CPU has none.
+    initialise CUDA; a CPU has none. Each engine would start `lscpu` twice.
     """
     from vllm.model_executor.models import registry
+    from vllm.utils import cpu_resource_utils
 
     registry._run_in_subprocess = lambda inspect: inspect()
+    cpu_resource_utils._get_cpu_list = functools.cache(cpu_resource_utils._get_cpu_list)
 
 
 _freeze_heap = gc.freeze

@@ -27,13 +27,14 @@ def with_sinks(q, sinks):
 
 
 def softmax(s, sink=None):
-    """Return the softmax of a row of logits.
+    """Return the softmax of rows of logits.
 
     A sink is one more logit, which takes its share of the sum but has no column.
     """
-    top = s.max() if sink is None else max(s.max(), sink)
+    top = s.max(-1, keepdims=True)
+    top = top if sink is None else np.maximum(top, sink)
     e = np.exp(s - top)
-    return e / (e.sum() + (0 if sink is None else math.exp(sink - top)))
+    return e / (e.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink - top)))
 
 
 def attention(q, k, rows):

@@ -31,7 +31,7 @@ def llm(tiny):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("output", [2, 70])
+@pytest.mark.parametrize("output", [2, 40])
 @pytest.mark.parametrize(
     ("length", "method", "budget"),
     [
@@ -106,9 +106,9 @@ def test_blocks_in_each_format_equal_the_engines(
 ):
     """A float32 block of 32 tokens holds 256 tokens in k4v3."""
     config = {"compress": method, "budget": budget, "min_prompt": 128, "packed_dtype": packed_dtype}
-    forecast = make_forecast(wide, length, 70, config)
+    forecast = make_forecast(wide, length, 40, config)
     xargs = {"kv_compress": method, "kv_budget": budget, "kv_packed_dtype": packed_dtype}
-    held = held_blocks(k4v3_llm, tokens(length, seed=1), 70, **xargs)
+    held = held_blocks(k4v3_llm, tokens(length, seed=1), 40, **xargs)
     assert held[0] == forecast.on.decoding
     assert held[-1] == forecast.on.end
     assert (forecast.packed_dtype, forecast.page_tokens) == (
@@ -342,23 +342,24 @@ def test_cached_tokens_of_the_next_turn_equal_the_engines(tiny, length, output, 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("length", "changes"),
+    ("length", "output", "changes"),
     [
-        (700, {"budget": 1.0}),
-        (1500, {"budget": 1.0, "max_whole": 256, "piece": 96}),
-        (100, {"budget": 0.6, "decode_interval": 256}),
-        (700, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
-        (100, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
-        (100, {"compress": "h2o", "packed_dtype": "auto", "decode_budget": 96, "min_prompt": 2000}),
-        (1500, {"packed_dtype": "auto", "max_whole": 700, "piece": 256}),
-        (1500, {"packed_dtype": "auto", "max_whole": 700, "piece": 256, "probe": 0}),
+        (700, 40, {"budget": 1.0}),
+        (1500, 40, {"budget": 1.0, "max_whole": 256, "piece": 96}),
+        (100, 290, {"budget": 0.6, "decode_interval": 256}),
+        (700, 150, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
+        (100, 150, {"packed_dtype": "auto", "decode_budget": 96, "decode_interval": 64}),
+        (100, 290, {"compress": "h2o", "packed_dtype": "auto", "decode_budget": 96,
+                    "min_prompt": 2000}),
+        (1500, 40, {"packed_dtype": "auto", "max_whole": 700, "piece": 256}),
+        (1500, 40, {"packed_dtype": "auto", "max_whole": 700, "piece": 256, "probe": 0}),
     ],
-)
-def test_cached_tokens_after_repeated_packing_equal_the_engines(wide, length, changes):
+)  # fmt: skip
+def test_cached_tokens_after_repeated_packing_equal_the_engines(wide, length, output, changes):
     config = settings(**{"budget": 0.2, "packed_dtype": "k4v3", **changes})
-    hits = plan_on_cpu(wide, length, 290, config["kvcompress"], longest=2560).next_hits
+    hits = plan_on_cpu(wide, length, output, config["kvcompress"], longest=2560).next_hits
     with engine(wide, additional_config=config, max_model_len=2560) as llm:
-        assert next_hit(llm, 7, length, 290) == hits.on < hits.off
+        assert next_hit(llm, 7, length, output) == hits.on < hits.off
 
 
 @pytest.mark.engine

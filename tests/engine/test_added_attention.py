@@ -13,7 +13,7 @@ import torch
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from engines import BLOCK, engine, settings
 from recordings import recorded
 from test_decode_budgets import BUDGET, INTERVAL, OUTPUT_TOKENS, PROMPT, Replay, round_to_pages
 from vllm_kvcompress.engine.device_memory import sizes_of
@@ -89,7 +89,7 @@ class Sums(Replay):
         self.packed_at.append(computed)
 
 
-@pytest.mark.parametrize("method", ["h2o", "d2o"][: 1 if V2 else None])
+@pytest.mark.parametrize("method", ["h2o", "d2o"])
 def test_every_step_matches_the_reference(method, model):
     config = settings(method, decode_budget=BUDGET, decode_interval=INTERVAL)
     prompt = tokens(PROMPT, seed=5)
@@ -118,7 +118,6 @@ def kept_tokens_of(llm, move, prompt):
     return layers
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
 def test_output_continues_from_the_prompts_kept_tokens(method, checkpoints_folder):
     """The output continues with the prompt's attention sums (tail included) and thresholds."""
@@ -174,7 +173,6 @@ BOTH = settings("h2o", 0.4, decode_budget=96, decode_interval=INTERVAL, allow_ov
 OVERRIDES = [{"kv_compress": method} for method in ("h2o", "d2o")]
 
 
-@model_runner_v1_only
 def test_outputs_depend_only_on_the_prompt(model, async_scheduling_allowed):
     """Outputs do not depend on concurrent requests, chunks, the prefix cache or scheduling."""
     with engine(model, additional_config=BOTH, enable_prefix_caching=False) as llm:
@@ -208,7 +206,6 @@ def test_outputs_depend_only_on_the_prompt(model, async_scheduling_allowed):
         assert in_place == [True, True], "the pool should have no free blocks beside the prompt"
 
 
-@model_runner_v1_only
 def test_preempted_request_continues_as_a_prompt_of_its_tokens(model):
     """After a preemption, sums and thresholds are recomputed and do not include the first run."""
     prompts = PROMPTS[1:3]
@@ -226,13 +223,13 @@ def test_preempted_request_continues_as_a_prompt_of_its_tokens(model):
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break
         assert {len(request_cuts) for request_cuts in cuts.values()} == {3}
-        for i, (prompt, override) in enumerate(zip(prompts, OVERRIDES, strict=True)):
-            llm.assert_matches_solo_run(
-                prompt, 150, outputs[str(i)], cuts[str(i)], extra_args=override
-            )
+        requests = [
+            (prompt, outputs[str(i)], cuts[str(i)], override)
+            for i, (prompt, override) in enumerate(zip(prompts, OVERRIDES, strict=True))
+        ]
+        llm.assert_match_solo_runs(requests, 150)
 
 
-@model_runner_v1_only
 def test_unpacked_request_does_not_change_sums_of_shared_blocks(model):
     """The short request shares blocks through the prefix cache, and their sums are shared too."""
     prompt = tokens(100, seed=3)
@@ -263,7 +260,6 @@ def test_unpacked_request_does_not_change_sums_of_shared_blocks(model):
         assert done["short"] == llm.generate([same_prefix], 45)[0]
 
 
-@model_runner_v1_only
 def test_budget_above_the_length_changes_nothing(model):
     prompts = [PROMPTS[0], PROMPTS[3]]
     with engine(model, max_num_seqs=4, max_model_len=1024) as llm:

@@ -11,6 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not V2, reason="CUDA only uses Model Runner V2"),
 ]
 
+MODEL = "llama-two-layers"
 LENGTHS = (330, 450, 90, 300)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -21,13 +22,18 @@ def start(monkeypatch, checkpoints_folder):
     """Return a function that creates an engine on a CUDA backend and a log of its kernel calls."""
     import cuda_on_cpu
 
-    def create(backend="FLASH_ATTN", model="llama-gqa", version=3, layout=None, **options):
+    def create(backend="FLASH_ATTN", model=MODEL, version=3, layout=None, **options):
         if layout is not None:
             monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
         seen = cuda_on_cpu.use(monkeypatch, backend, version=version)
         return engine(make(model, checkpoints_folder), **options), seen
 
     return create
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make(MODEL, checkpoints_folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def test_flash_attention_matches_cpu_attention(start, cpu_outputs, layout):
 
 @pytest.fixture(scope="module")
 def cpu_outputs_in_groups(checkpoints_folder):
-    with engine(make("qwen3", checkpoints_folder), additional_config=OPT_IN["k4v3"]) as llm:
+    with engine(make(f"{MODEL}-d64", checkpoints_folder), additional_config=OPT_IN["k4v3"]) as llm:
         return llm.generate(PROMPTS)
 
 
@@ -79,7 +85,7 @@ def test_packed_groups_match_those_of_cpu_attention(start, cpu_outputs_in_groups
     # in Triton's interpreter, the time of a prefill grows with the square of its length
     every, num_tokens = (2, 5) if backend == "TRITON_ATTN" else (1, 12)
     expected = [output[:num_tokens] for output in cpu_outputs_in_groups[::every]]
-    opened, _ = start(backend, "qwen3", layout=layout, additional_config=OPT_IN["k4v3"])
+    opened, _ = start(backend, f"{MODEL}-d64", layout=layout, additional_config=OPT_IN["k4v3"])
     with opened as llm:
         free = llm.free_blocks
         assert llm.generate(PROMPTS[::every], num_tokens) == expected
@@ -103,7 +109,7 @@ OPT_IN = {
     "all in k4v3": settings("snapkv", 1.0, packed_dtype="k4v3"),
 }
 # k4v3 needs a head dim of 64
-MODELS = dict.fromkeys(["k4v3", "all in k4v3"], "qwen3")
+MODELS = dict.fromkeys(["k4v3", "all in k4v3"], f"{MODEL}-d64")
 
 
 @pytest.mark.parametrize("compress", ["cake", "streamingllm", *OPT_IN])
@@ -120,7 +126,7 @@ def test_replayed_graphs_match_eager_steps(start, monkeypatch, compress):
     config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:
-        model = MODELS.get(compress, "llama-gqa")
+        model = MODELS.get(compress, MODEL)
         opened, _ = start(model=model, additional_config=config, max_num_seqs=4)
         with opened as llm:
             if graphs is not None:

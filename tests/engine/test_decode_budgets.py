@@ -158,25 +158,21 @@ class Replay:
         shape = self.shape
         for layer in range(shape.layers):
             q, k, v, out = (self.parts[layer, name] for name in ("q", "k", "v", "out"))
-            for kv in range(shape.kv_heads):
-                self.held[layer][kv].append(position)
-                positions = np.asarray(self.held[layer][kv])
-                keys, values = k[positions, kv], v[positions, kv]
-                longest, largest = np.linalg.norm(keys, axis=-1).max(), np.abs(values).max()
-                for head in range(
-                    kv * shape.heads // shape.kv_heads, (kv + 1) * shape.heads // shape.kv_heads
-                ):
-                    query = np.asarray(q)[position, head]
-                    logits = keys @ query / math.sqrt(shape.head_dim)
-                    expected = ref.softmax(logits, self.sink(layer, head)) @ values
-                    reach = longest * np.linalg.norm(query)
-                    rounding = 2 * FLOAT32_EPS * reach / math.sqrt(shape.head_dim)
-                    bound = (1e-6 + rounding) * largest
-                    assert np.abs(out[position, head] - expected).max() <= bound, (
-                        position,
-                        layer,
-                        head,
-                    )
+            for held in self.held[layer]:
+                held.append(position)
+            positions, kv = np.asarray(self.held[layer]), np.arange(shape.kv_heads)[:, None]
+            keys, values = k[positions, kv], v[positions, kv]  # [Hkv, n, D]
+            queries = np.asarray(q)[position].reshape(shape.kv_heads, -1, shape.head_dim)
+            logits = queries @ keys.swapaxes(1, 2) / math.sqrt(shape.head_dim)
+            sinks = getattr(q, "sinks", None)
+            sinks = None if sinks is None else sinks.reshape(shape.kv_heads, -1, 1)
+            expected = ref.softmax(logits, sinks) @ values
+            longest, largest = np.linalg.norm(keys, axis=-1).max(1), np.abs(values).max((1, 2))
+            reach = longest[:, None] * np.linalg.norm(queries, axis=-1)
+            rounding = 2 * FLOAT32_EPS * reach / math.sqrt(shape.head_dim)
+            bound = (1e-6 + rounding) * largest[:, None]
+            error = np.abs(out[position].reshape(expected.shape) - expected).max(-1)
+            assert (error <= bound).all(), (position, layer)
 
     def after(self, computed: int) -> None:
         """Pack the request if the number of computed tokens requires it."""
@@ -406,5 +402,5 @@ def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(model):
         assert seen_frozen == {False, True}
         assert llm.free_blocks == free
         assert {len(times) for times in preemptions.values()} == {3}
-        for i, prompt in enumerate(prompts):
-            llm.assert_matches_solo_run(prompt, NUM_OUTPUT, outputs[str(i)], preemptions[str(i)])
+        requests = [(p, outputs[str(i)], preemptions[str(i)], None) for i, p in enumerate(prompts)]
+        llm.assert_match_solo_runs(requests, NUM_OUTPUT)

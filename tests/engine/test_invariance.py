@@ -92,5 +92,5 @@ def test_a_preempted_request_matches_one_that_prefilled_the_same_tokens(model):
     assert len(outputs) == 4
     assert cuts, "no request was preempted: the pool is too large"
     with engine(model, additional_config=settings("cake", 0.5), enable_prefix_caching=False) as llm:
-        for i, prompt in enumerate(prompts):
-            llm.assert_matches_solo_run(prompt, new, outputs[str(i)], cuts.get(str(i), []))
+        requests = [(p, outputs[str(i)], cuts.get(str(i), []), None) for i, p in enumerate(prompts)]
+        llm.assert_match_solo_runs(requests, new)

@@ -18,7 +18,7 @@ pytestmark = [
 
 WINDOW = 16
 SNAPKV = settings("snapkv", window=WINDOW)
-LAYERS = 4
+MODEL, LAYERS = "llama-two-layers", 2
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def start(monkeypatch, checkpoints_folder):
     """Return a function that opens an engine on a CUDA backend and a log of its kernel calls."""
     import cuda_on_cpu
 
-    def create(backend="FLASH_ATTN", model="llama-gqa", version=3, **options):
+    def create(backend="FLASH_ATTN", model=MODEL, version=3, **options):
         seen = cuda_on_cpu.use(monkeypatch, backend, version=version)
         return engine(make(model, checkpoints_folder), **options), seen
 
@@ -161,7 +161,8 @@ def test_prompts_are_scored_without_log_sums(start, attentions, options, asks_fl
 
 
 @needs_avx512
-def test_quantised_caches_are_scored_without_log_sums(model, attentions):
+def test_quantised_caches_are_scored_without_log_sums(checkpoints_folder, attentions):
+    model = make(MODEL, checkpoints_folder)
     with engine(model, additional_config=SNAPKV, kv_cache_dtype="fp8_e5m2") as llm:
         asked, compressor = [], llm.compressor
         after_attention = compressor.after_attention

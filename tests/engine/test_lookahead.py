@@ -78,7 +78,7 @@ CASES += [("llama-gqa", *tail, None) for tail in TAILS]
 CASES += [("llama-gqa", method, 417, LOOKAHEAD, 40) for method in ("cake-chunk", "cake", "snapkv")]
 CASES += [("gpt-oss", "cake", 417, LOOKAHEAD, None), ("qwen3", "snapkv", 417, LOOKAHEAD, None)]
 if V2:
-    CASES = [CASES[3], CASES[-2], ("llama-gqa", "cake", 417, LOOKAHEAD, 40)]
+    CASES = [CASES[3], ("llama-gqa", "cake", 417, LOOKAHEAD, 40)]
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,8 @@ class LookaheadPieceReplay(LookaheadReplay, ProbeReplay):
     """Replays a prompt whose pieces were scored by a probe before the look-ahead."""
 
 
-@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+@model_runner_v1_only
+@pytest.mark.parametrize("method", ["cake", "snapkv", "cake-chunk"])
 def test_lookahead_after_pieces_and_before_a_decode_budget(method, model):
     """Pieces, look-ahead and decode budget together, in the smallest pool that starts.
 

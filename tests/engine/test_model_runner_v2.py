@@ -1,15 +1,14 @@
 """Run engine tests again on Model Runner V2, which CUDA uses, in one process.
 
 The files that are not listed do not depend on the runner: they test vLLM's scheduler and block
-manager, the front end, and refusals. Tests marked `model_runner_v1_only` are skipped for the same
-reason.
+manager, the front end, refusals, and what is scored and packed once the request of each batch row
+is known. Tests marked `model_runner_v1_only` are skipped for the same reason.
 """
 
 import pytest
 
 import pytest_process
 from engines import V2, serves_states, v2_drafts
-from processor import AVX512
 
 FILES = [
     f"tests/engine/test_{name}.py"
@@ -23,11 +22,9 @@ FILES = [
         "methods",
         "reference",
         "packed_groups",
-        "reuse",
         "lost_plans",
         "parking",
         "decode_budgets",
-        "added_attention",
         "prompts_in_pieces",
         "probes",
         "cuda_backends",
@@ -41,9 +38,8 @@ FILES = [
 
 
 def files():
-    """Return the files of which this vLLM version and this CPU can run a test."""
-    extra_files = ["quantised"] if AVX512 else []
-    extra_files += ["ngram", "eagle"] if v2_drafts() else []
+    """Return the files of which this vLLM version can run a test."""
+    extra_files = ["ngram", "eagle"] if v2_drafts() else []
     extra_files += ["state_space"] if serves_states() else []
     return [*FILES, *(f"tests/engine/test_{name}.py" for name in extra_files)]
 

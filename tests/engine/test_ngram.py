@@ -73,18 +73,15 @@ def watch_drafts(llm):
 
 @pytest.fixture(scope="module")
 def outputs_without_drafts(model):
-    """Return each prompt's output by method, alone and without drafts.
+    """Return each prompt's output by method, without drafts.
 
     Sampling is limited to four token ids, because otherwise few drafts would be accepted.
     """
     with engine(model, additional_config=ANY_METHOD, enable_prefix_caching=False) as llm:
         return {
-            method: [
-                llm.generate(
-                    [prompt], FEW_TOKENS, extra_args={"kv_compress": method}, **FOUR_TOKENS
-                )[0]
-                for prompt in PROMPTS
-            ]
+            method: llm.generate(
+                PROMPTS, FEW_TOKENS, extra_args={"kv_compress": method}, **FOUR_TOKENS
+            )
             for method in METHODS
         }
 
@@ -151,10 +148,7 @@ def test_drafts_do_not_change_a_look_ahead(model):
         {"extra_args": {"kv_compress": method}, **FOUR_TOKENS} for method in methods
     ]
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
-        expected_by_method = [
-            [llm.generate([prompt], new, **params)[0] for prompt in prompts]
-            for params in params_by_method
-        ]
+        expected_by_method = [llm.generate(prompts, new, **params) for params in params_by_method]
     options = dict(additional_config=config, max_model_len=1024)
     with engine(model, **options, **NGRAM, **OPTIONS["chunks"]) as llm:
         free, packed = (

@@ -51,7 +51,7 @@ def test_output_does_not_depend_on_other_requests(checkpoints_folder, name):
             cuts = llm.watch_preemptions()
             llm.preempt(llm.running()[0])
             (output,) = llm.drain().values()
-            llm.assert_matches_solo_run(PROMPTS[0], count, output, cuts["cut"])
+            llm.assert_match_solo_runs([(PROMPTS[0], output, cuts["cut"], None)], count)
         assert llm.free_blocks == free
 
 

@@ -153,6 +153,7 @@ def test_output_equals_a_run_without_preemption(choice, llm, unpreempted, watche
     assert watched("resumed_tokens")[""] > min(LENGTHS) * watched("resumed_requests")[""]
 
 
+@model_runner_v1_only
 @pytest.mark.parametrize("choice", ["auto", "k4v3"])
 def test_tight_pool_recomputes_no_packed_request(choice, llm, unpreempted, watched):
     override, prompts, num_output = CHOICES[choice], GROWING[choice], 3 * BLOCK + 10
@@ -164,20 +165,16 @@ def test_tight_pool_recomputes_no_packed_request(choice, llm, unpreempted, watch
         values = samples()
         gauges.append((values["parked_requests",], values["parked_bytes",]))
 
-    sizes = [32] if V2 else [32, 26]
-    for _ in llm.in_smaller_pools(sizes):
-        outputs = run(llm, prompts, override, watch_gauges, tokens=num_output)
-        if outputs != expected:
-            break
-    assert outputs == expected
-    assert watched("resumed_requests")[""] >= (1 if V2 else 2)
+    for _ in llm.in_smaller_pools([32, 26]):
+        assert run(llm, prompts, override, watch_gauges, tokens=num_output) == expected
+    assert watched("resumed_requests")[""] >= 2
     # Only prefills were computed again.
     assert not any(count for counts in preemptions.values() for count in counts)
     slot_bytes = llm.scheduler.parking._slot_bytes
     assert gauges[0] == (0, 0)
     assert len({*gauges}) > 1
     assert all(count * slot_bytes <= used <= 4 * count * slot_bytes for count, used in gauges)
-    assert llm.compressor.compressed == packed_before + len(prompts) * len(sizes)
+    assert llm.compressor.compressed == packed_before + 2 * len(prompts)
 
 
 def test_aborted_while_parked(llm, unpreempted, watched):
@@ -225,10 +222,9 @@ def test_full_host_memory(llm, unpreempted, watched):
     expected = unpreempted(llm, "auto", PROMPTS, AUTO)[:3]
     equal = [output == each for output, each in zip(outputs, expected, strict=True)]
     assert sum(equal) >= 1
-    for number, prompt in enumerate(PROMPTS[:3]):
-        # A parked request continues as if it had not been preempted.
-        cuts = [] if outputs[number] == expected[number] else resumed_at[str(number)]
-        llm.assert_matches_solo_run(prompt, COUNT, outputs[number], cuts, extra_args=AUTO)
+    # A parked request continues as if it had not been preempted.
+    cuts = [[] if same else resumed_at[str(number)] for number, same in enumerate(equal)]
+    llm.assert_match_solo_runs(zip(PROMPTS[:3], outputs, cuts, [AUTO] * 3, strict=True), COUNT)
 
 
 def test_requests_that_will_be_packed_again_or_were_never_packed_are_not_parked(llm, watched):

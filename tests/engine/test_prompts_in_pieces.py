@@ -180,9 +180,11 @@ def test_outputs_depend_on_the_own_prompt_only(
         if "blocks" in options:
             # after a preemption, the output so far is part of the prompt
             assert cuts
-            for i, prompt in enumerate(PROMPTS):
-                times = cuts.get(str(i), [])
-                llm.assert_matches_solo_run(prompt, OUTPUT_TOKENS, outputs[str(i)], times)
+            requests = [
+                (prompt, outputs[str(i)], cuts.get(str(i), []), None)
+                for i, prompt in enumerate(PROMPTS)
+            ]
+            llm.assert_match_solo_runs(requests, OUTPUT_TOKENS, at_once=1)
             return
         assert [outputs[name] for name in sorted(outputs)] == solo_outputs
         assert llm.generate(PROMPTS[::-1], OUTPUT_TOKENS)[::-1] == solo_outputs

@@ -285,6 +285,7 @@ def as_they_were(llm, seen, positions):
 PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]
 # two requests with the same number of protected tokens are compressed in one step
 ASKS = [["0:17"], ["5:22"], ["40:60", "400:403"], "none"]
+NUM_OUTPUT = 48  # longer than the decode interval and a block
 
 
 @pytest.mark.parametrize(
@@ -301,11 +302,13 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
     config = settings(method, 0.4, allow_override=method, **more)
     extra_args = [{"kv_protect": spans} for spans in ASKS]
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        repacked = llm.watch_repacking()
         alone = [
-            llm.generate([prompt], 80, extra_args=ask)[0]
+            llm.generate([prompt], NUM_OUTPUT, extra_args=ask)[0]
             for prompt, ask in zip(PROMPTS, extra_args, strict=True)
         ]
-        unprotected = llm.generate(PROMPTS, 80)
+        assert bool(repacked) == ("decode_budget" in more)
+        unprotected = llm.generate(PROMPTS, NUM_OUTPUT)
     assert alone[3] == unprotected[3]
     assert alone[:3] != unprotected[:3]
     for size in (64, 8192):
@@ -319,7 +322,7 @@ def test_outputs_depend_only_on_the_requests_own_spans(method, more, checkpoints
             free = llm.free_blocks
             for order in (1, -1):
                 for at in range(4)[::order]:
-                    llm.submit(str(at), PROMPTS[at], 80, extra_args=extra_args[at])
+                    llm.submit(str(at), PROMPTS[at], NUM_OUTPUT, extra_args=extra_args[at])
                 got = llm.drain()
                 assert [got[str(at)] for at in range(4)] == alone
             llm.finish_in_flight_steps()

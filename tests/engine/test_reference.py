@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from checkpoints import HYBRIDS, MIXTURES, SHAPES, STATEFUL, WIDE, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, model_runner_v1_only, settings
 from kvcompress_kernels import k4v3
 from recordings import packed_pages
 from vllm_kvcompress.methods.budget_spec import LayerStats
@@ -275,9 +275,8 @@ GROUP_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "budget", "dtype", "block"), GROUP_CASES[: 1 if V2 else None]
-)
+@model_runner_v1_only
+@pytest.mark.parametrize(("name", "method", "budget", "dtype", "block"), GROUP_CASES)
 def test_groups_hold_the_tokens_that_the_method_selects(
     name, method, budget, dtype, block, checkpoints_folder
 ):

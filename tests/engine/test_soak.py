@@ -2,9 +2,8 @@
 
 Requests choose their own methods, budgets and decode budgets. They are aborted, preempted and
 recomputed. Each output must equal the output in a large pool, which shows that no request reads
-another one's tokens. In the large pool, preempted requests and a tenth of the others run alone. The
-rest run a few at a time, because concurrent requests do not change outputs there (test_invariance,
-test_methods, test_overrides).
+another one's tokens. There, requests run a few at a time, because concurrent requests do not change
+outputs in a large pool (test_invariance, test_methods, test_overrides).
 """
 
 import gc
@@ -179,7 +178,8 @@ PACKED_OVERRIDES: list[dict[str, Any] | None] = [
     {"kv_compress": "h2o", "kv_packed_dtype": "k4v3"},
     {"kv_compress": "d2o", "kv_budget": 0.4},
 ]
-SMALL = dict(max_prompt=450, pool=22, chunk=256, long_output_rate=0.8)
+SMALL = dict(max_prompt=450, pool=22, chunk=256, long_output_rate=0.8, long_output=140)
+LONG = {**SMALL, "long_output": 220}
 HYBRID = {**SMALL, "chunk": 128, "model": "gpt-oss-d64", "window_blocks": 12}
 WIDE = dict(max_prompt=450, chunk=256, packed=True, model="llama-two-layers-d64")
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
@@ -190,23 +190,19 @@ LOADS = {
     "priority": Load(**SMALL, count=12, park=0.001, options={"scheduling_policy": "priority"}),
     "hybrid": Load(**HYBRID, count=16, packed=True, seed=18),
     "hybrid, bounded": Load(**HYBRID, count=10, bounded=True),
-    "drafts": Load(
-        **SMALL, count=12, overrides_method=True, options={"speculative_config": DRAFTS}
-    ),
+    "drafts": Load(**LONG, count=12, overrides_method=True, options={"speculative_config": DRAFTS}),
     "fp8": Load(**SMALL, count=24, overrides_method=True, cache_dtype="fp8"),
     "packed": Load(**WIDE, pool=22, count=24, options={"async_scheduling": True}),
     "packed outputs": Load(
         **WIDE, pool=36, count=30, packs_outputs=True, long_output_rate=0.5, long_output=560
     ),
-    "ahead": Load(**SMALL, count=14, lookahead=True, options={"async_scheduling": True}),
-    "eagle": Load(
-        **SMALL, count=14, lookahead=True, eagle=True, options={"async_scheduling": True}
-    ),
+    "ahead": Load(**LONG, count=14, lookahead=True, options={"async_scheduling": True}),
+    "eagle": Load(**LONG, count=14, lookahead=True, eagle=True, options={"async_scheduling": True}),
 }
 
 # `make soak` sets this to run many more requests.
 TIMES = int(os.environ.get("SOAK_TIMES", "1"))
-LAYERS, TOGETHER = 2, 24
+LAYERS = 2
 FREE = settings("cake", 0.3, allow_override="all")
 PACKED = settings("cake", 0.5, packed_dtype="k4v3", allow_override="all")
 PACKED_OUTPUTS = settings(
@@ -447,27 +443,18 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
     assert growth < 5 * 2**20 * TIMES, "memory grows with every request"
     with engine(model, enable_prefix_caching=False, **options) as llm:
         large_pool_preemptions = llm.watch_preemptions()
-        by_id = {
-            request_id: load_requests[int(request_id)] for request_id in sorted(completed, key=int)
-        }
         # Outputs of requests that are never packed do not depend on preemption. With a decode
         # budget, recomputed prompts stay uncompressed unless prompt and output exceed `max_whole`.
         # With packed outputs they do too, and are packed while they go on.
-        packable = by_id.keys() if load.bounded or load.packs_outputs else compressible
-        overrides = {
-            request_id: request.override if request_id in packable else {"kv_compress": "off"}
-            for request_id, request in by_id.items()
-        }
+        packable = completed if load.bounded or load.packs_outputs else compressible
         uncompressed_prompts = CompressionConfig.parse(
             {**config.to_additional_config(), "min_prompt": config.pieces.max_whole or 10**6}
         )
-        single = (resumed_at.keys() & packable) | early.keys()
-        single |= {request_id for request_id in by_id if int(request_id) % 10 == 0}
-        for request_id in sorted(single & by_id.keys(), key=int):
-            request, times = by_id[request_id], resumed_at.get(request_id, [])
-            times = times if request_id in packable else []
-            llm.use_settings(config if request_id in compressible else uncompressed_prompts)
-            output = outputs[request_id]
+        runs: dict[bool, list[Any]] = {True: [], False: []}
+        for request_id in sorted(completed, key=int):
+            request, output = load_requests[int(request_id)], outputs[request_id]
+            is_packable = request_id in packable
+            times = resumed_at.get(request_id, []) if is_packable else []
             if load.lookahead:
                 # A preemption before the packing changes nothing. After a later one, or an early
                 # compression, the kept tokens were scored by other queries than in a new request,
@@ -480,28 +467,9 @@ def test_soak(name, checkpoints_folder, async_scheduling_allowed):
                 ]
                 times += early.get(request_id, [])
                 output, times = output[: min(times, default=len(output))], []
-            llm.assert_matches_solo_run(
-                request.prompt,
-                len(output),
-                output,
-                times,
-                extra_args=overrides[request_id],
-                **load.sampling,
-            )
-        llm.use_settings(config)
-        # Requests with equal output lengths run together, so that none waits for a longer one.
-        rest = sorted(by_id.keys() - single, key=lambda name: (by_id[name].num_output, int(name)))
-        for start in range(0, len(rest), TOGETHER):
-            batch = rest[start : start + TOGETHER]
-            for request_id in batch:
-                request = by_id[request_id]
-                llm.submit(
-                    request_id,
-                    request.prompt,
-                    request.num_output,
-                    extra_args=overrides[request_id],
-                    **load.sampling,
-                )
-            batch_outputs = llm.drain()
-            assert batch_outputs == {request_id: outputs[request_id] for request_id in batch}
+            override = request.override if is_packable else {"kv_compress": "off"}
+            runs[request_id in compressible].append((request.prompt, output, times, override))
+        for is_compressible, engine_settings in ((True, config), (False, uncompressed_prompts)):
+            llm.use_settings(engine_settings)
+            llm.assert_match_solo_runs(runs[is_compressible], **load.sampling)
         assert not large_pool_preemptions, "a request was preempted in the large pool"

@@ -48,7 +48,10 @@ BOUNDED = settings("cake", 150, decode_budget=2 * BLOCK, decode_window=8)
 KINDS = {  # settings, prompts with overrides, output tokens
     "prompts": (
         FREE,
-        [(prompt, override) for prompt in PROMPTS for override in OVERRIDES],
+        [
+            *((prompt, override) for prompt in PROMPTS[:2] for override in OVERRIDES),
+            *((prompt, override) for prompt in PROMPTS[2:] for override in OVERRIDES[::2]),
+        ],
         NUM_OUTPUT,
     ),
     "pieces": (PIECES, [(tokens(n, seed=n), {}) for n in (531, 700, 300)], NUM_OUTPUT),
@@ -173,7 +176,7 @@ def test_output_does_not_depend_on_the_pool_size(config, min_tokens, in_place, m
     with start_uncached(model, config) as llm:
         expected = llm.generate([PROMPTS[0]], NUM_OUTPUT)
     all_hits, min_blocks = set(), -(-min_tokens // BLOCK) + 2 * 2
-    sizes = range(min_blocks, min_blocks + plan.blocks + 6)
+    sizes = range(min_blocks, min_blocks + plan.blocks + 6, 2)
     options = dict(max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
     with start_engine(model, config, blocks=1 + sizes[-1], **options) as llm:
         packings = llm.watch_packing(lambda done: done.pack_request.in_place)
@@ -227,10 +230,12 @@ def test_preempted_request_continues_as_a_prompt_of_the_same_tokens(config, mode
         (output,) = llm.drain().values()
         assert preemptions["again"] == [num_output // 2]
     with start_uncached(model, config) as llm:
-        for i, prompt in enumerate(PROMPTS):
-            times = preemptions.get(str(i), [])
-            llm.assert_matches_solo_run(prompt, num_output, outputs[i], times)
-        llm.assert_matches_solo_run(PROMPTS[1], num_output, output, preemptions["again"])
+        requests = [
+            (prompt, outputs[i], preemptions.get(str(i), []), None)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        again = PROMPTS[1], output, preemptions["again"], None
+        llm.assert_match_solo_runs([*requests, again], num_output)
 
 
 @pytest.mark.parametrize("output_tokens", [1, 20])

@@ -186,19 +186,6 @@ def test_trap_21_outputs_depend_only_on_the_requests_own_image(more, alone):
         assert llm.free_blocks == free
 
 
-def check_output_alone(llm, prompt, answer, cuts):
-    """Check that `answer` is the output of this prompt alone in the engine, like `Engine.alone`.
-
-    From each of `cuts` on, it must be the output of a request that prefills the prompt and the
-    output so far.
-    """
-    raw = as_tokens(llm, prompt)
-    for start, stop in pairwise([0, *cuts, len(answer)]):
-        again = {**raw, "prompt_token_ids": raw["prompt_token_ids"] + answer[:start]}
-        if stop > start:
-            assert output_tokens(llm, [again], stop - start, **LETTERS) == [answer[start:stop]]
-
-
 def test_preempted_image_requests_continue_and_free_their_blocks(alone):
     model = alone[0]
     config = settings("cake", 0.3)
@@ -217,9 +204,19 @@ def test_preempted_image_requests_continue_and_free_their_blocks(alone):
         llm.llm.llm_engine.step = stepping
         got = output_tokens(llm, PROMPTS, PREEMPTING, **LETTERS)
         assert cuts
-        for number, answer in enumerate(got):
-            check_output_alone(llm, PROMPTS[number], answer, cuts.get(str(number), []))
         assert llm.free_blocks == free
+    # From each preemption on, the output is that of a prompt with the output so far.
+    with engine(model, additional_config=config, **small) as llm:
+        prompts, params, expected = [], [], []
+        for number, answer in enumerate(got):
+            raw = as_tokens(llm, PROMPTS[number])
+            for start, stop in pairwise([0, *cuts.get(str(number), []), len(answer)]):
+                ids = raw["prompt_token_ids"] + answer[:start]
+                prompts += [{**raw, "prompt_token_ids": ids}] * (stop > start)
+                params += [sampling(stop - start, **LETTERS)] * (stop > start)
+                expected += [answer[start:stop]] * (stop > start)
+        again = llm.llm.generate(prompts, params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in again] == expected
 
 
 @pytest.mark.parametrize(
