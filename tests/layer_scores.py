@@ -17,13 +17,11 @@ def observe_layers(method, rows, query, window, at_once, sums=None, latest=None)
     for start in range(0, len(rows), at_once):
         layers = slice(start, start + at_once)
         part_rows = rows.subset(layers)
-        attention = (
-            None
-            if query is None
-            else method.attention(
-                part_rows, query[layers], latest, scored_by_output=latest is not None
+        attention, by_output = None, latest is not None
+        if query is not None:
+            attention = method.attention(
+                part_rows, query[layers], latest, scored_by_output=by_output
             )
-        )
         part_sums = None if sums is None else sums[layers]
         observations.append(method.observe(part_rows, window, attention, part_sums))
         counts.append(len(part_rows))
@@ -33,12 +31,6 @@ def observe_layers(method, rows, query, window, at_once, sums=None, latest=None)
 
 def kept_slots(scores, rows, counts, window, block_size, max_layer_pages, selector, tail=0):
     """Return the slots that each layer keeps in its pages."""
-    return choose_slots(
-        scores,
-        rows.lengths,
-        counts.int() * block_size,
-        window=window,
-        tail=tail,
-        width=max_layer_pages * block_size,
-        selector=selector,
-    )
+    in_pages, width = counts.int() * block_size, max_layer_pages * block_size
+    options = {"window": window, "tail": tail, "width": width, "selector": selector}
+    return choose_slots(scores, rows.lengths, in_pages, **options)

@@ -150,10 +150,8 @@ def test_with_a_model_a_cache_dtype_starts_the_other_server(
     monkeypatch.setattr(compare_server, "start_low_bit", start_low_bit)
     (tmp_path / "config.json").write_text("{}")
     write_prompts(tmp_path / "mine.jsonl", range(10))
-    command = (
-        "--model . --prompts mine.jsonl --methods cake --budgets 0.2 --no-baselines --against fp8"
-        " -- --enforce-eager"
-    )
+    command = "--model . --prompts mine.jsonl --methods cake --budgets 0.2 --no-baselines"
+    command += " --against fp8 -- --enforce-eager"
     result = compare(command)
     assert started == [(Path("."), "fp8", ("--enforce-eager",), Path("out/server-fp8.log"))]
     assert "Starting vllm serve . --kv-cache-dtype fp8; its log is out/server-fp8.log" in result.err

@@ -30,10 +30,8 @@ def test_baselines_run_at_each_budget_and_come_last(run_snapkv, fake, tmp_path):
         *baseline_rows(0.5, 0.2),
     ]
     methods = [b["vllm_xargs"]["kv_compress"] for b in fake.prompt_requests]
-    assert {m: methods.count(m) for m in methods} == {
-        **{"off": 10, "snapkv": 20},
-        **dict.fromkeys(BASELINES, 20),
-    }
+    counts = {m: methods.count(m) for m in methods}
+    assert counts == {"off": 10, "snapkv": 20, **dict.fromkeys(BASELINES, 20)}
     lines = [line.split() for line in result.out.splitlines() if "10 of 10" in line]
     assert [line[0] for line in lines] == ["snapkv"] * 2 + [m for m in BASELINES for _ in "12"]
     markdown = (tmp_path / "out" / "report.md").read_text()

@@ -71,13 +71,8 @@ def test_each_method_runs_with_every_lookahead_and_protection(run_compare, fake,
     ]
     assert found == [(way["kv_lookahead"], way["kv_protect"], 2, 2) for way in ways]
     texts = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
-    assert {json.loads(line)["cell"] for line in texts} == {
-        "off",
-        "snapkv ahead 0 0.2",
-        "snapkv ahead 0 + system,tools 0.2",
-        "snapkv ahead 32 0.2",
-        "snapkv ahead 32 + system,tools 0.2",
-    }
+    cells = {f"snapkv ahead {n}{parts} 0.2" for n in (0, 32) for parts in ("", " + system,tools")}
+    assert {json.loads(line)["cell"] for line in texts} == {"off", *cells}
 
 
 def test_every_request_is_greedy_and_misses_the_prefix_cache(run_compare, fake):
@@ -121,12 +116,10 @@ def test_texts_are_not_kept_where_others_may_read_them(
     elif kind == "owner":
         texts.touch(0o600)
         monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    elif kind == "link":
+        texts.symlink_to(elsewhere)
     else:
-        {
-            "link": lambda: texts.symlink_to(elsewhere),
-            "pipe": lambda: os.mkfifo(texts, 0o600),
-            "folder": texts.mkdir,
-        }[kind]()
+        os.mkfifo(texts, 0o600) if kind == "pipe" else texts.mkdir()
     result = run_compare("--keep-text")
     assert result.status == 2
     found = {

@@ -77,14 +77,10 @@ def test_replies_leave_out_reasoning(fake):
     events = [{"choices": [{"delta": delta}]} for delta in deltas]
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n"
     fake.responses["/v1/chat/completions"] = 200, stream
-    item = Item(
-        name="a", task="a", messages=(user("a"), user("b")), answers=(), max_tokens=8, turns=(1,)
-    )
+    turns = {"messages": (user("a"), user("b")), "turns": (1,)}
+    item = Item(name="a", task="a", **turns, answers=(), max_tokens=8)
     completion = Client(host=Host(fake.url), model="fake").complete(item, FULL)
     assert completion.text == "Let me see. It is 7."
     assert completion.replies == ["It is 7."]
-    assert item.with_replies(completion.replies).messages == (
-        user("a"),
-        assistant("It is 7."),
-        user("b"),
-    )
+    chat = item.with_replies(completion.replies).messages
+    assert chat == (user("a"), assistant("It is 7."), user("b"))

@@ -20,14 +20,9 @@ SCRIPT = (
 
 def start(fake, folder):
     flags = "--prompts mine.jsonl --methods snapkv --budgets 0.5,0.2 --json"
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "compare", "--url", fake.url, *flags.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    command = [sys.executable, "-c", SCRIPT, "compare", "--url", fake.url, *flags.split()]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, cwd=folder, env={**os.environ, "COLUMNS": "200"})
 
 
 def journal_lines(folder):

@@ -128,10 +128,7 @@ def test_an_fp8_server_is_compared_by_bytes(url, model, compare, tmp_path):
     prompts = [english()[start : start + 3000] for start in (0, 9000)]
     lines = [json.dumps({"prompt": prompt, "max_tokens": 12}) for prompt in prompts]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    with (
-        forked_commands(),
-        server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other,
-    ):
+    with forked_commands(), server.start_low_bit(model, "fp8", FLAGS, tmp_path / "log") as other:
         flags = f"--methods snapkv --budgets 0.5 --no-baselines --against {other}"
         compare(f"--url {url} --prompts mine.jsonl {flags}")
         alone = full_positions(other, prompts)

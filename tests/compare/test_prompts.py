@@ -18,13 +18,10 @@ def read(tmp_path, *lines):
 
 def test_a_line_has_messages_or_a_prompt(tmp_path):
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
-    first, second, third = read(
-        tmp_path,
-        {"messages": chat, "model": "gpt", "temperature": 0.7, "max_completion_tokens": 9},
-        "",
-        {"prompt": "Where?", "answer": "Here"},
-        {"messages": chat, "answers": ["a", "b"], "max_tokens": 3},
-    )
+    lines = [{"messages": chat, "model": "gpt", "temperature": 0.7, "max_completion_tokens": 9}]
+    lines += ["", {"prompt": "Where?", "answer": "Here"}]
+    lines += [{"messages": chat, "answers": ["a", "b"], "max_tokens": 3}]
+    first, second, third = read(tmp_path, *lines)
     assert first.messages == tuple(chat)
     assert [i.max_tokens for i in (first, second, third)] == [9, 64, 3]
     assert [i.answers for i in (first, second, third)] == [(), ("Here",), ("a", "b")]

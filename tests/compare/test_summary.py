@@ -93,16 +93,11 @@ def test_figures_cover_all_prompts_if_compression_is_not_reported():
 
 
 def test_recommends_the_smallest_budget_and_then_the_smallest_loss():
-    cell_summaries = summaries(
-        *outcomes_of(SNAP, num_wrong=1),
-        *outcomes_of(CAKE),
-        *outcomes_of(LARGE),
-        cells=[SNAP, CAKE, LARGE],
-    )
+    almost, large = outcomes_of(SNAP, num_wrong=1), outcomes_of(LARGE)
+    cell_summaries = summaries(*almost, *outcomes_of(CAKE), *large)
     assert recommend(cell_summaries, by="score", max_drop=0.02).cell == CAKE
-    cell_summaries = summaries(
-        *outcomes_of(SNAP, num_wrong=40), *outcomes_of(CAKE, num_wrong=40), *outcomes_of(LARGE)
-    )
+    wrong = (each for cell in (SNAP, CAKE) for each in outcomes_of(cell, num_wrong=40))
+    cell_summaries = summaries(*wrong, *large)
     best = recommend(cell_summaries, by="score", max_drop=0.02)
     assert best.cell == LARGE
     assert best.sentence.startswith("Run snapkv 0.5, which keeps 20.0% of the tokens: its loss")
@@ -117,16 +112,12 @@ def test_a_budget_in_k4v3_counts_a_quarter():
 
 def test_the_order_of_outcomes_does_not_change_the_summary():
     """Intervals are equal to the last bit. A resumed run completes its prompts in another order."""
-    outcomes = [
-        outcome(
-            f"p{n}",
-            score=n % 3 / 2,
-            exact=n % 3 == 2,
-            similarity=n / 40,
-            by_place=places(7, kl=1 / (n + 1)),
-        )
-        for n in range(40)
-    ]
+
+    def made(n):
+        figures = {"score": n % 3 / 2, "exact": n % 3 == 2, "similarity": n / 40}
+        return outcome(f"p{n}", by_place=places(7, kl=1 / (n + 1)), **figures)
+
+    outcomes = [made(n) for n in range(40)]
     (expected,) = summaries(*outcomes, cells=[SNAP])
     random.Random(0).shuffle(outcomes)
     (summary,) = summaries(*outcomes, cells=[SNAP])
@@ -134,11 +125,8 @@ def test_the_order_of_outcomes_does_not_change_the_summary():
 
 
 def test_without_a_cell_within_max_drop_the_nearest_is_named():
-    cell_summaries = summaries(
-        *outcomes_of(SNAP, num_wrong=40),
-        *outcomes_of(CAKE, num_wrong=60),
-        *outcomes_of(LARGE, num_wrong=50),
-    )
+    counts = {SNAP: 40, CAKE: 60, LARGE: 50}
+    cell_summaries = summaries(*(o for cell, n in counts.items() for o in outcomes_of(cell, n)))
     recommendation = recommend(cell_summaries, by="score", max_drop=0.02)
     assert recommendation.cell is None
     assert "The nearest is snapkv 0.2, with a loss of at most" in recommendation.sentence
@@ -146,9 +134,8 @@ def test_without_a_cell_within_max_drop_the_nearest_is_named():
 
 @pytest.mark.parametrize(("count", "enough"), [(148, False), (149, True)])
 def test_with_too_few_prompts_the_needed_number_is_named(count, enough):
-    recommendation = recommend(
-        summaries(*outcomes_of(SNAP, count=count)), by="score", max_drop=0.02
-    )
+    found = summaries(*outcomes_of(SNAP, count=count))
+    recommendation = recommend(found, by="score", max_drop=0.02)
     assert (recommendation.cell == SNAP) == enough
     assert ("At least 149 are needed." in recommendation.sentence) == (not enough)
 

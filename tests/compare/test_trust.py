@@ -159,10 +159,7 @@ def test_only_rules_that_the_full_cache_obeys_count() -> None:
         {"a": (True, True), "b": (False, False)},
         {"a": (True, False), "b": (True, False)},
     )
-    assert {name: (each.mean, each.prompts) for name, each in found.items()} == {
-        "t": (0.75, 3),
-        "t: a": (1.0, 2),
-        "t: b": (0.5, 2),
-    }
+    figures = {name: (each.mean, each.prompts) for name, each in found.items()}
+    assert figures == {"t": (0.75, 3), "t: a": (1.0, 2), "t: b": (0.5, 2)}
     assert obeyed({"a": (True, False)}) == {}
     assert obeyed({}) == {}

@@ -71,9 +71,7 @@ def files() -> frozenset[str]:
     """Return all files and folders of the repository as paths relative to its root."""
     found = set()
     for folder, subfolders, names in os.walk(ROOT):
-        subfolders[:] = [
-            name for name in subfolders if not name.startswith(".") and name != "__pycache__"
-        ]
+        subfolders[:] = [x for x in subfolders if not x.startswith(".") and x != "__pycache__"]
         relative = Path(folder).relative_to(ROOT)
         found.update((relative / name).as_posix() for name in [*subfolders, *names])
     return frozenset(found)
@@ -142,10 +140,8 @@ def test_the_table_of_presets_matches_the_code():
         for role, cell in (("Allocator", allocator), ("Scorer", scorer), ("Selector", selector)):
             linked, target = linked_part(cell)
             assert linked == getattr(preset, role.lower()), (name, role)
-            assert f"{role} `{linked}`." in described_parts(section_of_anchor[target], role), (
-                name,
-                role,
-            )
+            described = described_parts(section_of_anchor[target], role)
+            assert f"{role} `{linked}`." in described, (name, role)
         assert window_and_lookahead(window) == (preset.window, preset.lookahead), name
         assert ("with merging" in kept) == bool(preset.merge), name
 
@@ -177,9 +173,7 @@ def described_parts(number: str, role: str) -> str:
 
 @pytest.mark.parametrize("role", TABLES)
 def test_every_part_of_a_method_has_one_section(role):
-    found = [
-        name for body in numbered().values() for name in re.findall(rf"\b{role} `(\w+)`", body)
-    ]
+    found = re.findall(rf"\b{role} `(\w+)`", "\n".join(numbered().values()))
     assert sorted(found) == sorted(TABLES[role])
 
 
@@ -189,13 +183,6 @@ def test_every_part_of_a_method_has_one_section(role):
 def numbers_of(test: str) -> set[int]:
     """Return the trap numbers in a test name: 4 and 5 for ``test_trap_04_trap_05_what``."""
     return {int(number) for number in re.findall(r"(?<=_trap_)\d\d(?=_)", test)}
-
-
-def test_trap_numbers_are_parsed_from_test_names():
-    assert numbers_of("test_trap_08_a_prompt_of_22_tokens") == {8}
-    assert numbers_of("test_trap_10_trap_11_options") == {10, 11}
-    assert numbers_of("test_trap_04_trap_05_positions_and_slots") == {4, 5}
-    assert numbers_of("test_traps") == set()
 
 
 def traps() -> dict[int, str]:
@@ -255,18 +242,10 @@ def test_links_and_anchors_resolve(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_named_files_and_tests_exist(page):
-    named = [token.content for token in inline(page) if token.type == "code_inline"]
-    missing = [
-        text
-        for text in named
-        if (path := path_in(text)) is not None and not exists_in_repository(path)
-    ]
-    assert not missing
-    assert not [
-        f"{path}::{test}"
-        for path, test in named_tests(page.read_text())
-        if test not in functions(path)
-    ]
+    named = [path_in(token.content) for token in inline(page) if token.type == "code_inline"]
+    assert not [path for path in named if path is not None and not exists_in_repository(path)]
+    for path, test in named_tests(page.read_text()):
+        assert test in functions(path), f"{path}::{test}"
 
 
 def path_in(text: str) -> str | None:
@@ -275,10 +254,8 @@ def path_in(text: str) -> str | None:
     if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*", path) or path.startswith("."):
         return None
     is_source = path.endswith((".py", ".sh", ".svg", ".lock"))
-    is_in_folder = "/" in path and (
-        path.split("/")[0] in files() or path.endswith((".md", ".json"))
-    )
-    return path if is_source or is_in_folder else None
+    is_known = path.split("/")[0] in files() or path.endswith((".md", ".json"))
+    return path if is_source or ("/" in path and is_known) else None
 
 
 def exists_in_repository(path: str) -> bool:

@@ -106,12 +106,9 @@ def test_the_pages_have_commands_of_each_kind():
 
 
 def test_all_make_targets_exist():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    variables = set(
-        re.findall(
-            r"\$\((?:addprefix [^,]*,\$\(|if \$\()?([A-Z]+)\b", (ROOT / "Makefile").read_text()
-        )
-    )
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    variables = set(re.findall(r"\$\((?:addprefix [^,]*,\$\(|if \$\()?([A-Z]+)\b", makefile))
     for target, *assignments in of("make"):
         assert target in targets
         assert {word.partition("=")[0] for word in assignments} <= variables
@@ -146,13 +143,6 @@ def test_programs_of_this_repository_accept_their_commands():
     assert len(ours) > 10
     lines = "\n\0".join("".join(f"{word}\0" for word in words) for words in ours)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE_ONLY],
-        input=lines,
-        text=True,
-        capture_output=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
+    options = dict(text=True, capture_output=True, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", PARSE_ONLY], input=lines, **options)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]

@@ -38,11 +38,8 @@ def settings():
 def measured(settings):
     """Return the second model's cells over all ordinary requests by method and budget."""
     newer = {(line["method"], line["budget"]) for line in settings}
-    results = [
-        line
-        for line in read([RESULTS / "formats_qwen2.jsonl.xz"])
-        if (line["method"], line["budget"]) not in newer
-    ]
+    results = read([RESULTS / "formats_qwen2.jsonl.xz"])
+    results = [line for line in results if (line["method"], line["budget"]) not in newer]
     return {
         (cell.method, cell.budget): cell
         for cell in cells(pooled(results + settings))

@@ -49,14 +49,9 @@ def vatp(site) -> Iterator[type]:
 
 
 def run(site: Path, *command: str, folder: Path | None = None) -> str:
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=folder or site,
-        check=False,
-        env={"PYTHONPATH": f"{site}:{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
-    )
+    env = {"PYTHONPATH": f"{site}:{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    options = dict(capture_output=True, text=True, cwd=folder or site, env=env)
+    done = subprocess.run(command, **options, check=False)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
 
@@ -104,9 +99,7 @@ def test_the_scorer_computes_the_formula_of_the_page(vatp, power):
     expected = np.zeros((2, 82))
     for group in range(2):
         for j in range(82):
-            received = (
-                sum(weights[h, i, j] for h in (2 * group, 2 * group + 1) for i in range(8)) / 2
-            )
+            received = weights[2 * group : 2 * group + 2, :, j].sum() / 2
             expected[group, j] = received * sum(abs(v[0, group, j].double().numpy())) ** power
     torch.testing.assert_close(
         kept.scores[0][:, :82], torch.from_numpy(expected).float(), rtol=1e-4, atol=1e-6

@@ -110,12 +110,8 @@ def test_zeros_of_both_signs_tie():
 
 def test_subnormal_numbers_are_not_zero():
     scores = torch.tensor([[0.0, -1e-45], [1e-45, 2e-45]])
-    assert [count_highest(scores, keep, 2)[0].tolist() for keep in (1, 2, 3, 4)] == [
-        [0, 1],
-        [0, 2],
-        [1, 2],
-        [2, 2],
-    ]
+    counts = [count_highest(scores, keep, 2)[0].tolist() for keep in (1, 2, 3, 4)]
+    assert counts == [[0, 1], [0, 2], [1, 2], [2, 2]]
 
 
 def test_scores_are_not_written():

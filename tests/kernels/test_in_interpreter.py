@@ -10,16 +10,8 @@ KERNELS = pytest_process.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
 SHARED = {"key_cosines": "per_token_ops", "value_norms": "per_token_ops"}
 """Tests of ops that share a file."""
-MORE_TESTS = (
-    "sinks",
-    "float8",
-    "window_layers",
-    "window_log_sums",
-    "large_caches",
-    "merged_rows",
-    "overflow",
-    "direct_operators",
-)
+MORE_TESTS = ("sinks", "float8", "window_layers", "window_log_sums", "large_caches", "merged_rows")
+MORE_TESTS += ("overflow", "direct_operators")
 TESTS = dict.fromkeys([*(SHARED.get(op, op) for op in OPS), *MORE_TESTS])
 FILES = [f"tests/kernels/test_{name}.py" for name in TESTS]
 

@@ -134,22 +134,6 @@ def test_worked_example():
     np.testing.assert_allclose(keys[0, 0], weights @ k[0, :3].numpy(), atol=1e-5)
 
 
-def test_threshold_is_the_mean_over_evicted_tokens():
-    """For u = 0.8 and 0.2 the mean is 0.5, without the 8 kept tokens. Only 0.8 merges."""
-    k = planar(*[1.0] * 8, 0.8, 0.2)
-    _, values = merge(k, torch.eye(10)[None], torch.arange(8)[None])
-    weights = values[0, 0]
-    assert weights[8].item() == pytest.approx(math.exp(0.8) / (math.e + math.exp(0.8)), rel=1e-5)
-    assert weights[9] == 0
-
-
-def test_each_kv_head_has_its_own_threshold():
-    """Head 0 merges 0.9 out of (0.9, 0.7), and head 1 merges 0.3 out of (0.3, 0.1)."""
-    k = torch.cat([planar(1.0, 0.9, 0.7), planar(1.0, 0.3, 0.1)])
-    _, values = merge(k, torch.eye(3).expand(2, 3, 3), torch.zeros(2, 1, dtype=torch.int64))
-    assert (values[:, 0] > 0).tolist() == [[True, True, False]] * 2
-
-
 @pytest.mark.parametrize("count", [1, 7, 23, 34, 300, pytest.param(3000, marks=pytest.mark.cpu)])
 def test_equal_cosines_are_all_merged(count):
     """The mean of equal float32 numbers can round above them, which must not drop the tokens."""
@@ -158,12 +142,6 @@ def test_equal_cosines_are_all_merged(count):
     w = math.exp(2 / 5**0.5)
     want = w * count * (count + 1) / 2 / (math.e + w * count)
     assert values.item() == pytest.approx(want, rel=1e-4)
-
-
-def test_cosine_of_minus_one_can_merge():
-    keys, _ = merge(planar(1.0, -1.0), torch.ones(1, 2, 1), torch.tensor([[0]]))
-    want = (math.e - math.exp(-1)) / (math.e + math.exp(-1))
-    np.testing.assert_allclose(keys[0, 0], [want, 0.0], atol=1e-6)
 
 
 def test_ties_go_to_the_earlier_token():
@@ -220,23 +198,6 @@ def test_no_evicted_tokens_change_nothing():
     keys, values = merge(k, v, torch.arange(33).expand(2, 33))
     assert torch.equal(keys, k.float())
     assert torch.equal(values, v.float())
-
-
-def test_merges_use_the_original_tokens():
-    """Two tokens merged into one give ``(e k + e a + e b) / 3 e``, independent of the order."""
-    k = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])[None]
-    keys, values = merge(k, torch.eye(3)[None], torch.tensor([[1]]))
-    np.testing.assert_allclose(keys[0, 0], [7 / 3, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(values[0, 0], [1 / 3] * 3, rtol=1e-6)
-
-
-@prop
-@given(st.integers(2, 50), st.integers(0, 1000), st.data())
-def test_weights_sum_to_one(tokens, seed, data):
-    count = data.draw(st.integers(1, tokens - 1))
-    k, v, kept = random(2, tokens, count, 4, seed=seed)
-    _, values = merge(k, torch.ones_like(v), kept)
-    np.testing.assert_allclose(values, np.ones(values.shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kept", [[0, 2], [1, 3]])
@@ -299,15 +260,10 @@ GOOD = {
         ({"kept": GOOD["kept"][:, :0]}, r"0 < n <= tokens must hold; got \(0, 40\)"),
         ({"kept": torch.arange(41).expand(2, 41)}, r"0 < n <= tokens must hold; got \(41, 40\)"),
         ({"kept": GOOD["kept"][:1]}, r"kept must be \[N, 2, n\]; got \(1, 1, 20\)"),
-        ({"kept": GOOD["kept"][0]}, r"kept must be \[N, 2, n\]; got \(1, 20\)"),
         ({"key_pages": torch.zeros(5, 2, 8)}, r"key_pages must be \[N, Hkv, D, bs\]"),
         ({"value_pages": torch.zeros(5, 2, 16)}, r"value_pages must be \[5, 2, 16, D\]"),
-        ({"value_pages": torch.zeros(4, 2, 16, 8)}, r"value_pages must be \[5, 2, 16, D\]"),
-        ({"value_pages": torch.zeros(5, 1, 16, 8)}, r"value_pages must be \[5, 2, 16, D\]"),
         ({"value_pages": torch.zeros(5, 2, 8, 16)}, r"value_pages must be \[5, 2, 16, D\]"),
         ({"pages": GOOD["pages"][:2]}, r"pages must be \[1, 3\]; got \(1, 2\)"),
-        ({"pages": GOOD["pages"][None]}, r"pages must be \[1, 3\]; got \(1, 1, 3\)"),
-        ({"tokens": 49}, r"pages must be \[1, 4\]; got \(1, 3\)"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )

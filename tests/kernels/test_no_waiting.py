@@ -80,6 +80,12 @@ def assign(**options):
     assign_pages(requests, blocks, on_device(4), 1, on_device(2, 4), *PACKED, **options)
 
 
+BYTES = on_device(40, 2, 16, 256, dtype=torch.uint8)
+LOG_SUMS = on_device(3, 8, 32, dtype=torch.float32)
+WINDOW_OPTIONS = [{"variance": False}, {"maximum": True}, {"maximum": True, "pooled": True}]
+WINDOW_OPTIONS += [{"lengths": COUNTS}, {"row_log_sums": LOG_SUMS}]
+
+
 CALLS = {
     "apportion": lambda: [
         apportion(weights, total, caps, 8)
@@ -117,16 +123,7 @@ CALLS = {
         for into in (None, pages(64))
     ],
     "quantise_kept": lambda: [
-        quantise_kept(
-            K,
-            V,
-            TABLES,
-            kept,
-            COUNTS,
-            on_device(3, 2),
-            into=on_device(40, 2, 16, 256, dtype=torch.uint8),
-            key_scale=scale,
-        )
+        quantise_kept(K, V, TABLES, kept, COUNTS, on_device(3, 2), into=BYTES, key_scale=scale)
         for kept in (None, KEPT)
         for scale in (1.0, on_device(3, dtype=torch.float32))
     ],
@@ -150,13 +147,7 @@ CALLS = {
     "window_scores_of_rows": lambda: [
         window_scores_of_rows(QUERY, K, TABLES, 200, scale, **{"variance": True, **options})
         for scale in (0.1, -0.1, on_device(3, dtype=torch.float32))
-        for options in (
-            {"variance": False},
-            {"maximum": True},
-            {"maximum": True, "pooled": True},
-            {"lengths": COUNTS},
-            {"row_log_sums": on_device(3, 8, 32, dtype=torch.float32)},
-        )
+        for options in WINDOW_OPTIONS
     ],
 }
 LAUNCHERS = {"run", "run_rows", "run_preferences", "run_pages", "chunks"}

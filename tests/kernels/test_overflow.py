@@ -22,8 +22,7 @@ def _combine(x, out, n, HOW: tl.constexpr):
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
-    ("how", "start", "change"),
-    [("add", 2**31 - 9, 9), ("sub", 8 - 2**31, 9), ("mul", 2**30, 2)],
+    ("how", "start", "change"), [("add", 2**31 - 9, 9), ("sub", 8 - 2**31, 9), ("mul", 2**30, 2)]
 )
 def test_integer_overflow_is_an_error(how, start, change):
     x, out = torch.tensor([start, start]), torch.zeros(1, dtype=torch.int64)

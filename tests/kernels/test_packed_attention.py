@@ -180,37 +180,29 @@ def run_of(count: int) -> st.SearchStrategy:
     return st.lists(rows, min_size=1, max_size=count)
 
 
+BATCHES = {
+    "group": st.integers(1, 8),
+    "kv_heads": st.integers(1, 3),
+    "spare_rows": st.integers(0, 2),
+}
+BATCHES |= {"block": st.sampled_from([32, 128]), "layout": st.sampled_from(LAYOUTS)}
+
+
 @prop
 @given(
-    rows=run_of(2 if INTERPRETED else 4),
-    group=st.integers(1, 8),
-    kv_heads=st.integers(1, 3),
-    sizes=st.sampled_from(SIZES),
-    block=st.sampled_from([32, 128]),
-    layout=st.sampled_from(LAYOUTS),
-    seed=st.integers(0, 2**31 - 1),
-    sinks=st.booleans(),
-    spare=st.integers(0, 2),
+    run_of(2 if INTERPRETED else 4),
+    st.fixed_dictionaries(BATCHES),
+    st.sampled_from(SIZES),
+    st.integers(0, 2**31 - 1),
+    st.booleans(),
 )
-def test_batches_match_the_reference(
-    rows, group, kv_heads, sizes, block, layout, seed, sinks, spare
-):
+def test_batches_match_the_reference(rows, batch, sizes, seed, sinks):
     dim, cache, dtype = sizes
     packed, ordinary, queries = zip(*rows, strict=True)
-    shape = Shape(
-        packed=packed,
-        ordinary=tuple(max(n, q) for n, q in zip(ordinary, queries, strict=True)),
-        queries=queries,
-        group=group,
-        kv_heads=kv_heads,
-        dim=dim,
-        block=block,
-        layout=layout,
-        cache=cache,
-        dtype=dtype,
-        spare_rows=spare,
-    )
-    options = {"sinks": torch.randn(group * kv_heads) * 3} if sinks else {}
+    ordinary = tuple(max(n, q) for n, q in zip(ordinary, queries, strict=True))
+    batch |= {"packed": packed, "ordinary": ordinary, "queries": queries}
+    shape = Shape(**batch, dim=dim, cache=cache, dtype=dtype)
+    options = {"sinks": torch.randn(shape.group * shape.kv_heads) * 3} if sinks else {}
     if cache.itemsize == 1:
         options |= {"key_scale": 0.5, "value_scale": 1.5}
     Batch(shape, seed=seed).check(**options)
@@ -276,20 +268,13 @@ def scattered(block, dim):
 @pytest.mark.skipif(INTERPRETED, reason="the Triton kernel reads rows only")
 @pytest.mark.parametrize("offsets", [amx_tiles, transposed_keys, half_rows, scattered])
 @pytest.mark.parametrize(
-    ("dim", "cache", "dtype"),
-    [*SIZES[:4], SIZES[5], (88, torch.bfloat16, torch.bfloat16)],
+    ("dim", "cache", "dtype"), [*SIZES[:4], SIZES[5], (88, torch.bfloat16, torch.bfloat16)]
 )
 def test_layouts_of_vllms_cpu_kernels(offsets, dim, cache, dtype):
     if dim % 16 and offsets is amx_tiles:
         pytest.skip("AMX tiles need a multiple of 16 head dims")
-    shape = Shape(
-        packed=(100, 0, 65),
-        ordinary=(300, 40, 47),
-        queries=(1, 1, 3),
-        dim=dim,
-        cache=cache,
-        dtype=dtype,
-    )
+    rows = {"packed": (100, 0, 65), "ordinary": (300, 40, 47), "queries": (1, 1, 3)}
+    shape = Shape(**rows, dim=dim, cache=cache, dtype=dtype)
     batch = Batch(shape)
     where = offsets(shape.block, dim)
     rows = [batch.tables[r, : -(-n // shape.block)] for r, n in enumerate(shape.ordinary)]
@@ -337,14 +322,9 @@ def test_neither_batch_nor_threads_change_the_bits():
 
 @pytest.mark.parametrize("queries", [(40,), (33, 1, 20)])
 def test_rows_with_many_queries_are_tiled(queries):
-    shape = Shape(
-        packed=(100,) * len(queries),
-        ordinary=tuple(q + 20 for q in queries),
-        queries=queries,
-        group=7 if len(queries) == 1 else 2,
-        kv_heads=1,
-    )
-    Batch(shape).check()
+    rows = {"packed": (100,) * len(queries), "ordinary": tuple(q + 20 for q in queries)}
+    group = 7 if len(queries) == 1 else 2
+    Batch(Shape(**rows, queries=queries, group=group, kv_heads=1)).check()
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float16, torch.float32])
@@ -450,21 +430,12 @@ def test_inside_a_cuda_graph(gpu):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_arguments_are_checked(change, rule):
-    good = {
-        "query": torch.zeros(2, 6, 64),
-        "output": torch.zeros(2, 6, 64),
-        "pages": torch.zeros(3, 2, 32, 128),
-        "offsets": None,
-        "packed": torch.zeros(3, 4, dtype=i32),
-        "packed_tokens": torch.zeros(3, dtype=i32),
-        "tables": torch.zeros(2, 4, dtype=i32),
-        "lengths": torch.ones(2, dtype=i32),
-        "query_start": torch.arange(3, dtype=i32),
-        "slots": torch.zeros(2, dtype=i32),
-        "live": torch.tensor(2, dtype=i32),
-        "scale": 1.0,
-        "max_query_tokens": 1,
-    }
+    good = {name: torch.zeros(2, 6, 64) for name in ("query", "output")}
+    shapes = {"packed": (3, 4), "packed_tokens": (3,), "tables": (2, 4), "slots": (2,)}
+    good |= {name: torch.zeros(shape, dtype=i32) for name, shape in shapes.items()}
+    good |= {"lengths": torch.ones(2, dtype=i32), "query_start": torch.arange(3, dtype=i32)}
+    good |= {"pages": torch.zeros(3, 2, 32, 128), "live": torch.tensor(2, dtype=i32)}
+    good |= {"offsets": None, "scale": 1.0, "max_query_tokens": 1}
     packed_attention(**good)
     with pytest.raises(ValueError, match=rf"packed_attention: .*({rule})"):
         packed_attention(**good | change)
@@ -509,20 +480,9 @@ def test_a_layer_may_be_called_again_with_other_tensors():
     from kvcompress_kernels.packed_attention.cpu import LayerCall
 
     batch = Batch(Shape(packed=(200, 70), ordinary=(40, 8), queries=(1, 5)))
-    layer = LayerCall(
-        batch.pages,
-        None,
-        batch.packed,
-        batch.packed_tokens,
-        batch.slots,
-        batch.live,
-        batch.query.shape[1],
-        scale=batch.shape.dim**-0.5,
-        key_scale=1.0,
-        value_scale=1.0,
-        sinks=None,
-        scratch=None,
-    )
+    tensors = batch.pages, None, batch.packed, batch.packed_tokens, batch.slots, batch.live
+    scales = {"scale": batch.shape.dim**-0.5, "key_scale": 1.0, "value_scale": 1.0}
+    layer = LayerCall(*tensors, batch.query.shape[1], **scales, sinks=None, scratch=None)
     for live in (2, 1):
         batch.live.fill_(live)
         batch.query = torch.randn_like(batch.query)

@@ -129,49 +129,6 @@ def test_hand_computed_examples(case, ids, tables, lengths):
     assert got_lengths[:, 0].tolist() == lengths
 
 
-@pytest.mark.parametrize("layout", ["compact", "outermost"])
-@pytest.mark.parametrize("capacity", [0, 3])
-def test_uncompressed_rows_keep_vllms_blocks(layout, capacity):
-    """Their entries in `packed` are ignored."""
-    table = torch.randint(0, 50, (4, 6), dtype=i32)
-    lengths = torch.tensor([1, 16, 17, 96], dtype=i32)
-    packed = torch.full((4, 3, capacity), 999, dtype=i32)
-    none, first = torch.zeros(4, 3, dtype=i32), torch.zeros(4, dtype=i32)
-    offset, stride = flat_ids(layout, 3, 50)
-    got, got_lengths = check((table, lengths, packed, none, first), offset, stride, 16)
-    want = table * stride + offset[:, None, None]
-    for row, used in enumerate((1, 1, 2, 6)):
-        assert torch.equal(got[:, row, :used], want[:, row, :used])
-    assert torch.equal(got_lengths, lengths.expand(3, 4))
-
-
-def test_only_the_tail_is_kept():
-    table = torch.tensor([[0, 0, 5, 6]], dtype=i32)
-    case = (
-        table,
-        torch.tensor([50], dtype=i32),
-        torch.zeros(1, 2, 0, dtype=i32),
-        torch.zeros(1, 2, dtype=i32),
-        torch.tensor([2], dtype=i32),
-    )
-    got, lengths = check(case, *flat_ids("outermost", 2, 50), 16)
-    assert got[:, 0, :2].tolist() == [[10, 12], [11, 13]]
-    assert lengths.tolist() == [[18], [18]]
-
-
-def test_all_pages_are_kept_in_a_full_table():
-    case = (
-        torch.zeros(1, 3, dtype=i32),
-        torch.tensor([48], dtype=i32),
-        torch.tensor([[[7, 8, 9]]], dtype=i32),
-        torch.tensor([[3]], dtype=i32),
-        torch.tensor([3], dtype=i32),
-    )
-    got, lengths = check(case, torch.tensor([100], dtype=i32), 1, 16)
-    assert got.tolist() == [[[7, 8, 9]]]
-    assert lengths.tolist() == [[48]]
-
-
 def test_inputs_may_be_slices_of_larger_buffers():
     """vLLM passes views of larger buffers."""
     table, lengths, packed, count, first = batch(3, 2, 6, 16)
@@ -328,18 +285,9 @@ def test_inside_a_cuda_graph(gpu):
     ids=lambda change: next(iter(change)),
 )
 def test_tensors_are_checked(change):
-    shapes = {
-        "block_table": (3, 6),
-        "seq_lens": (3,),
-        "packed": (4, 2, 5),
-        "num_packed": (4, 2),
-        "first_block": (4,),
-        "layer_offset": (2,),
-        "slots": (3,),
-        "live": (),
-        "out_tables": (2, 4, 6),
-        "out_lengths": (2, 4),
-    }
+    shapes = {"block_table": (3, 6), "seq_lens": (3,), "packed": (4, 2, 5), "num_packed": (4, 2)}
+    shapes |= {"first_block": (4,), "layer_offset": (2,), "slots": (3,), "live": ()}
+    shapes |= {"out_tables": (2, 4, 6), "out_lengths": (2, 4)}
     good = {name: torch.zeros(shape, dtype=i32) for name, shape in shapes.items()}
     page_tables(**good, block_stride=1, block_size=16)
     with pytest.raises(ValueError, match="page_tables: "):

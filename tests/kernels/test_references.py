@@ -92,9 +92,8 @@ def test_values(prompt, cache, fast, reduce):
 def test_keys(prompt, cache):
     _, k, v = prompt
     keys, values, pages = cache
-    assert_close(
-        key_cosines.run(keys, pages, TOKENS), -methods.keydiff(None, k, None, 0), atol=1e-6
-    )
+    cosines = key_cosines.run(keys, pages, TOKENS)
+    assert_close(cosines, -methods.keydiff(None, k, None, 0), atol=1e-6)
     parts = (TOKENS - 4) // 16 - 1
     assert_close(lag_scores.run(keys, values, pages, parts, 4, 16), methods.lag_scores(k, v, 4, 16))
 
@@ -107,24 +106,11 @@ def test_merging(prompt, cache, values_only, tau):
     kept = torch.stack([torch.arange(head, TOKENS, 4)[:18] for head in range(KV_HEADS)])
     counts, lengths = (torch.tensor([n], dtype=torch.int32) for n in (18, TOKENS))
     threshold = torch.full((1, KV_HEADS), torch.nan if tau is None else tau)
-    got = merge_evicted.run(
-        keys,
-        values,
-        pages[None],
-        TOKENS,
-        kept[None],
-        counts,
-        18,
-        values_only,
-        lengths,
-        threshold,
-        0.7,
-    )
+    prompt = keys, values, pages[None], TOKENS, kept[None], counts
+    got = merge_evicted.run(*prompt, 18, values_only, lengths, threshold, 0.7)
     for head in range(KV_HEADS):
-        kept_positions = kept[head].tolist()
-        want = methods.merge(
-            k[head], v[head], kept_positions, values_only=values_only, threshold=tau
-        )
+        options = {"values_only": values_only, "threshold": tau}
+        want = methods.merge(k[head], v[head], kept[head].tolist(), **options)
         assert_close(got.keys[0, head], want[0])
         assert_close(got.values[0, head], want[1])
 

@@ -25,13 +25,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels do not compile")
 def test_kernels_compile_for_hopper_as_in_the_committed_table():
     command = [sys.executable, "-m", "kvcompress_kernels.report_triton", "--sm", "90", "--once"]
-    done = subprocess.run(
-        [*command, "--check", "kernels/compiled.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["--check", "kernels/compiled.md"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert numbers(done.stdout)
 
@@ -74,51 +69,29 @@ def test_a_kernel_that_reads_some_rows_of_a_batch_is_compiled_once():
     """Rows start at any multiple of their size. Alignment must not select another compilation."""
     from kvcompress_kernels.report_triton import builds_by_name
 
-    of_rows = {
-        "partials_kernel": {"pages", "lengths"},
-        "columns_kernel": {"pages", "lengths"},
-        "pooled_kernel": {"pages", "lengths"},
-        "log_sum_kernel": {"lengths"},
-        "_apportion_kernel": {"weights", "shift", "totals", "caps"},
-        "_pages_kernel": {"tokens", "caps"},
-        "_norm_kernel": {"pages"},
-        "_spread_kernel": {"pages"},
-        "_cosine_kernel": {"pages"},
-        "join_kernel": {"pages", "tokens"},
-        "score_kernel": {"pages", "tokens"},
-    }
+    window_scores = ("partials_kernel", "columns_kernel", "pooled_kernel")
+    of_rows = {key: {"pages", "lengths"} for key in window_scores}
+    of_rows |= {key: {"pages"} for key in ("_norm_kernel", "_spread_kernel", "_cosine_kernel")}
+    of_rows |= {key: {"pages", "tokens"} for key in ("join_kernel", "score_kernel")}
+    of_rows |= {"log_sum_kernel": {"lengths"}, "_pages_kernel": {"tokens", "caps"}}
+    of_rows["_apportion_kernel"] = {"weights", "shift", "totals", "caps"}
     kernels = {build.kernel.fn.__name__: build.kernel for build in builds_by_name(90).values()}
     for name, arguments in of_rows.items():
-        specialised = {
-            parameter.name
-            for parameter in kernels[name].params
-            if not parameter.do_not_specialize_on_alignment
-        }
+        parameters = kernels[name].params
+        specialised = {x.name for x in parameters if not x.do_not_specialize_on_alignment}
         assert not specialised & arguments, name
 
 
 def figures(registers):
-    return Compiled(
-        registers=registers,
-        shared=0,
-        spills=0,
-        loads_16=4,
-        tensor=0,
-        instructions=64,
-        programs=16,
-        barriers=2,
-        per_logit=None,
-        per_number=None,
-        copies_in_flight=None,
-    )
+    counts = dict(registers=registers, shared=0, spills=0, loads_16=4, tensor=0)
+    counts |= dict(instructions=64, programs=16, barriers=2)
+    return Compiled(**counts, per_logit=None, per_number=None, copies_in_flight=None)
 
 
 REST = ("0", "0", "4", "0", "64", "16", "2", "none", "none", "none")
 """Figures of `figures` after the registers."""
 SECTION = section(
-    "3.9.0",
-    (80, 90),
-    {"fold": {80: figures(30), 90: figures(32)}, "fp8": {90: figures(40)}},
+    "3.9.0", (80, 90), {"fold": {80: figures(30), 90: figures(32)}, "fp8": {90: figures(40)}}
 )
 
 

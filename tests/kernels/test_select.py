@@ -47,12 +47,8 @@ def test_rows_match_a_sort(kind, width):
 def test_first_and_last_columns_are_kept(kind):
     """They are kept before the best of the columns between them."""
     scores = rows(kind, 3, 60)
-    columns, keep, num_first, num_last = (
-        ints(60, 60, 60),
-        ints(20, 5, 2),
-        ints(4, 4, 4),
-        ints(6, 6, 6),
-    )
+    columns, keep = ints(60, 60, 60), ints(20, 5, 2)
+    num_first, num_last = ints(4, 4, 4), ints(6, 6, 6)
     got = select(scores, columns, keep, 30, num_first=4, num_last=num_last)
     assert torch.equal(got, reference.run(scores, columns, keep, 30, num_first, num_last))
     middle = [4 + j for j in top(scores[0, 4:54].tolist(), 10)]
@@ -110,15 +106,11 @@ def test_max_kept_limits_the_positions():
 
 def test_columns_may_be_one_number_for_all_rows():
     scores = rows("ties", 4, 30)
-    assert torch.equal(
-        select(scores, 25, ints(7, 8, 9, 1), 9),
-        select(scores, ints(*[25] * 4), ints(7, 8, 9, 1), 9),
-    )
+    one, other = (select(scores, n, ints(7, 8, 9, 1), 9) for n in (25, ints(25, 25, 25, 25)))
+    assert torch.equal(one, other)
     options = dict(size=4, heads=2)
-    assert torch.equal(
-        select_chunks(scores, 25, ints(7, 8), 9, **options),
-        select_chunks(scores, ints(25, 25), ints(7, 8), 9, **options),
-    )
+    one, other = (select_chunks(scores, n, ints(7, 8), 9, **options) for n in (25, ints(25, 25)))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

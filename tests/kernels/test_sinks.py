@@ -45,17 +45,8 @@ def test_window_scores_with_sinks(tokens, w, scale):
     a = ref.attention(q, k, range(tokens - w, tokens))
     queries = as_float(q[:, tokens - w :]).transpose(0, 1)
     for pooled in (False, True) if scale == "usual" else (False,):
-        got = window_scores(
-            queries,
-            view,
-            pages,
-            tokens,
-            dim**-0.5,
-            variance=True,
-            maximum=True,
-            pooled=pooled,
-            sinks=sinks,
-        )
+        options = {"variance": True, "maximum": True, "pooled": pooled, "sinks": sinks}
+        got = window_scores(queries, view, pages, tokens, dim**-0.5, **options)
         past = a[:, :, : tokens - w]
         rows = np.stack([[ref.pooled_row(row) for row in head] for head in past])
         want = {
@@ -97,15 +88,8 @@ def test_rows_of_different_lengths_use_their_own_sinks():
     options = {"lengths": torch.tensor(lengths, dtype=torch.int32), "variance": False}
     got = window_scores_of_rows(*rows, **options, sinks=torch.stack(sinks))
     for row, tokens in enumerate(lengths):
-        alone = window_scores(
-            queries[row],
-            cache,
-            pages[row][: -(-tokens // 16)],
-            tokens,
-            0.25,
-            variance=False,
-            sinks=sinks[row],
-        )
+        arguments = queries[row], cache, pages[row][: -(-tokens // 16)], tokens, 0.25
+        alone = window_scores(*arguments, variance=False, sinks=sinks[row])
         assert torch.equal(got.total[row, :, : tokens - w], alone.total)
         assert torch.equal(got.last[row, :, :tokens], alone.last)
     without_sinks = window_scores_of_rows(*rows, **options, sinks=None)

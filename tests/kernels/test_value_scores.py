@@ -97,40 +97,6 @@ def test_score_is_the_change_of_the_output(tokens, sharpness, seed):
     np.testing.assert_allclose(score(h, v)[0], want, rtol=1e-3, atol=1e-6)
 
 
-def test_l2_is_the_change_of_the_concatenated_outputs():
-    h, v = random(3, 1, 30, 8)
-    joint = np.concatenate([brute(row.double().numpy(), v[0].numpy()) for row in h], axis=1)
-    got = score(h, v, reduce="l2")
-    np.testing.assert_allclose(got[0], np.linalg.norm(joint, axis=1), rtol=1e-4)
-
-
-def test_equal_weights_make_fast_exact():
-    v = torch.randn(2, 64, 8)
-    h = torch.full((4, 64), 1 / 64)
-    torch.testing.assert_close(score(h, v), score(h, v, fast=True), rtol=1e-5, atol=1e-7)
-
-
-def test_fast_mean_ignores_the_weights():
-    """Token 0 has most of the weight, but the distance of token 1 is from the unweighted mean."""
-    v = torch.tensor([[[3.0, 0.0], [0.0, 0.0], [0.0, 3.0]]])
-    got = score(torch.tensor([[0.9, 0.1, 0.0]]), v, fast=True)
-    assert got[0, 1].item() == pytest.approx(0.1 / 0.9 * 2**0.5, rel=1e-5)
-
-
-def test_token_without_weight_scores_zero():
-    h, v = random(4, 2, 20, 8)
-    h[:, 7] = 0
-    assert (score(h, v)[:, 7] == 0).all()
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_token_with_nine_tenths_of_the_weight(fast):
-    h, v = random(6, 2, 50, 8)
-    h[:, 1:] *= 0.1 / h[:, 1:].sum(1, keepdim=True)
-    h[:, 0] = 0.9
-    compare(h, v, fast=fast)
-
-
 @pytest.mark.parametrize("rest", [0.0, 1e-8, 1e-7, 1e-6, 1e-5])
 @pytest.mark.parametrize("fast", [False, True])
 def test_all_the_weight_on_one_token(fast, rest):
@@ -304,12 +270,9 @@ GOOD = {
         ({"weights": torch.zeros(2, 0, 40)}, "Hq must be a multiple of Hkv=2; got 0"),
         ({"weights": torch.zeros(2, 4, 40).half()}, "weights must be float32; got torch.float16"),
         ({"value_pages": torch.zeros(5, 2, 16)}, r"value_pages must be \[N, Hkv, bs, D\]"),
-        ({"value_pages": torch.zeros(5, 2, 8, 16)}, r"pages must be \[2, 5\]; got \(2, 3\)"),
         ({"pages": GOOD["pages"][:, :2]}, r"pages must be \[2, 3\]; got \(2, 2\)"),
-        ({"pages": GOOD["pages"][:1]}, r"pages must be \[2, 3\]; got \(1, 3\)"),
         ({"tokens": 0}, "tokens must be positive; got 0"),
         ({"reduce": "max"}, "reduce must be 'mean' or 'l2'; got 'max'"),
-        ({"lengths": torch.zeros(2)}, r"lengths must be \[2\] int32"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must be \[2\] int32"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),

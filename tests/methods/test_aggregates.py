@@ -97,16 +97,10 @@ def test_aggregates_rank_differently():
     q, k, v = inputs(1, 1, 1, 60, 8, seed=3)
     q[..., 0], k[:, :, 20], k[:, :, 20, 0] = 3.0, 0.0, 4.0
     q[:, :, -20], k[:, :, 7], k[:, :, 7, 0] = 6.0, 3.0, -3.0
-    kept = {
-        aggregate: compress(
-            q,
-            k,
-            v,
-            policy={"compress": "snapkv", "scorer_params": {"aggregate": aggregate}},
-            budget=0.6,
-        )
-        for aggregate in AGGREGATES
-    }
+    kept = {}
+    for aggregate in AGGREGATES:
+        policy = {"compress": "snapkv", "scorer_params": {"aggregate": aggregate}}
+        kept[aggregate] = compress(q, k, v, policy=policy, budget=0.6)
     best = {name: x.scores[0][0, :28].argmax().item() for name, x in kept.items()}
     # the first token of a plateau as wide as the pooling
     assert best == {"mean": 17, "max": 4, "defensive": 5}
@@ -187,9 +181,8 @@ def test_unknown_aggregates_are_refused(scorer):
 
 @pytest.mark.parametrize("base", ["tova", "h2o"])
 def test_only_base_snapkv_takes_an_aggregate(base):
-    with pytest.raises(
-        ConfigError, match=rf"aggregate='max'.*base '{base}' does not have; set base"
-    ):
+    message = rf"aggregate='max'.*base '{base}' does not have; set base"
+    with pytest.raises(ConfigError, match=message):
         Caote(aggregate="max", base=base)
 
 

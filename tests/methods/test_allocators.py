@@ -73,7 +73,7 @@ def test_allocators_keep_sum_and_caps(p, data):
     pair = st.tuples(stats_value, stats_value)
     stats = data.draw(st.lists(pair, min_size=p.num_layers, max_size=p.num_layers))
     beta = data.draw(st.floats(1.01, 1e4))
-    tau = data.draw(st.tuples(st.floats(0.2, 2), st.floats(0.4, 3)))
+    tau = data.draw(st.tuples(st.floats(0.2, 2), st.floats(0.05, 3)))
     for allocator in (Uniform(), Pyramid(beta=beta), Cake(tau1=tau[0], tau2=tau[1])):
         past = allocate(allocator, p, stats_of(*stats))
         assert len(past) == p.num_layers
@@ -97,18 +97,9 @@ def test_pyramid_worked_example():
     assert allocate(Pyramid(), budget_spec(4, 20, 4, 100)) == [31, 21, 11, 1]
 
 
-@pytest.mark.parametrize("layers", [30, 32])
-def test_pyramid_stays_within_the_budget_unlike_the_authors_code(layers):
-    assert sum(allocate(Pyramid(), budget_spec(layers, 128, 8, 2000))) == layers * 120
-
-
 def test_pyramid_hi_is_limited_to_the_prompt():
     # base 60, P 80: hi 117 -> 80, lo 40; 80, 66.67, 53.33, 40
     assert allocate(Pyramid(), budget_spec(4, 70, 10, 90)) == [80, 67, 53, 40]
-
-
-def test_pyramid_of_one_layer():
-    assert allocate(Pyramid(), budget_spec(1, 20, 4, 100)) == [16]
 
 
 @prop
@@ -163,12 +154,6 @@ def test_cake_preferences_are_ratios_of_the_equation(values, tau1, tau2):
     assert got == pytest.approx([x / max(want) for x in want], rel=1e-9)
 
 
-def test_cake_preference_of_tiny_mha():
-    """docs/methods.md 2.3 for H and V of `test_cake_shape_check` (test_scorers.py)."""
-    share = preferences(Cake(tau1=1.6, tau2=0.4), (9.68691241, 0.0895930078), (1.0, 1.0))
-    assert share == pytest.approx([0.00993233021, 1.0], rel=1e-8)
-
-
 @pytest.mark.parametrize("zero", [(0.0, 2.0), (2.0, 0.0), (math.nan, 2.0)])
 def test_cake_gives_no_weight_without_entropy_or_shift(zero):
     assert preferences(Cake(), zero, (2.0, 2.0)) == [0.0, 1.0]
@@ -182,31 +167,11 @@ def test_cake_keeps_ratios_of_values_beyond_float64():
         assert preferences(Cake(), *stats) == pytest.approx([1.0, 1 / 3], rel=1e-9)
 
 
-@prop
-@given(prompts(), st.floats(0.05, 3), st.data())
-def test_cake_sum_is_exact_at_any_tau(p, tau2, data):
-    """The configuration allows any tau > 0, so preferences can be float64 subnormals."""
-    shift = st.floats(1e-20, 1e2)
-    stats = weighted(*data.draw(st.lists(shift, min_size=p.num_layers, max_size=p.num_layers)))
-    past = allocate(Cake(tau2=tau2), p, stats)
-    assert sum(past) == p.num_layers * min(p.base, p.past)
-
-
 def test_cake_sum_is_exact_with_subnormal_preferences():
     """One layer is full and the others get 1e-310 each: tau2 = 0.1, V 31 decades apart."""
     stats = weighted(1.0, 1e-31, 1e-31)
     past = allocate(Cake(tau2=0.1), budget_spec(3, 9, 4, 14), stats)
     assert past == [10, 3, 2]
-
-
-@prop
-@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=12), prompts())
-def test_cake_shares_ignore_a_common_factor(shifts, p):
-    """docs/methods.md 2.3: for sums or means over heads and queries, a common factor cancels."""
-    p = budget_spec(len(shifts), p.budget, p.window, p.tokens)
-    one = allocate(Cake(), p, weighted(*shifts))
-    two = allocate(Cake(), p, weighted(*(s * 7.5 for s in shifts)))
-    assert all(abs(a - b) <= 1 for a, b in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize(

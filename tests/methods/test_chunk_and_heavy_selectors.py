@@ -55,30 +55,6 @@ def test_chunks_equal_the_reference(scores, size, shared, data):
         assert got[head].tolist() == ref.chunks(t.astype(np.float64), keep, size)
 
 
-@prop
-@given(scored(), st.data())
-def test_chunks_of_one_token_are_shared_top_k(scores, data):
-    keep = data.draw(st.integers(0, scores.shape[1]))
-    rows = torch.from_numpy(scores)
-    assert torch.equal(
-        select(Chunks(size=1), rows, keep),
-        select(TopK(), rows.sum(0, keepdim=True), keep).expand(len(rows), keep),
-    )
-
-
-@prop
-@given(scored(), st.integers(1, 12), st.data())
-def test_at_most_one_kept_chunk_is_incomplete(scores, size, data):
-    keep = data.draw(st.integers(0, scores.shape[1]))
-    row = select(Chunks(size=size), torch.from_numpy(scores), keep)[0].tolist()
-    incomplete = 0
-    for start in range(0, scores.shape[1], size):
-        part = [j for j in row if start <= j < start + size]
-        assert part == [*range(start, start + len(part))]
-        incomplete += 0 < len(part) < min(size, scores.shape[1] - start)
-    assert incomplete <= 1
-
-
 def test_chunks_rank_nan_last():
     t = torch.tensor([[torch.nan, 1.0, 0.0, 0.5, torch.nan, torch.nan]])
     assert select(Chunks(size=2), t, 2).tolist() == [[2, 3]]
@@ -109,15 +85,6 @@ def test_heavy_recent_split(n, sinks, heavy, recent):
     assert int(torch.isinf(protected[0]).sum()) == sinks + recent
     assert torch.isinf(protected[0, 300 - recent :]).all()
     assert select(HeavyRecent(), scores, n).shape == (2, sinks + heavy + recent)
-
-
-@prop
-@given(scored(), st.data())
-def test_heavy_recent_equals_the_reference(scores, data):
-    keep = data.draw(st.integers(0, scores.shape[1]))
-    got = select(HeavyRecent(), torch.from_numpy(scores), keep)
-    for head, row in enumerate(scores):
-        assert got[head].tolist() == ref.heavy_recent(row, keep)
 
 
 @prop

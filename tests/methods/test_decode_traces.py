@@ -59,11 +59,8 @@ class Paper:
     def evict(self, g, index):
         stay = [j for j in range(len(self.k[g])) if j != index]
         key, value = self.k[g][index], self.v[g][index]
-        self.k[g], self.v[g], self.attention[g] = (
-            self.k[g][stay],
-            self.v[g][stay],
-            self.attention[g][stay],
-        )
+        for held in (self.k, self.v, self.attention):
+            held[g] = held[g][stay]
         if self.name == "d2o":
             norms = np.linalg.norm(self.k[g], axis=1) * np.linalg.norm(key)
             cosines = self.k[g] @ key / norms
@@ -112,15 +109,8 @@ class Packed:
         index = kept[0].long()
         self.attention = self.attention.gather(1, index)
         if self.method.merge:
-            merged = merge_evicted(
-                layers.key_pages,
-                layers.value_pages,
-                layers.pages,
-                length,
-                kept,
-                counts.int(),
-                threshold=self.tau,
-            )
+            cache = layers.key_pages, layers.value_pages, layers.pages, length
+            merged = merge_evicted(*cache, kept, counts.int(), threshold=self.tau)
             self.k, self.v, self.tau = merged.keys[0], merged.values[0], merged.threshold
         else:
             self.k, self.v = (

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods import method
-from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, prepend_leading
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.parts.allocators import Uniform
@@ -16,7 +15,6 @@ from vllm_kvcompress.methods.parts.topk import TopK
 from vllm_kvcompress.methods.protected import ProtectedTokens
 from vllm_kvcompress.methods.published.cake import Cake
 from vllm_kvcompress.methods.published.pyramidkv import Pyramid
-from vllm_kvcompress.methods.published.streamingllm import StreamingLLM
 
 prop = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -28,16 +26,9 @@ def layer_pages(allocator, plan, stats):
 def kept_positions(scores, plan, pages, selector):
     """Return the positions that one layer keeps, without the tail."""
     in_pages = kept_in_pages(plan, torch.tensor([pages], dtype=torch.int32))
-    kept = kept_slots(
-        scores[None],
-        plan.tokens,
-        in_pages,
-        window=plan.window,
-        tail=plan.tail,
-        width=int(in_pages),
-        selector=selector,
-        leading=plan.leading_tokens,
-    )
+    sizes = {"window": plan.window, "tail": plan.tail, "leading": plan.leading_tokens}
+    sizes["width"] = int(in_pages)
+    kept = kept_slots(scores[None], plan.tokens, in_pages, **sizes, selector=selector)
     assert kept.dtype == torch.int32
     assert ((kept >= plan.leading_tokens) | (kept < 0)).all()
     return prepend_leading(kept, plan.leading_tokens)[0].long()
@@ -168,38 +159,9 @@ def test_protected_tokens_are_kept_beside_the_leading_ones(plan, heads, seed, da
     assert torch.equal(by_layer, kept)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "window", "pages", "expected"),
-    [
-        # tail 3 contains the window 2, so no window token is in a page; token 8 is in the tail
-        (11, 2, 1, [4, 5, 6, 7]),
-        # tail 1, window 3: window tokens 6 and 7 are in pages
-        (9, 3, 1, [4, 5, 6, 7]),
-        # no tail, window 5: one page cannot hold it, so the minimum is 2
-        (12, 5, 2, [4, 5, 6, 7, 8, 9, 10, 11]),
-    ],
-)
-def test_tail_and_window_worked_examples(tokens, window, pages, expected):
-    plan = PagePlan(
-        num_layers=1, tokens=tokens, block_size=4, window=window, budget=window + 1, pages=pages
-    )
-    scores = torch.arange(tokens - window, dtype=torch.float32)[None]
-    kept = kept_positions(scores, plan, pages, TopK())
-    assert kept.tolist() == [expected]
-
-
 def test_no_pages_keep_nothing():
     plan = PagePlan(num_layers=1, tokens=11, block_size=4, window=2, budget=3, pages=0)
     assert kept_positions(torch.rand(2, 9), plan, 0, TopK()).shape == (2, 0)
-
-
-@pytest.mark.parametrize("pages", [1, 2, 3])
-def test_streamingllm_keeps_sinks_and_the_end_of_the_full_blocks(pages):
-    plan = PagePlan(num_layers=1, tokens=66, block_size=16, window=0, budget=20, pages=pages)
-    stats = AttentionStats(num_kv_heads=2, past=66, device=torch.device("cpu"))
-    kept = kept_positions(StreamingLLM().score(stats), plan, pages, TopK())
-    num_latest = pages * 16 - 4
-    assert kept.tolist() == [[0, 1, 2, 3, *range(64 - num_latest, 64)]] * 2
 
 
 @prop

@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import ceil, floor
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.budget_spec import BudgetSpec
@@ -68,16 +68,14 @@ def test_draft_layers_keep_every_token_in_the_same_blocks():
         (30, 1025, 128, 0, 102, 30, 1, 1, 1),
         # pages of one token are exact
         (3, 100, 1, 0, 21, 63, 21, 1, 0),
+        # a layer with only the token of the tail would produce nonsense: every layer keeps a page
+        (3, 321, 32, 0, 1, 3, 1, 1, 1),
     ],
 )
 def test_worked_examples(layers, tokens, block, window, budget, pages, blocks, floor_pages, tail):
     plan = page_plan(budget_spec(layers, tokens, window, budget), block)
-    assert (plan.pages, plan.blocks, plan.floor_pages, plan.tail) == (
-        pages,
-        blocks,
-        floor_pages,
-        tail,
-    )
+    found = plan.pages, plan.blocks, plan.floor_pages, plan.tail
+    assert found == (pages, blocks, floor_pages, tail)
 
 
 def test_no_plan_if_the_window_needs_every_page():
@@ -105,36 +103,9 @@ def test_formulas(case):
     assert plan.floor_pages == lowest
     assert (plan.full_blocks, plan.tail) == (full_blocks, tail)
     assert plan.blocks == ceil(Fraction(max(budget_pages, layers * lowest), layers))
-    assert plan.budget_spec == (
-        p if block == 1 else replace(p, budget=pages // layers * block + tail)
-    )
+    filled = replace(p, budget=pages // layers * block + tail)
+    assert plan.budget_spec == (p if block == 1 else filled)
     assert plan.block_size == block
-
-
-@prop
-@given(cases())
-def test_bounds(case):
-    p, block = case
-    plan = page_plan(p, block)
-    assume(plan is not None)
-    layers = p.num_layers
-    assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
-    assert plan.floor_pages >= 1
-    assert layers * (plan.blocks - 1) < plan.pages <= layers * plan.blocks
-    assert plan.blocks < plan.full_blocks or block == 1
-    # every layer's minimum pages and the tail hold the window
-    assert plan.floor_pages * block + plan.tail >= p.window
-    kept_tokens = plan.pages * block + layers * plan.tail
-    if block == 1:
-        assert kept_tokens == layers * p.budget
-        return
-    assert plan.pages == layers * plan.blocks
-    # the last block is needed for the budget, or for the window and a page
-    assert (
-        kept_tokens - layers * block <= layers * p.budget - block or plan.blocks == plan.floor_pages
-    )
-    # rounding loses less than a page per layer of the budget
-    assert kept_tokens > layers * p.budget - block
 
 
 @pytest.mark.parametrize(
@@ -148,27 +119,6 @@ def test_kept_tokens_of_long_blocks(layers, tokens, blocks, kept):
     assert (plan.blocks, plan.layer_tokens(plan.blocks)) == (blocks, kept)
 
 
-@prop
-@given(cases(), st.integers(1, 500))
-def test_pages_grow_with_the_budget(case, more):
-    p, block = case
-    small = page_plan(p, block)
-    large = page_plan(budget_spec(p.num_layers, p.tokens, p.window, p.budget + more), block)
-    if small is None:
-        assert large is None
-    elif large is not None:
-        assert large.pages >= small.pages
-
-
-@prop
-@given(cases())
-def test_short_prompts_stay_uncompressed(case):
-    p, block = case
-    for tokens in (p.budget, p.budget - 1, p.window, block - 1):
-        assume(tokens > 0)
-        assert page_plan(budget_spec(p.num_layers, tokens, p.window, p.budget), block) is None
-
-
 def test_plans_are_frozen_and_hashable():
     plan = page_plan(budget_spec(3, 100, 8, 21), 16)
     same = PagePlan(num_layers=3, tokens=100, block_size=16, window=8, budget=21, pages=3)
@@ -177,21 +127,6 @@ def test_plans_are_frozen_and_hashable():
     assert pickle.loads(pickle.dumps(plan)) == plan
     with pytest.raises(FrozenInstanceError):
         plan.pages = 4
-
-
-@pytest.mark.parametrize("tokens", [320, 321, 351])
-def test_a_budget_of_one_token_keeps_a_page_for_any_tail(tokens):
-    """A layer with only one token, the tail's, produces nonsense."""
-    prompt = BudgetSpec(num_layers=3, tokens=tokens, window=0, budget=1)
-    plan = page_plan(prompt, 32)
-    assert (plan.pages, plan.floor_pages) == (3, 1)
-
-
-def test_a_prompt_of_one_full_block_stays_uncompressed():
-    """Its only page cannot be freed."""
-    assert page_plan(budget_spec(4, 1500, 1, 300), 1040) is None
-    assert page_plan(budget_spec(4, 2079, 1, 300), 1040) is None
-    assert page_plan(budget_spec(4, 2080, 1, 300), 1040).pages == 4
 
 
 @pytest.mark.parametrize(
@@ -266,9 +201,8 @@ def test_every_token_is_leading_packed_or_in_the_tail(case, factor, full_share):
     """Once each, and all that is always kept has a place. Blocks held and freed add up."""
     p, block, spans = case
     for cell in (None, block * factor):
-        plan = page_plan(
-            p, block, spans, full_share=full_share, page_tokens=block * factor, cell=cell
-        )
+        options = {"full_share": full_share, "page_tokens": block * factor, "cell": cell}
+        plan = page_plan(p, block, spans, **options)
         if plan is None:
             continue
         assert plan.leading_tokens + plan.max_tokens_in_pages + plan.tail == plan.tokens
@@ -287,9 +221,8 @@ def test_every_token_is_leading_packed_or_in_the_tail(case, factor, full_share):
         assert plan.budget_spec.always_kept <= plan.budget_spec.budget
         in_pages = {token for token in always_kept if plan.leading_tokens <= token < end}
         assert plan.protected_in_pages == len(in_pages)
-        assert token_count(plan.always_kept_spans) == len(
-            {*range(plan.leading_tokens), *(t for span in spans for t in range(*span))}
-        )
+        in_spans = {token for span in spans for token in range(*span)}
+        assert token_count(plan.always_kept_spans) == len(in_spans | {*range(plan.leading_tokens)})
 
 
 @prop
@@ -305,6 +238,5 @@ def test_a_raised_budget_leaves_other_tokens_their_share(case, factor):
     assert plan.pages >= p.num_layers * (plan.floor_pages + 1)
     if plan.raised:
         fewer = replace(plan, pages=plan.pages - p.num_layers)
-        assert fewer.layer_tokens(fewer.blocks) < protected + ceil(
-            Fraction(p.budget, 2)
-        ) or fewer.pages < p.num_layers * (plan.floor_pages + 1)
+        too_short = fewer.layer_tokens(fewer.blocks) < protected + ceil(Fraction(p.budget, 2))
+        assert too_short or fewer.pages < p.num_layers * (plan.floor_pages + 1)

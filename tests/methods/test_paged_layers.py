@@ -39,14 +39,9 @@ def cached_layers(lengths, window, seed, spare=3):
             page = layer_pages[slot // BLOCK]
             cache[page, :, :, slot % BLOCK] = torch.from_numpy(key[:, slot]).float()
             value_cache[page, :, slot % BLOCK] = torch.from_numpy(value[:, slot]).float()
-    paged = PagedLayers(
-        key_pages=cache,
-        value_pages=value_cache,
-        pages=pages,
-        lengths=torch.tensor(lengths, dtype=torch.int32),
-        max_tokens=max_tokens,
-        scale=SCALE,
-    )
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    sizes = {"pages": pages, "lengths": lengths, "max_tokens": max_tokens, "scale": SCALE}
+    paged = PagedLayers(key_pages=cache, value_pages=value_cache, **sizes)
     return paged, list(zip(keys, values, strict=True)), query
 
 
@@ -59,15 +54,9 @@ def reference_scores(name, query, key, value, window):
         return ref.snapkv(q, key, value, window, kind="avg", kernel=5)
     if name in CAOTES:
         params = SETTINGS[name]["scorer_params"]
-        return ref.caote(
-            q,
-            key,
-            value,
-            window,
-            base=params.get("base", "snapkv"),
-            how=params.get("reduce", "mean"),
-            aggregate=params.get("aggregate", "mean"),
-        )
+        options = {"base": params.get("base", "snapkv"), "how": params.get("reduce", "mean")}
+        aggregate = params.get("aggregate", "mean")
+        return ref.caote(q, key, value, window, **options, aggregate=aggregate)
     if name in RUNS:
         return ref.runs(q, key, value, window, RUNS[name], size=5, min_attention=MIN_ATTENTION)
     return ref.WINDOW_SCORERS[name](q, key, value, window)
@@ -216,14 +205,9 @@ def test_no_layer_gets_more_pages_than_it_has(allocator, seed):
     caps = torch.from_numpy(rng.randint(2, 30, layers))
     pages = int(rng.randint(2 * layers, int(caps.sum()) + 1))
     max_tokens = int(caps.max()) * BLOCK
-    plan = PagePlan(
-        num_layers=layers,
-        tokens=max_tokens,
-        block_size=BLOCK,
-        window=5,
-        budget=max(pages * BLOCK // layers, 6),
-        pages=pages,
-    )
+    budget = max(pages * BLOCK // layers, 6)
+    sizes = {"num_layers": layers, "tokens": max_tokens, "block_size": BLOCK, "pages": pages}
+    plan = PagePlan(**sizes, window=5, budget=budget)
     pages_per_layer = layer_pages(allocator, plan, None, caps)
     assert pages_per_layer.sum() == pages
     assert (pages_per_layer <= caps).all()

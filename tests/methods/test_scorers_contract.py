@@ -19,10 +19,7 @@ STATS_BY_READS = {
     "last": (Reads.WINDOW | Reads.LAST, {"total", "recent", "last"}),
     "variance": (Reads.WINDOW | Reads.VARIANCE, {"total", "variance", "recent"}),
     "maximum": (Reads.WINDOW | Reads.MAXIMUM, {"total", "recent", "maximum"}),
-    "pooled": (
-        Reads.WINDOW | Reads.MAXIMUM | Reads.POOLED,
-        {"total", "recent", "maximum"},
-    ),
+    "pooled": (Reads.WINDOW | Reads.MAXIMUM | Reads.POOLED, {"total", "recent", "maximum"}),
     "column_sums": (Reads.COLUMN_SUMS, {"sums"}),
     "keys": (Reads.KEYS, {"keys"}),
     "values": (Reads.VALUES, {"values"}),

@@ -27,12 +27,7 @@ PARAMS = {
     ],
     "cake": [{}],
     "runs": [{"size": 7, "attention": 2.0}],
-    "caote": [
-        {},
-        {"base": "tova", "reduce": "l2"},
-        {"base": "h2o"},
-        {"aggregate": "max"},
-    ],
+    "caote": [{}, {"base": "tova", "reduce": "l2"}, {"base": "h2o"}, {"aggregate": "max"}],
     "fastcaote": [{}, {"base": "h2o", "reduce": "l2"}],
     "keydiff": [{}],
     "lagkv": [{}, {"sinks": 0, "lag": 7}],
@@ -57,19 +52,16 @@ def stats_of(num_layers, tokens, device="cpu"):
     pages = order.to(device)
     cache = numbers(2, num_layers * width, KV_HEADS, BLOCK, DIM) - 0.4
     scale = torch.tensor(SCALES[:num_layers]).to(device) if num_layers > 1 else SCALES[0]
+    counts = {"num_kv_heads": num_layers * KV_HEADS, "num_queries": WINDOW, "past": past}
+    attention = {name: numbers(heads, past) for name in ("total", "variance")}
+    attention["recent"] = numbers(heads, WINDOW)
+    attention |= {name: numbers(heads, tokens) for name in ("last", "maximum", "sums")}
     return AttentionStats(
-        num_kv_heads=num_layers * KV_HEADS,
-        past=past,
+        **counts,
+        **attention,
         device=torch.device(device),
         num_layers=num_layers,
         layers=LAYERS[:num_layers],
-        num_queries=WINDOW,
-        total=numbers(heads, past),
-        variance=numbers(heads, past),
-        recent=numbers(heads, WINDOW),
-        last=numbers(heads, tokens),
-        maximum=numbers(heads, tokens),
-        sums=numbers(heads, tokens),
         keys=PagedKeys(key_pages=cache[0].mT, pages=pages, tokens=tokens),
         values=PagedValues(value_pages=cache[1], pages=pages, tokens=tokens, scale=scale),
     )

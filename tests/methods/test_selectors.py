@@ -62,42 +62,6 @@ def test_top_k_is_a_sort(kind, data):
     check(*data.draw(tables(VALUES[kind])))
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kernel", [3, 7])
-def test_plateaus_of_max_pooling(seed, kernel):
-    x = torch.rand(3, 64, generator=torch.Generator().manual_seed(seed))
-    pooled = torch.nn.functional.max_pool1d(x[None], kernel, stride=1, padding=kernel // 2)[0]
-    for keep in range(65):
-        check(pooled.tolist(), keep)
-
-
-@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
-def test_equal_scores_keep_the_first_tokens(value):
-    for keep in range(6):
-        assert top_k(torch.full((2, 5), value), keep % 6).tolist() == [list(range(keep))] * 2
-
-
-@prop
-@given(tables(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf])), st.data())
-def test_nested_top_k_equals_one_top_k(case, data):
-    """CAKE's theorem 1 for one fixed score vector."""
-    rows, keep = case
-    wider = data.draw(st.integers(keep, len(rows[0])))
-    for row in rows:
-        scores = torch.tensor([row])
-        first = top_k(scores, wider)[0]
-        second = first[top_k(scores[:, first], keep)[0]]
-        assert second.tolist() == top_k(scores, keep)[0].tolist()
-
-
-@prop
-@given(tables(st.sampled_from([0.0, 1.0, 2.0])))
-def test_heads_are_selected_independently(case):
-    rows, keep = case
-    scores = torch.tensor(rows)
-    assert top_k(scores, keep).tolist() == [top_k(s[None], keep)[0].tolist() for s in scores]
-
-
 def test_scores_are_not_modified():
     scores = torch.tensor([[math.nan, 1.0, math.inf, -math.inf]])
     before = scores.clone()

@@ -221,9 +221,8 @@ def test_the_pool_covers_aliases_in_both_formats():
     assert uncompressed_prompt_blocks(engine, 2, 16, 4096) == 1 + 62 + 2 + 4
     with_alias = config(alias={"small": "cake:512:auto"}, **options)
     assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == 1 + 62 + 2 + 4
-    with_override = config(
-        alias={"small": "cake:2048:auto"}, allow_override="snapkv,off", **options
-    )
+    alias = {"small": "cake:2048:auto"}
+    with_override = config(alias=alias, allow_override="snapkv,off", **options)
     assert uncompressed_prompt_blocks(with_override, 2, 16, 4096) == (2048 + 64) // 16
 
 
@@ -248,12 +247,8 @@ def test_other_budgets_are_refused(budget):
     assert config(max_whole=2000, budget=budget, packed_dtype="auto").budget == budget
     engine = config(max_whole=2000, allow_override="all")
     assert RequestOptions.parse(engine, {"kv_budget": 1.0}).settings.resolved_packed_dtype == "k4v3"
-    assert (
-        RequestOptions.parse(
-            engine, {"kv_budget": budget, "kv_packed_dtype": "auto"}
-        ).settings.budget
-        == budget
-    )
+    in_auto = {"kv_budget": budget, "kv_packed_dtype": "auto"}
+    assert RequestOptions.parse(engine, in_auto).settings.budget == budget
     for extra_args in ({"kv_budget": budget}, {"kv_budget": budget, "kv_packed_dtype": "k4v3"}):
         with pytest.raises(OverrideError) as refusal:
             RequestOptions.parse(engine, extra_args)

@@ -16,14 +16,12 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def lookahead_of(settings, layers, size, prompt, new):
-    return LookaheadSchedule(
-        settings=settings,
-        num_layers=layers,
-        block_size=size,
-        prompt=prompt,
-        max_tokens=prompt + new,
-        prefilled=prompt,
-    )
+    tokens = {"prompt": prompt, "prefilled": prompt, "max_tokens": prompt + new}
+    return LookaheadSchedule(settings=settings, num_layers=layers, block_size=size, **tokens)
+
+
+def footprint_of(layers, size, leading_blocks=0):
+    return KVFootprint(num_layers=layers, block_size=size, leading_blocks=leading_blocks)
 
 
 @given(
@@ -40,11 +38,9 @@ def test_as_much_is_held_as_without_a_look_ahead(prompt, m, delay, new, layers, 
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0}
     config = CompressionConfig.parse({**raw, "lookahead": m})
     ahead, tokens = lookahead_of(config, layers, size, prompt, new), prompt + m + delay
-    plan = ahead.plan(KVFootprint(num_layers=layers, block_size=size), tokens)
-    assert all(
-        ahead.plan(KVFootprint(num_layers=layers, block_size=size), earlier) is None
-        for earlier in (prompt, tokens - delay - 1)
-    )
+    plan = ahead.plan(footprint_of(layers, size), tokens)
+    for earlier in (prompt, tokens - delay - 1):
+        assert ahead.plan(footprint_of(layers, size), earlier) is None
     if tokens + 1 >= prompt + new:
         assert plan is None
         return
@@ -85,15 +81,12 @@ def test_protected_tokens_are_in_the_budget_or_raise_it(
     inside = sorted(edge for edge in edges if edge <= prompt)
     spans = tuple(zip(inside[::2], inside[1::2], strict=False))
     ahead = lookahead_of(config, layers, size, prompt, m + 100)
-    footprint, tokens = KVFootprint(num_layers=layers, block_size=size), prompt + m
+    footprint, tokens = footprint_of(layers, size), prompt + m
     without, plan = (each.plan(footprint, tokens) for each in (ahead, replace(ahead, spans=spans)))
     if plan is None:
-        is_mostly_protected = 2 * count_before(spans, prompt + m) > prompt + m
-        assert (
-            without is None
-            or is_mostly_protected
-            or layers * (tokens // size) <= min_plan_pages(ahead, spans, tokens)
-        )
+        is_mostly_protected = 2 * count_before(spans, tokens) > tokens
+        needs_all = layers * (tokens // size) <= min_plan_pages(ahead, spans, tokens)
+        assert without is None or is_mostly_protected or needs_all
         return
     assert plan.protected_in_pages == count_before(spans, tokens - max(plan.window, tokens % size))
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
@@ -102,16 +95,12 @@ def test_protected_tokens_are_in_the_budget_or_raise_it(
         assert without is None or without.pages < plan.pages
     else:
         assert plan.pages == without.pages
-        assert (
-            not spans
-            or plan.pages >= min_plan_pages(ahead, spans, tokens)
-            or not plan.protected_in_pages
-        )
+        holds_them = plan.pages >= min_plan_pages(ahead, spans, tokens)
+        assert not spans or holds_them or not plan.protected_in_pages
     spec = plan.budget_spec
     assert spec.base >= 0
-    assert spec.past_total + layers * spec.always_kept <= plan.pages * size + layers * (
-        plan.tail + size
-    )
+    max_tokens = plan.pages * size + layers * (plan.tail + size)
+    assert spec.past_total + layers * spec.always_kept <= max_tokens
 
 
 def min_plan_pages(ahead, spans, tokens):
@@ -137,10 +126,9 @@ def test_pieces_leave_the_prompts_end_to_the_look_ahead(prompt, m, chunk, budget
     layers, size = 4, 16
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
     config = CompressionConfig.parse({**raw, "max_whole": 512, "piece": 128})
-    pieces = PieceSchedule(
-        settings=config, num_layers=layers, block_size=size, tokens=prompt, packs_end=False
-    )
-    footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
+    sizes = {"num_layers": layers, "block_size": size, "tokens": prompt}
+    pieces = PieceSchedule(settings=config, **sizes, packs_end=False)
+    footprint, computed = footprint_of(layers, size), 0
     while computed < prompt:
         computed = min(computed + chunk, pieces.next_end(computed))
         plan = pieces.plan(footprint, computed)
@@ -159,10 +147,8 @@ def test_pieces_leave_the_prompts_end_to_the_look_ahead(prompt, m, chunk, budget
     assert plan.pages <= held
     kept_tokens = plan.pages * size + layers * plan.tail
     # the budget's blocks are filled
-    assert (
-        kept_tokens - (layers - 1) * size <= layers * (budget + m)
-        or plan.blocks == plan.floor_pages
-    )
+    within_budget = kept_tokens - (layers - 1) * size <= layers * (budget + m)
+    assert within_budget or plan.blocks == plan.floor_pages
 
 
 def test_a_cached_prompt_is_scored_by_the_computed_queries():
@@ -171,7 +157,7 @@ def test_a_cached_prompt_is_scored_by_the_computed_queries():
     config = CompressionConfig.parse(raw)
     ahead = replace(lookahead_of(config, 4, 16, 417, 100), cached=416)
     for output_tokens in range(41):
-        plan = ahead.plan_at(KVFootprint(num_layers=4, block_size=16), 417 + output_tokens)
+        plan = ahead.plan_at(footprint_of(4, 16), 417 + output_tokens)
         assert (plan and plan.window) == (min(output_tokens + 1, 32) if output_tokens else None)
     # A prefix-cache hit leaves two queries at the end of the prefill, in case the pool is short,
     # and w queries when the request is due, if its output continues after a preemption.
@@ -192,15 +178,9 @@ def test_window_queries_lie_after_everything_packed_before(rest, m, computed_out
     raw = {"compress": method, "budget": 0.3, "min_prompt": 0, "lookahead": m}
     config = CompressionConfig.parse({**raw, "max_whole": 512, "piece": piece, "probe": probe})
     prompt, output_tokens = 6 * piece + rest, min(computed_output, m - 1)
-    pieces = PieceSchedule(
-        settings=config,
-        num_layers=layers,
-        block_size=size,
-        tokens=prompt + output_tokens,
-        packs_end=False,
-        spans=spans,
-    )
-    footprint, computed, intact_from = KVFootprint(num_layers=layers, block_size=size), 0, 0
+    sizes = {"num_layers": layers, "block_size": size, "tokens": prompt + output_tokens}
+    pieces = PieceSchedule(settings=config, **sizes, packs_end=False, spans=spans)
+    footprint, computed, intact_from = footprint_of(layers, size), 0, 0
     while computed < prompt + output_tokens:
         computed = pieces.next_end(computed)
         if (plan := pieces.plan(footprint, computed)) is not None:
@@ -238,7 +218,7 @@ def test_the_first_block_stays_whenever_the_prompt_is_packed(
     leading_blocks = int(4 * size <= past)
     assert ahead.leading_blocks == leading_blocks
     assert replace(ahead, page_tokens=None).leading_blocks == 0
-    footprint = KVFootprint(num_layers=layers, block_size=size, leading_blocks=leading_blocks)
+    footprint = footprint_of(layers, size, leading_blocks)
     at_end = config.page_plan(layers, prompt, size, page_tokens=page_tokens)
     if at_end is not None and at_end.cell is None:
         assert at_end.leading_blocks == leading_blocks
@@ -269,14 +249,9 @@ def test_planned_blocks_count_the_first_block(prompt, output, lookahead, budget,
     """Before and after a prompt is packed in k4v3, and when its output ends."""
     raw = {"compress": "cake-chunk", "budget": budget, "min_prompt": 0, "packed_dtype": "k4v3"}
     raw |= {"lookahead": lookahead} | ({"decode_interval": interval} if interval else {})
-    request = PlannedRequest(
-        settings=CompressionConfig.parse(raw),
-        num_layers=4,
-        block_size=size,
-        page_tokens=4 * size,
-        prompt=prompt,
-        output=output,
-    )
+    sizes = {"num_layers": 4, "block_size": size, "page_tokens": 4 * size}
+    config = CompressionConfig.parse(raw)
+    request = PlannedRequest(settings=config, **sizes, prompt=prompt, output=output)
     plan = request.plan
     if plan is None or plan.cell is not None:
         return

@@ -48,9 +48,8 @@ def engines(draw):
         raw_settings |= {"packed_dtype": draw(FORMATS)}
     meanings = st.tuples(METHODS, BUDGETS) | st.tuples(METHODS, BUDGETS, FORMATS)
     aliases = draw(st.dictionaries(st.sampled_from("ab"), meanings, max_size=2))
-    raw_settings |= {
-        "alias": {name: ":".join(map(str, meaning)) for name, meaning in aliases.items()}
-    }
+    aliases = {name: ":".join(map(str, meaning)) for name, meaning in aliases.items()}
+    raw_settings |= {"alias": aliases}
     try:
         engine = CompressionConfig.parse(raw_settings)
     except ConfigError:
@@ -58,19 +57,12 @@ def engines(draw):
     return engine if engine.active else None
 
 
+REQUESTS = {"kv_compress": METHODS, "kv_budget": BUDGETS | st.floats(0.01, 0.999)}
+REQUESTS |= {"kv_alias": st.sampled_from("ab"), "kv_packed_dtype": FORMATS}
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(
-    engines(),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "kv_compress": METHODS,
-            "kv_budget": BUDGETS | st.floats(0.01, 0.999),
-            "kv_alias": st.sampled_from("ab"),
-            "kv_packed_dtype": FORMATS,
-        },
-    ),
-)
+@given(engines(), st.fixed_dictionaries({}, optional=REQUESTS))
 def test_no_request_takes_more_than_is_reserved(engine, request_args):
     if engine is None:
         return
@@ -137,7 +129,7 @@ def test_a_maximum_takes_one_more_tensor(aggregate):
 
 
 def config_in_pieces(**options):
-    options = {"max_whole": 2048, "piece": 1024, **options}
+    options = {"compress": "snapkv", "max_whole": 2048, "piece": 1024, **options}
     return CompressionConfig.parse({key: value for key, value in options.items() if value})
 
 
@@ -145,7 +137,7 @@ HUGE = Sizes(
     layers=32, heads=32, kv_heads=8, head_dim=128, itemsize=2, longest=1_000_000, block_size=16,
     max_requests=256,
 )  # fmt: skip
-FULL_TABLE_COLUMNS = 62_512
+ALL_COLUMNS = 62_512
 """Blocks of the longest sequence, in rows of 64 bytes."""
 
 
@@ -159,20 +151,12 @@ FULL_TABLE_COLUMNS = 62_512
         ({"compress": "cake", "budget": 1024}, 2_000, 4_016),
         ({"compress": "cake", "budget": 1024, "decode_budget": 2048}, 2_000, 2_000 + 128 * 31),
         # a tenth of a million tokens, and one layer may have almost all of it
-        ({"compress": "cake", "budget": 0.1}, 15_000, FULL_TABLE_COLUMNS),
-        (
-            {"compress": "snapkv", "budget": 0.1, "allow_override": "cake"},
-            15_000,
-            FULL_TABLE_COLUMNS,
-        ),
+        ({"compress": "cake", "budget": 0.1}, 15_000, ALL_COLUMNS),
+        ({"compress": "snapkv", "budget": 0.1, "allow_override": "cake"}, 15_000, ALL_COLUMNS),
         # never wider than the longest sequence
-        ({"compress": "snapkv", "budget": 0.1}, 100_000, FULL_TABLE_COLUMNS),
-        ({"compress": "snapkv", "budget": 0.1}, None, FULL_TABLE_COLUMNS),
-        (
-            {"compress": "snapkv", "budget": 0.1, "max_whole": None, "piece": None},
-            15_000,
-            FULL_TABLE_COLUMNS,
-        ),
+        ({"compress": "snapkv", "budget": 0.1}, 100_000, ALL_COLUMNS),
+        ({"compress": "snapkv", "budget": 0.1}, None, ALL_COLUMNS),
+        ({"budget": 0.1, "max_whole": None, "piece": None}, 15_000, ALL_COLUMNS),
     ],
 )
 def test_tables_are_limited_by_the_pool(options, blocks, columns):
@@ -184,10 +168,8 @@ def test_tables_are_limited_by_the_pool(options, blocks, columns):
 
 def test_memory_is_reserved_only_for_tokens_that_a_layer_can_hold():
     config = config_in_pieces(compress="snapkv", budget=0.1)
-    reserved = [
-        reserved_bytes(HUGE, config, blocks * HUGE.block_bytes) for blocks in (4_000, 100_000)
-    ]
-    assert reserved[1] == extra_bytes(HUGE, config) > 4 * reserved[0]
+    few, many = (reserved_bytes(HUGE, config, n * HUGE.block_bytes) for n in (4_000, 100_000))
+    assert many == extra_bytes(HUGE, config) > 4 * few
 
 
 def test_ring_slots_of_a_look_ahead():

@@ -25,13 +25,9 @@ def outputs(draw):
     interval = block * draw(st.integers(1, 6))
     window = draw(st.integers(1, min(interval, 8)))
     layers, prompt = draw(st.integers(1, 5)), draw(st.integers(1, 30 * block))
-    engine_config = config(
-        window=window,
-        decode_budget=draw(st.integers(window + 1, 25 * block + window + 1)),
-        decode_interval=interval,
-        decode_window=window,
-        budget=draw(st.floats(0.05, 1.0)),
-    )
+    decode_budget = draw(st.integers(window + 1, 25 * block + window + 1))
+    decode = dict(decode_budget=decode_budget, decode_interval=interval, decode_window=window)
+    engine_config = config(window=window, budget=draw(st.floats(0.05, 1.0)), **decode)
     max_tokens = prompt + draw(st.integers(1, 60 * block))
     protected = draw(st.sampled_from([0, 1, prompt // 3, prompt // 2]))
     spans = ((0, protected),) if protected else ()
@@ -163,12 +159,8 @@ def test_invalid_settings_are_refused(raw_settings, message):
 
 def test_minimum_decode_budgets():
     """The minimum applies to the server's flag, allowed methods, aliases and requests."""
-    for method, min_budget in {
-        "cake-chunk": 48,
-        "chunkkv": 28,
-        "snapkv": 9,
-        "streamingllm": 1,
-    }.items():
+    minimum = {"cake-chunk": 48, "chunkkv": 28, "snapkv": 9, "streamingllm": 1}
+    for method, min_budget in minimum.items():
         engine_config = config(compress=method, decode_budget=min_budget)
         assert engine_config.min_decode_budget == min_budget
     server = {"decode_budget": 32, "compress": "snapkv"}
@@ -179,9 +171,8 @@ def test_minimum_decode_budgets():
     server_config = config(compress="cake-chunk", decode_budget=64, allow_override="cake-chunk")
     with pytest.raises(OverrideError, match=r"decode_budget=17 .* at least 48"):
         RequestOptions.parse(server_config, {"kv_decode_budget": 17})
-    assert (
-        RequestOptions.parse(server_config, {"kv_decode_budget": 48}).settings.decode.budget == 48
-    )
+    chosen = RequestOptions.parse(server_config, {"kv_decode_budget": 48}).settings
+    assert chosen.decode.budget == 48
 
 
 def test_decode_windows_of_each_method():

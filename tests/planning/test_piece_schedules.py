@@ -38,16 +38,18 @@ def prompts(draw):
     probe_settings = draw(probes())
     min_piece = max(2, sum(probe_settings.values()) - 1)
     budget = draw(st.floats(0.02, 1.0) | st.integers(window + 1, 20 * block + window + 1))
-    prompt_config = config(
-        compress=draw(st.sampled_from(["snapkv", "pyramidkv", "cake"])),
-        window=max(window, 2),
-        piece=max(piece, block * (min_piece // block + 1)),
-        **probe_settings,
-        max_whole=draw(st.integers(1, 40 * block)),
-        budget=budget if isinstance(budget, float) else max(budget, 4),
-        protect=draw(st.sampled_from(["none", "system"])),
-    )
-    return prompt_config, draw(st.integers(1, 5)), block, draw(st.integers(1, 90 * block))
+    raw = {"piece": max(piece, block * (min_piece // block + 1)), **probe_settings}
+    raw |= {"compress": draw(st.sampled_from(["snapkv", "pyramidkv", "cake"]))}
+    raw |= {"max_whole": draw(st.integers(1, 40 * block)), "window": max(window, 2)}
+    raw |= {"budget": budget if isinstance(budget, float) else max(budget, 4)}
+    raw |= {"protect": draw(st.sampled_from(["none", "system"]))}
+    return config(**raw), draw(st.integers(1, 5)), block, draw(st.integers(1, 90 * block))
+
+
+def sizes_of(layers, size, longest):
+    """Return the sizes of an engine for one request of up to `longest` tokens."""
+    model = {"layers": layers, "heads": 1, "kv_heads": 1, "head_dim": 1, "itemsize": 1}
+    return Sizes(**model, longest=longest, block_size=size, max_requests=1)
 
 
 @prop
@@ -68,10 +70,9 @@ def test_held_pages_stay_within_the_limit(case, edges):
     assert prompt_config.pieces.max_whole < tokens
     # pages beyond the budget take no more memory than an uncompressed prompt
     kept = -(-pages_kept(prompt_config.budget_spec(layers, tokens), 0, size) // layers)
-    piece_and_probe = prompt_config.pieces.length // size - (
-        -prompt_config.method.probe_tokens // size
-    )
-    assert max_blocks <= max(prompt_config.pieces.max_whole // size, kept + piece_and_probe)
+    probe_tokens, max_whole = prompt_config.method.probe_tokens, prompt_config.pieces.max_whole
+    piece_and_probe = prompt_config.pieces.length // size - (-probe_tokens // size)
+    assert max_blocks <= max(max_whole // size, kept + piece_and_probe)
     assert first_end < tokens
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
@@ -83,11 +84,7 @@ def test_held_pages_stay_within_the_limit(case, edges):
             assert pieces.plan(footprint, between) is None
         plan = pieces.plan(footprint, computed)
         assert (plan is not None) == (computed >= first_end)
-        assert (
-            probe
-            == (0 if plan is None else plan.probe)
-            <= min(prompt_config.method.probe_tokens, tokens)
-        )
+        assert probe == (0 if plan is None else plan.probe) <= min(probe_tokens, tokens)
         if plan is None:
             continue
         held = footprint.pages + layers * (computed // size - footprint.first_block)
@@ -102,9 +99,8 @@ def test_held_pages_stay_within_the_limit(case, edges):
         assert footprint.max_layer_pages * layers >= footprint.pages
     # At its end it keeps as much as an uncompressed prompt would, but protected tokens raise it to
     # at most the pages held between pieces.
-    with_spans, without_spans = (
-        prompt_config.page_plan(layers, tokens, size, each) for each in (spans, ())
-    )
+    with_spans = prompt_config.page_plan(layers, tokens, size, spans)
+    without_spans = prompt_config.page_plan(layers, tokens, size)
     assert without_spans is not None
     assert with_spans is not None or spans
     assert with_spans is None or footprint.pages == min(
@@ -119,14 +115,8 @@ def test_pool_for_one_request(case):
     prompt_config, layers, size, longest = case
     max_blocks = uncompressed_prompt_blocks(prompt_config, layers, size, longest)
     assert max_blocks <= -(-longest // size)
-    for tokens in {
-        1,
-        prompt_config.pieces.max_whole,
-        prompt_config.pieces.max_whole + 1,
-        longest // 2,
-        longest - 1,
-        longest,
-    }:
+    max_whole = prompt_config.pieces.max_whole
+    for tokens in {1, max_whole, max_whole + 1, longest // 2, longest - 1, longest}:
         if not 0 < tokens <= longest:
             continue
         pieces = piece_schedule(prompt_config, layers, size, tokens)
@@ -139,17 +129,11 @@ def test_pool_for_one_request(case):
 def test_staging_covers_all_held_pages(case):
     """For every prompt up to the longest, between its pieces and at its end."""
     prompt_config, layers, size, longest = case
-    sizes = Sizes(
-        layers=layers, heads=1, kv_heads=1, head_dim=1, itemsize=1, longest=longest,
-        block_size=size, max_requests=1,
-    )  # fmt: skip
-    max_pages = _max_pages(sizes, prompt_config, prompt_config)
+    max_pages = _max_pages(sizes_of(layers, size, longest), prompt_config, prompt_config)
     for tokens in {prompt_config.pieces.max_whole + 1, longest // 2, longest - 1, longest}:
-        pieces = (
-            piece_schedule(prompt_config, layers, size, tokens) if 0 < tokens <= longest else None
-        )
-        if pieces is not None:
-            assert pieces.held_pages <= max_pages
+        if 0 < tokens <= longest:
+            pieces = piece_schedule(prompt_config, layers, size, tokens)
+            assert pieces is None or pieces.held_pages <= max_pages
 
 
 @prop
@@ -170,15 +154,8 @@ def test_staging_covers_raised_budgets(
 
     Also if it comes again with an output, when the window's protected tokens are in pages.
     """
-    prompt_config = CompressionConfig.parse(
-        {"compress": "snapkv", "budget": budget, "protect": protect, "lookahead": lookahead}
-        | {"min_prompt": 0}
-    )
-    sizes = Sizes(
-        layers=layers, heads=1, kv_heads=1, head_dim=1, itemsize=1, longest=longest,
-        block_size=size, max_requests=1,
-    )  # fmt: skip
-    max_pages = _max_pages(sizes, prompt_config, prompt_config)
+    prompt_config = config(budget=budget, protect=protect, lookahead=lookahead, min_prompt=0)
+    max_pages = _max_pages(sizes_of(layers, size, longest), prompt_config, prompt_config)
     for tokens in {1, longest // 2, longest - lookahead - 1, longest - lookahead}:
         first_tokens = tokens - output_tokens
         start, stop = min(span[0], first_tokens), min(sum(span), first_tokens)
@@ -196,9 +173,8 @@ def test_staging_covers_raised_budgets(
             settings=prompt_config, num_layers=layers, block_size=size, prompt=tokens,
             max_tokens=longest + 2, prefilled=tokens, spans=spans,
         )  # fmt: skip
-        plan = lookahead_schedule.plan_at(
-            KVFootprint(num_layers=layers, block_size=size), tokens + lookahead
-        )
+        footprint = KVFootprint(num_layers=layers, block_size=size)
+        plan = lookahead_schedule.plan_at(footprint, tokens + lookahead)
         assert plan is None or plan.pages <= max_pages
 
 
@@ -256,9 +232,8 @@ def test_worked_example():
     assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
     # fewer rows than a window may be only the template's, so the piece's own tokens score
     assert [pieces.probe(end) for end in (5967, 5968)] == [32, 0]
-    assert (
-        uncompressed_prompt_blocks(prompt_config, 30, 128, 6000) == 16
-    )  # an uncompressed prompt of up to 2,000 tokens
+    # an uncompressed prompt of up to 2,000 tokens
+    assert uncompressed_prompt_blocks(prompt_config, 30, 128, 6000) == 16
     assert uncompressed_prompt_blocks(config(), 30, 128, 6000) == 47
 
 
@@ -267,9 +242,8 @@ def test_methods_without_a_probe():
     options = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 60}
     for other_options in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
         pieces = piece_schedule(config(**(options | other_options)), 30, 128, 6000)
-        assert pieces.step_limit(
-            partial(pieces.plan, KVFootprint(num_layers=30, block_size=128)), 0, 4096
-        ) == (1024, 0)
+        plan = partial(pieces.plan, KVFootprint(num_layers=30, block_size=128))
+        assert pieces.step_limit(plan, 0, 4096) == (1024, 0)
 
 
 def test_scoring_queries_of_methods_that_requests_may_choose():
@@ -282,15 +256,12 @@ def test_scoring_queries_of_methods_that_requests_may_choose():
 
 
 def test_the_pool_covers_default_and_alias_budgets():
-    prompt_config = config(budget=64, max_whole=256, piece=64, window=8)
-    with_override = config(budget=64, max_whole=256, piece=64, window=8, allow_override="tova,off")
-    with_alias = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
-    assert uncompressed_prompt_blocks(prompt_config, 2, 16, 4096) == 16
-    assert uncompressed_prompt_blocks(with_override, 2, 16, 4096) == 16
-    assert (
-        uncompressed_prompt_blocks(with_alias, 2, 16, 4096)
-        == (512 + 64 + prompt_config.method.probe_tokens) // 16
-    )
+    options = {"budget": 64, "max_whole": 256, "piece": 64, "window": 8}
+    for more in ({}, {"allow_override": "tova,off"}):
+        assert uncompressed_prompt_blocks(config(**options, **more), 2, 16, 4096) == 16
+    with_alias = config(**options, alias={"more": "snapkv:512"})
+    blocks = (512 + 64 + with_alias.method.probe_tokens) // 16
+    assert uncompressed_prompt_blocks(with_alias, 2, 16, 4096) == blocks
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ K4V3 = CompressionConfig.parse({"compress": "cake", "packed_dtype": "k4v3"})
 ALIAS = CompressionConfig.parse({"compress": "off", "alias": "small=cake:0.4:k4v3"})
 
 
+EAGLE = {"--speculative-config": "eagle", "draft layers": True}
+
+
 def reason_for(settings, model=None, **facts):
     """Return the first reason against a server."""
     return refusal(SERVER, Server(settings=settings, model=model or Traits(), **facts))
@@ -60,11 +63,11 @@ def test_each_pair_of_features_is_listed_once():
         ),
         ({"--speculative-config": "ngram", "--tensor-parallel-size": 2}, None),
         (
-            {"--speculative-config": "eagle", "draft layers": True, "--tensor-parallel-size": 2},
+            {**EAGLE, "--tensor-parallel-size": 2},
             "draft layers and --tensor-parallel-size were not tested together; remove"
             " --tensor-parallel-size",
         ),
-        ({"--speculative-config": "eagle3", "draft layers": True}, None),
+        ({**EAGLE, "--speculative-config": "eagle3"}, None),
     ],
 )
 def test_a_pair_of_features_needs_a_test(options, reason):
@@ -73,8 +76,7 @@ def test_a_pair_of_features_needs_a_test(options, reason):
 
 @pytest.mark.parametrize("settings", [K4V3, ALIAS])
 def test_draft_layers_with_packed_groups_are_refused(settings):
-    options = {"--speculative-config": "eagle", "draft layers": True}
-    reason = reason_for(settings, options=options)
+    reason = reason_for(settings, options=EAGLE)
     assert "draft layers are not tested with k4v3; set packed_dtype to auto" in reason
     assert "ngram" in reason
     assert reason_for(settings, options={"--speculative-config": "ngram"}) is None

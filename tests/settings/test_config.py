@@ -35,23 +35,12 @@ def test_off_by_default():
 # -- budget -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0.1, 0.1),
-        ("0.1", 0.1),
-        (1.0, 1.0),
-        ("1.0", 1.0),
-        (1e-5, 1e-5),
-        ("1e-5", 1e-5),
-        (1024, 1024),
-        ("1024", 1024),
-    ],
-)
-def test_budget(value, expected):
-    for got in (parse_budget(value), parse(budget=value).budget):
-        assert got == expected
-        assert type(got) is type(expected)
+@pytest.mark.parametrize("expected", [0.1, 1.0, 1e-5, 1024])
+def test_budget(expected):
+    for value in (expected, str(expected)):
+        for got in (parse_budget(value), parse(budget=value).budget):
+            assert got == expected
+            assert type(got) is type(expected)
 
 
 BAD_BUDGETS = [
@@ -69,24 +58,12 @@ def test_budget_is_refused(value):
         parse_budget(value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "window",
-        "min_prompt",
-        "min_output",
-        "pressure",
-        "lookahead",
-        "decode_budget",
-        "decode_interval",
-        "decode_window",
-        "max_whole",
-        "piece",
-        "probe",
-        "probe_first",
-        "park",
-    ],
-)
+COUNTS = ["window", "min_prompt", "min_output", "pressure", "lookahead", "park"]
+COUNTS += ["decode_budget", "decode_interval", "decode_window"]
+COUNTS += ["max_whole", "piece", "probe", "probe_first"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("text", ["1_0", "0_1", "\u0661\u0660", "\uff11\uff10"])
 def test_numbers_need_the_digits_0_to_9(name, text):
     refused(f"{name} must be written with the digits 0 to 9", repr(text), raw={
@@ -123,24 +100,9 @@ def test_budget_of_one_hints_at_one_point_zero():
     assert parse("streamingllm", budget=1).budget == 1
 
 
-@pytest.mark.parametrize(
-    ("budget", "tokens", "expected"),
-    [
-        (0.1, 6000, 600),
-        (0.29, 100, 29),
-        (0.57, 100, 57),
-        (0.07, 700, 49),
-        (1.0, 777, 777),
-        (0.2, 1029, 205),
-        (1e-5, 200_000, 2),
-        (0.1, 9, 1),
-        ("0.1", 6000, 600),
-        (50, 6000, 50),
-        (50, 10, 50),
-    ],
-)
-def test_tokens_per_layer(budget, tokens, expected):
-    assert parse("streamingllm", budget=budget).tokens_per_layer(tokens) == expected
+@pytest.mark.parametrize(("budget", "expected"), [("0.1", 600), (50, 50), (7000, 7000)])
+def test_tokens_per_layer(budget, expected):
+    assert parse("streamingllm", budget=budget).tokens_per_layer(6000) == expected
 
 
 @prop
@@ -229,69 +191,17 @@ def test_another_method_keeps_the_engines_format():
 
 # -- serialization ----------------------------------------------------------------------------
 
-FULL = {
-    "compress": "snapkv",
-    "budget": 0.15,
-    "window": 16,
-    "min_prompt": 0,
-    "min_output": 5,
-    "protect": ["system", "question"],
-    "lookahead": 8,
-    "packed_dtype": "auto",
-    "reuse": "off",
-    "pressure": 0.5,
-    "allow_override": ["off", "tova"],
-    "budget_bounds": [[0.05, 0.5], [64, 512]],
-    "alias": {"llama@kv0.2": "cake:0.2:auto", "a=b:c": "tova:64", "llama@full": "off"},
-    "usage": True,
-    "allocator": "cake",
-    "scorer": "caote",
-    "selector": "chunks",
-    "merge": True,
-    "model": "meta-llama/Llama-3.1-8B",
-    "selector_params": {"size": 20, "shared": False},
-    "allocator_params": {"tau1": 1.6, "tau2": 0.4},
-    "scorer_params": {"base": "tova", "kernel": 3, "reduce": "l2"},
-    "log_requests": True,
-    "decode_budget": 512,
-    "decode_interval": 64,
-    "decode_window": 4,
-    "max_whole": 8192,
-    "piece": 2048,
-    "probe": 48,
-    "probe_first": 24,
-    "park": 0.5,
-}
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {},
-        *({"compress": name} for name in METHODS),
-        {"compress": "cake", "budget": 1024},
-        {"compress": "cake", "budget": 1.0},
-        {"compress": "cake", "budget": "0.3", "window": "8"},
-        {"compress": "cake", "budget": 0.2, "window": 32, "min_prompt": 1024},
-        {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
-        {"compress": "snapkv", "merge": "values"},
-        {"compress": "off", "budget": 0.3},
-        {"compress": "cake", "packed_dtype": "k4v3", "alias": {"small": "snapkv:0.4:k4v3"}},
-        FULL,
-    ],
-    ids=str,
-)
-def test_equal_after_json_and_pickle(raw):
-    config = CompressionConfig.parse(raw)
-    plain = config.to_additional_config()
-    from_json = CompressionConfig.parse(json.loads(json.dumps(plain, allow_nan=False)))
-    for other in (from_json, pickle.loads(pickle.dumps(config)), CompressionConfig.parse(raw)):
-        assert other == config
-        assert hash(other) == hash(config)
-        assert other.budget == config.budget
-        assert type(other.budget) is type(config.budget)
-        assert other.to_additional_config() == plain
-    assert CompressionConfig.parse(config) is config
+FULL = {"compress": "snapkv", "budget": 0.15, "window": 16, "min_prompt": 0, "min_output": 5}
+FULL |= {"protect": ["system", "question"], "lookahead": 8, "pressure": 0.5, "park": 0.5}
+FULL |= {"packed_dtype": "auto", "reuse": "off", "merge": True, "model": "meta-llama/Llama-3.1-8B"}
+FULL |= {"allow_override": ["off", "tova"], "budget_bounds": [[0.05, 0.5], [64, 512]]}
+FULL |= {"alias": {"llama@kv0.2": "cake:0.2:auto", "a=b:c": "tova:64", "llama@full": "off"}}
+FULL |= {"allocator": "cake", "allocator_params": {"tau1": 1.6, "tau2": 0.4}}
+FULL |= {"scorer": "caote", "scorer_params": {"base": "tova", "kernel": 3, "reduce": "l2"}}
+FULL |= {"selector": "chunks", "selector_params": {"size": 20, "shared": False}}
+FULL |= {"usage": True, "log_requests": True, "max_whole": 8192, "piece": 2048}
+FULL |= {"decode_budget": 512, "decode_interval": 64, "decode_window": 4}
+FULL |= {"probe": 48, "probe_first": 24}
 
 
 def test_the_method_is_built_once_and_neither_copied_nor_pickled():
@@ -311,10 +221,10 @@ def test_the_method_is_built_once_and_neither_copied_nor_pickled():
 
 ONE_VALUE = {
     "compress": ["cake", "snapkv", "h2o", "streamingllm", "cake-chunk", "custom", "off"],
-    "budget": [0.2, 1.0, 64, 1024],
+    "budget": [0.2, "0.3", 1.0, 64, 1024],
     "packed_dtype": [None, "auto", "k4v3"],
     "reuse": ["off", "late", "grid"],
-    "window": [None, 4, 32],
+    "window": [None, "4", 32],
     "lookahead": [None, 0, 8, 32],
     "lookahead_slots": [None, 1, 4],
     "protect": ["none", "system", "tools,question"],
@@ -358,12 +268,17 @@ def test_a_configuration_keeps_its_values_and_set_keys(method, written):
     except ConfigError:
         assume(False)
     assert config.given_keys == written.keys()
-    copies = [CompressionConfig.parse(config.to_additional_config())]
+    assert CompressionConfig.parse(config) is config
+    plain = config.to_additional_config()
+    sent = json.loads(json.dumps(plain, allow_nan=False))
+    copies = [CompressionConfig.parse(sent), CompressionConfig.parse(written)]
     copies += [pickle.loads(pickle.dumps(config)), copy.deepcopy(config), config.with_values()]
     for other in copies:
         assert other == config
         assert hash(other) == hash(config)
         assert other.given_keys == config.given_keys
+        assert type(other.budget) is type(config.budget)
+        assert other.to_additional_config() == plain
     same_method = config.variant()
     for key in KEYS:
         assert config.with_values(**{key: config.value(key)}) == config

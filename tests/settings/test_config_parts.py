@@ -54,11 +54,8 @@ def test_presets(name, allocator, scorer, window):
     assert config.enabled
     assert config.method.allocator == allocator
     assert config.method.scorer == scorer
-    selectors = {
-        "chunkkv": Chunks(size=10, shared=True, reuse=1),
-        "cake-chunk": Chunks(size=20, shared=True, reuse=1),
-        "d2o": HeavyRecent(sinks=4),
-    }
+    selectors = {name: Chunks(size=n) for name, n in (("chunkkv", 10), ("cake-chunk", 20))}
+    selectors["d2o"] = HeavyRecent(sinks=4)
     assert config.method.selector == selectors.get(name, TopK())
     assert config.parts.merge == (name == "d2o")
     assert config.resolved_window == window
@@ -83,12 +80,9 @@ def test_a_custom_method():
 
 def test_preset_parameters_apply_only_to_the_presets_parts(monkeypatch):
     """Explicit parameters win; another scorer or selector has its own defaults."""
-    preset_params = dict(
-        scorer_params=(("kernel", 3),), selector_params=(("reuse", 2), ("size", 5))
-    )
-    preset = Preset(
-        allocator="uniform", scorer="snapkv", window=8, selector="chunks", **preset_params
-    )
+    params = {"scorer": (("kernel", 3),), "selector": (("reuse", 2), ("size", 5))}
+    params = {f"{role}_params": values for role, values in params.items()}
+    preset = Preset(allocator="uniform", scorer="snapkv", window=8, selector="chunks", **params)
     monkeypatch.setitem(PRESETS, "chunkkv", preset)
     config = parse("chunkkv", selector_params={"size": 20})
     assert config.method.selector == Chunks(size=20, reuse=2)
@@ -116,18 +110,12 @@ def test_caote_uses_the_window_of_its_base(base, window):
         ({"compress": "random", "allocator": "global"}, ("'global'", "at random", "'uniform'")),
         ({"compress": "lagkv", "allocator": "global"}, ("within partitions", "'uniform'")),
         ({"compress": "dynamickv", "scorer": "lagkv"}, ("'dynamickv'", "within partitions")),
-        (
-            {"compress": "keydiff", "allocator": "global"},
-            ("below 0", "or allocator 'dynamickv'"),
-        ),
+        ({"compress": "keydiff", "allocator": "global"}, ("below 0", "allocator 'dynamickv'")),
         ({"allocator": "global", "scorer": "streamingllm"}, ("'global'", "ranks by position")),
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
         ({"compress": "chunkkv", "scorer": "lagkv"}, ("within partitions", "'topk'")),
-        (
-            {"compress": "tova", "window": 0},
-            ("at least 1 for 'tova', got 0", "reads the attention"),
-        ),
+        ({"compress": "tova", "window": 0}, ("at least 1 for 'tova', got 0", "the attention")),
         ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
         ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),
         ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),
@@ -206,15 +194,9 @@ def test_d2o_rounds_the_ratio_once():
 
 
 def test_replacements():
-    config = parse(
-        "snapkv",
-        allocator="pyramid",
-        scorer="cake",
-        selector="topk",
-        window=8,
-        allocator_params={"beta": 10},
-        scorer_params={"kernel": 3, "gamma": 1},
-    )
+    parts = {"allocator": "pyramid", "scorer": "cake", "selector": "topk", "window": 8}
+    params = {"allocator_params": {"beta": 10}, "scorer_params": {"kernel": 3, "gamma": 1}}
+    config = parse("snapkv", **parts, **params)
     assert config.method.allocator == Pyramid(beta=10)
     assert config.method.scorer == CakeIndicator(gamma=1, kernel=3)
     assert config.resolved_window == 8

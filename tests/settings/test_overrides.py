@@ -35,20 +35,11 @@ def refusal(engine, **extra_args):
     return caught.value.reason, str(caught.value)
 
 
+OF_OTHERS = {"other": 3, "compressor": 1, "kvcompress_options": {"spans": [[0, 3]]}}
+
+
 @pytest.mark.parametrize("engine", [OPEN, BOUNDED])
-@pytest.mark.parametrize(
-    "extra_args",
-    [
-        None,
-        {},
-        {
-            "other": 3,
-            "compressor": 1,
-            "kvcompress_options": {"spans": [[0, 3]]},
-        },
-        {"kv_transfer_params": {}},
-    ],
-)
+@pytest.mark.parametrize("extra_args", [None, {}, OF_OTHERS, {"kv_transfer_params": {}}])
 def test_requests_without_choices_get_the_engines_settings(engine, extra_args):
     assert request_settings(engine, extra_args) is engine
 
@@ -226,11 +217,7 @@ def test_another_method_is_its_preset_with_the_engines_limits():
         ({"protect": "system"}, "invalid", "did you mean 'kv_protect'?"),
         ({"kvtransferparams": {}}, "invalid", "did you mean 'kv_transfer_params'?"),
         ({"vllm_xargs": {"kv_budget": 0.2}}, "invalid", "but is inside 'vllm_xargs'"),
-        (
-            {"a": {"b": {"kv_compress": "off"}}},
-            "invalid",
-            "'kv_compress' must be a top-level",
-        ),
+        ({"a": {"b": {"kv_compress": "off"}}}, "invalid", "'kv_compress' must be a top-level"),
         ({"kv_budget": "0.2_5"}, "invalid", "got '0.2_5'"),
         ({"kv_budget": "\u0662\u0665\u0666"}, "invalid", "kv_budget must be a ratio"),
         ({"kv_window": 8}, "invalid", "a request may set ['kv_compress', 'kv_budget', '"),
@@ -491,6 +478,5 @@ def test_only_a_set_interval_packs_outputs_of_requests_in_k4v3():
             assert request_settings(engine, extra_args).packs_outputs is is_set
             named = request_settings(engine, {**extra_args, "kv_packed_dtype": "k4v3"})
             assert named.packs_outputs is is_set
-            assert not request_settings(
-                engine, {**extra_args, "kv_packed_dtype": "auto"}
-            ).packs_outputs
+            plain = request_settings(engine, {**extra_args, "kv_packed_dtype": "auto"})
+            assert not plain.packs_outputs

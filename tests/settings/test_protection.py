@@ -60,30 +60,13 @@ def test_a_request_can_give_token_spans(written, spans):
     assert parse_protect("kv_protect", written)[1] == spans
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        f"0:{'9' * 5000}",
-        "0:1234567890123",
-        "-1:5",
-        "1:2:3",
-        "5:",
-        ":5",
-        "a:b",
-        "٣:٤",
-        5,
-        [5],
-        [[1]],
-        [[1, 2, 3]],
-        [[0, 2.0]],
-        [[True, 2]],
-        "a" * 10_000_000,
-        "0:1," * 1000,
-        [[2 * i, 2 * i + 1] for i in range(257)],
-        ["system" + " " * 10_000_000],
-        ["\x1b[2J\n"],
-    ],
-)
+MALFORMED = ["-1:5", "1:2:3", "5:", ":5", "a:b", "٣:٤", 5, [5], ["\x1b[2J\n"]]
+MALFORMED += [[[1]], [[1, 2, 3]], [[0, 2.0]], [[True, 2]], [[2 * i, 2 * i + 1] for i in range(257)]]
+MALFORMED += ["0:1234567890123", f"0:{'9' * 5000}", 10**5000, [[0, 10**5000]], "0:1," * 1000]
+MALFORMED += ["a" * 10_000_000, ["system" + " " * 10_000_000]]
+
+
+@pytest.mark.parametrize("written", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_spans_are_refused(written):
     with pytest.raises(OverrideError, match="kv_protect must be") as failed:
         protection_of((), {"kv_protect": written}, may_choose=True)
@@ -131,9 +114,3 @@ def test_overlapping_and_adjacent_spans_are_joined():
     assert merge_spans([(5, 9), (0, 3), (8, 12), (3, 5)]) == ((0, 12),)
     assert merge_spans([(5, 9), (0, 3)]) == ((0, 3), (5, 9))
     assert merge_spans([]) == ()
-
-
-def test_integers_with_too_many_digits_are_refused():
-    for written in (10**5000, [[0, 10**5000]]):
-        with pytest.raises(OverrideError, match="kv_protect must be"):
-            protection_of((), {"kv_protect": written}, may_choose=True)

@@ -19,10 +19,7 @@ FIELDS = {"model", "prompt", "metadata", "vllm_xargs", "kv_transfer_params", "kv
         ({"kv_bugdet": 0.05}, "did you mean 'kv_budget' inside vllm_xargs?"),
         ({"kv_packed_dtype": "k4v3"}, "'kv_packed_dtype' ('k4v3') must be inside vllm_xargs"),
         ({"kvPackedDtype": "k4v3"}, "did you mean 'kv_packed_dtype' inside vllm_xargs?"),
-        (
-            {"Kv-Budget": 0.05},
-            "'Kv-Budget' is not a field of the request; did you mean 'kv_budget'",
-        ),
+        ({"Kv-Budget": 0.05}, "'Kv-Budget' is not a field of the request; did you mean 'kv_budg"),
         ({"kv_alias": "half"}, "name the alias in the request's `model`"),
         ({"kv_cache_report_mode": "full"}, "inside vllm_xargs?"),
         ({"kv_" + "x" * 10**6: 1}, "inside vllm_xargs a request may set"),
