@@ -16,6 +16,9 @@ from benchmarks.evidence.reference_model import (
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.compare.tasks.matches import has_result
 
+DRAFTED_TOKENS = 8
+"""Tokens that one forward pass of the full cache checks; reading the weights takes most of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullOutput:
@@ -114,6 +117,9 @@ def full_cache_output(
 ) -> FullOutput:
     """Return the full cache's greedy output.
 
+    A forward pass also feeds tokens that may follow, and the output gets those that the model
+    chooses itself.
+
     Args:
         forced_prefix: token ids that the output starts with, whatever the model predicts.
     """
@@ -131,8 +137,18 @@ def full_cache_output(
     if given := tokens[:-1]:
         feed(given, 0)
     while not is_finished(model, item, tokens):
-        feed(tokens[-1:], len(tokens) - 1)
-        tokens.append(int(logits[-1].argmax()))
+        drafted = _repeated([*prompt.ids, *tokens])[: item.max_tokens - len(tokens)]
+        feed([tokens[-1], *drafted], len(tokens) - 1)
+        chosen = logits[-1].argmax(-1).tolist()
+        count = 0
+        while not count or (
+            drafted[count - 1 : count] == tokens[-1:] and not is_finished(model, item, tokens)
+        ):
+            tokens.append(chosen[count])
+            count += 1
+        logits[-1] = logits[-1][:count]
+        for of_layer in batch.queries:
+            of_layer[-1] = of_layer[-1][:count]
     stop = len(prompt.ids) + len(tokens) - 1
     cache = replace(
         prompt,
@@ -150,6 +166,14 @@ def full_cache_output(
         cache=cache,
         num_forced=len(forced_prefix),
     )
+
+
+def _repeated(ids: Sequence[int]) -> Sequence[int]:
+    """Return the tokens that follow the last two tokens where these two occurred before."""
+    for end in range(len(ids) - 1, 1, -1):
+        if ids[end - 2 : end] == ids[-2:]:
+            return ids[end : end + DRAFTED_TOKENS]
+    return []
 
 
 def decode_text(model: ReferenceModel, tokens: Sequence[int]) -> str:

@@ -6,11 +6,13 @@ process 1. Needs root, or another user that can mount.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import cache_from_source
 from pathlib import Path
 
 _ENTER = r"""
@@ -39,14 +41,6 @@ exec /usr/sbin/chroot "$root" /usr/bin/setpriv "$@"
 """
 
 
-# Folders that a build sees below /run: a `sitecustomize` that makes pip reuse bytecode of the test
-# environment, and the packages of that environment.
-COMPILED_ONCE = {
-    "compiled_once": Path(__file__).with_name("compiled_once"),
-    "compiled": Path(sysconfig.get_path("purelib")),
-}
-
-
 class ImageRoot:
     """A root folder: `build` runs build steps in it, `start` starts processes of the image."""
 
@@ -60,38 +54,56 @@ class ImageRoot:
         # A copy, because a build step adds a user.
         subprocess.run(["cp", "-a", "/etc", str(path / "etc")], check=True)
 
+    def link_packages(self, lock: Path, prefix: str) -> None:
+        """Link the packages of `lock` from the test environment into the environment `prefix`.
+
+        pip would take a minute to unpack the same files, and as long to delete them. `make setup`
+        has installed them from the same lock with the same options. pip finds them installed, and
+        installs packages itself whose version differs from the lock.
+        """
+        for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE):
+            for package in metadata.distributions(name=name):
+                for file in package.files or () if package.version == version else ():
+                    source = Path(os.path.normpath(file.locate()))
+                    self._link(source, prefix)
+                    if source.suffix == ".py":
+                        self._link(Path(cache_from_source(str(source))), prefix)
+
+    def _link(self, source: Path, prefix: str) -> None:
+        target = Path(f"{self.path}{prefix}", source.relative_to(sys.prefix))
+        if target.exists() or not source.exists():  # two packages have it, or it is not compiled
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.link(source, target)
+        if target.parent.name == "bin" and (code := source.read_bytes()).startswith(b"#!"):
+            target.unlink()
+            target.write_bytes(code.replace(sys.prefix.encode(), prefix.encode()))
+            shutil.copymode(source, target)
+
     def build(self, command: str) -> None:
         """Run a build step as root, with the folders that pip's configuration may name."""
         offline = [str(p) for p in Path("/opt").iterdir() if p.is_dir()]
         pip = Path.home() / ".config" / "pip"
         binds = [(p, p) for p in offline] + [(str(pip), str(pip))] * pip.is_dir()
-        binds += [(str(folder), f"/run/{name}") for name, folder in COMPILED_ONCE.items()]
         keep = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_", "REQUESTS_"))}
         python = str(Path(sys.base_prefix, "bin"))
         keep |= {"PATH": f"{python}:/usr/sbin:/usr/bin", "HOME": str(Path.home())}
-        keep |= {"PYTHONPATH": "/run/compiled_once", "COMPILED_ALREADY": "/run/compiled"}
         argv = self._argv("build", "0:0", binds, ["/bin/sh", "-euc", command])
         done = subprocess.run(argv, env=keep, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
     def start(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        user: str,
-        binds: Sequence[tuple[str, str]],
-        log: Path,
+        self, argv: Sequence[str], env: Mapping[str, str], user: str, log: Path
     ) -> subprocess.Popen[bytes]:
         """Start `argv` as process 1 of the finished image. Killing the returned process ends it.
 
         Args:
             user: ``uid:gid``.
-            binds: more read-only folders, as source and target.
             log: file for stdout and stderr.
         """
         with log.open("ab") as out:
             return subprocess.Popen(
-                self._argv("start", user, binds, argv), env=dict(env), stdout=out, stderr=out
+                self._argv("start", user, [], argv), env=dict(env), stdout=out, stderr=out
             )
 
     def _argv(
@@ -102,24 +114,9 @@ class ImageRoot:
             system.append((sys.base_prefix, sys.base_prefix))
         pairs = [part for pair in [*system, *binds] for part in pair]
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-        return [
-            *namespaces,
-            "--propagation",
-            "private",
-            "/bin/bash",
-            "-c",
-            _ENTER,
-            "enter",
-            str(self.path),
-            state,
-            user,
-            *pairs,
-            "--",
-            *argv,
-        ]
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path)
+        namespaces += ["--propagation", "private"]
+        enter = ["/bin/bash", "-c", _ENTER, "enter", str(self.path), state, user]
+        return [*namespaces, *enter, *pairs, "--", *argv]
 
 
 def first_process(started: subprocess.Popen[bytes]) -> int:

@@ -198,36 +198,32 @@ LATE_COPIES = patch_on_import(
     "vllm.v1.kv_offload.factory",
     "module.OffloadingSpecFactory._registry['CPUOffloadingSpec'] = lambda:"
     " __import__('benchmarks.late_offloading').late_offloading.LateSpec",
-)
-LATE_LAZY_COPIES = patch_on_import(
+) + patch_on_import(
     "vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector",
     "module.SimpleCPUOffloadWorker ="
     " __import__('benchmarks.late_offloading').late_offloading.LateSimpleWorker",
 )
 
 
-@pytest.mark.parametrize(
-    ("late_copies", "connector"),
-    [(LATE_COPIES, late_offloading.transfer()), (LATE_LAZY_COPIES, offloading.lazy())],
-    ids=["OffloadingConnector", offloading.SIMPLE],
-)
-def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch, late_copies, connector):
-    """In a small pool, each rank stores its own heads whole, before it packs them."""
+def test_two_ranks_store_and_load_prompts(model, tmp_path, monkeypatch):
+    """In a small pool, each rank stores its own heads whole, before it packs them.
+
+    With `OffloadingConnector` and `SimpleCPUOffloadConnector`.
+    """
     late_offloading.install(monkeypatch, seed=0)
     options = {"blocks": offloading.SMALL, "additional_config": offloading.SNAPKV}
     prompts, options = offloading.PROMPTS[:8], options | offloading.OPTIONS
     with engine(model, **options) as llm:
         expected = llm.generate(prompts, 24)
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with (
-        workers_with(tmp_path, late_copies),
-        engine(model, **options, **two, **connector) as llm,
-    ):
-        assert llm.generate(prompts, 24) == expected
-        offloading.finish(llm)
-        assert llm.llm.reset_prefix_cache()
-        assert llm.generate(prompts, 24) == expected
-        assert offloading.metric(llm, offloading.HITS) > 32 * 60
+    with workers_with(tmp_path, LATE_COPIES):
+        for connector in (late_offloading.transfer(), offloading.lazy()):
+            with engine(model, **options, **two, **connector) as llm:
+                assert llm.generate(prompts, 24) == expected
+                offloading.finish(llm)
+                assert llm.llm.reset_prefix_cache()
+                assert llm.generate(prompts, 24) == expected
+                assert offloading.metric(llm, offloading.HITS) > 32 * 60
 
 
 # -- Ray actors ------------------------------------------------------------------------------------
