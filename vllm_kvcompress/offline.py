@@ -17,7 +17,8 @@ from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
+from vllm_kvcompress.methods.budget_spec import LayerStats
+from vllm_kvcompress.methods.method import Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
@@ -234,9 +235,9 @@ def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def _observe(
     method: Method, plan: PagePlan, paged: PagedLayers, queries: torch.Tensor
-) -> LayerObservations:
+) -> LayerStats:
     """Return the observations of all layers, observed one after another."""
-    observed: list[LayerObservations] = []
+    observed: list[LayerStats] = []
     for layer, query in enumerate(queries.transpose(1, 2)):  # [S, Hq, D]
         one_layer, reads = paged.subset(slice(layer, layer + 1)), method.reads_of(layer)
         attention = sums = None
@@ -271,7 +272,7 @@ def _collect(
     method: Method,
     plan: PagePlan,
     paged: PagedLayers,
-    observed: LayerObservations,
+    observed: LayerStats,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:

@@ -18,7 +18,8 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods.attention import split_window_scores
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
+from vllm_kvcompress.methods.budget_spec import LayerStats
+from vllm_kvcompress.methods.method import Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
@@ -73,7 +74,7 @@ class PromptCompressor:
         self.layers = prompt.full_layers
         self.block_size = block_size
         self._window_scores_by_key: dict[tuple[int, bool], list[WindowScores]] = {}
-        self._observations_by_key: dict[tuple[Any, ...], LayerObservations] = {}
+        self._observations_by_key: dict[tuple[Any, ...], LayerStats] = {}
 
     @cached_property
     def paged_layers(self) -> list[PagedLayers]:
@@ -92,7 +93,7 @@ class PromptCompressor:
             for layer, (keys, values) in enumerate(caches)
         ]
 
-    def observations(self, method: Method, plan: PagePlan) -> LayerObservations:
+    def observations(self, method: Method, plan: PagePlan) -> LayerStats:
         """Return what `method` observes of each full-attention layer, cached by its inputs."""
         key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observations_by_key:
