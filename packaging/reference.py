@@ -8,14 +8,16 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated, get_origin, get_type_hints
 
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.commands.doctor_options import DoctorOptions
+from vllm_kvcompress.commands.plan.options import PlanOptions
 from vllm_kvcompress.methods.preset import Preset
 from vllm_kvcompress.refusals.model import MODEL
 from vllm_kvcompress.refusals.server import SERVER
 from vllm_kvcompress.refusals.settings import METHOD
 from vllm_kvcompress.refusals.tested import untested_pairs
-from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS, CompressionConfig
+from vllm_kvcompress.settings.config import COMPRESS_CONFIG_FLAG, KEYS
 from vllm_kvcompress.settings.declared import DEPLOY_DEFAULT, SettingDeclaration
 from vllm_kvcompress.settings.request_keys import REQUEST_KEYS, RequestKey
 
@@ -105,54 +107,36 @@ def _default(setting: SettingDeclaration) -> str:
 
 
 def _command_flags() -> str:
-    """Return the module with the typer options of all flags that a command of ours takes."""
-    sources = [ROOT / "vllm_kvcompress" / "cli.py", *COMMANDS.rglob("*.py")]
-    used = {name for path in sources for name in re.findall(r"kv_flags\.(\w+)", path.read_text())}
-    options = (_option(name, setting) for name, setting in _by_class_name() if name in used)
-    return _COMMAND_FLAGS_START + "".join(options)
+    """Return the module with the flags of all settings that a command of ours takes."""
+    hints = get_type_hints(PlanOptions, include_extras=True) | get_type_hints(
+        DoctorOptions, include_extras=True
+    )
+    taken = {name for name, hint in hints.items() if get_origin(hint) is not Annotated}
+    settings = [*KEYS.values(), COMPRESS_CONFIG_FLAG]
+    entries = (_entry(setting) for setting in settings if setting.key in taken)
+    return f"{_COMMAND_FLAGS_START}{''.join(entries)}}}\n"
 
 
-_COMMAND_FLAGS_START = '''"""Flags of ``vllm serve`` that the ``kvcompress`` commands also take.
+_COMMAND_FLAGS_START = '''"""Metavar and help of the flags of ``vllm serve`` that our commands take.
 
 ``make reference`` writes this file, so that the commands start without the settings and torch.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
 
-import typer
-
+KV_FLAGS: Mapping[str, tuple[str, str]] = {
 '''
 
 
-def _by_class_name() -> Iterator[tuple[str, SettingDeclaration]]:
-    for setting in (*KEYS.values(), COMPRESS_CONFIG_FLAG):
-        yield "".join(word.capitalize() for word in setting.key.split("_")), setting
-
-
-def _takes_none(setting: SettingDeclaration) -> bool:
-    """Return whether users may write "none" for a setting."""
-    try:
-        CompressionConfig.parse({"compress": "cake", setting.key: "none"})
-    except ConfigError:
-        return False
-    return True
-
-
-def _option(name: str, setting: SettingDeclaration) -> str:
-    value = "int" if setting.metavar == "TOKENS" and not _takes_none(setting) else "str"
-    value = f"list[{value}]" if setting.repeated else value
+def _entry(setting: SettingDeclaration) -> str:
     # As ruff formats it: on one line if it fits.
-    width = 84 if len(setting.help) <= 84 else 80
+    width = 89 if len(setting.help) <= 89 else 88
     lines = textwrap.wrap(setting.help, width, break_on_hyphens=False, break_long_words=False)
     text = "\n        ".join([f'"{lines[0]}"', *(f'" {line}"' for line in lines[1:])])
-    return f"""{name} = Annotated[
-    {value} | None,
-    typer.Option(
-        "{setting.flag}",
-        metavar="{setting.metavar}",
-        help={text},
+    return f"""    "{setting.key}": (
+        "{setting.metavar}",
+        {text},
     ),
-]
 """
 
 

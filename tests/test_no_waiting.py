@@ -7,8 +7,14 @@ from host_sync import no_uploads_or_reads
 from kvcompress_kernels import contract
 from kvcompress_kernels.apportion import apportion
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, PagedKeys, PagedValues
-from vllm_kvcompress.methods.method import LayerObservations, round_to_pages
+from vllm_kvcompress.methods.budget_spec import (
+    AttentionStats,
+    BudgetSpec,
+    LayerStats,
+    PagedKeys,
+    PagedValues,
+)
+from vllm_kvcompress.methods.method import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.published.keydiff import KeyDiff
 from vllm_kvcompress.methods.published.lagkv import LagKV
@@ -38,7 +44,7 @@ def empty_observations(method, past):
         stats = {"entropy": on_device(LAYERS), "shift": on_device(LAYERS)}
     elif Reads.COLUMN_SUMS in method.allocator.reads:
         stats = {"column_variance": on_device(LAYERS, HEADS)}
-    return LayerObservations(scores=on_device(LAYERS, KV_HEADS, past), **stats)
+    return LayerStats(scores=on_device(LAYERS, KV_HEADS, past), **stats)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

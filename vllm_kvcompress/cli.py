@@ -6,7 +6,7 @@ second.
 
 import json
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -67,7 +67,7 @@ def plan(options: PlanOptions) -> None:
 
     result = make_plan(options)
     if options.as_json:
-        _print_json(result.to_json())
+        typer.echo(json.dumps(result.to_json(), indent=2))
     else:
         show_plan(result)
 
@@ -135,21 +135,13 @@ def health(
     raise typer.Exit(0 if ok else 1)
 
 
-def _print_json(payload: dict[str, Any]) -> None:
-    typer.echo(json.dumps(payload, indent=2))
-
-
-def _exit_with_error(message: str) -> NoReturn:
-    typer.echo(f"kvcompress: error: {message}", err=True)
-    raise SystemExit(2)
-
-
 def main() -> None:
     """Run the command. Errors of ours are printed as one sentence, with exit status 2."""
     try:
         app()
     except KVCompressError as e:
-        _exit_with_error(str(e))
+        typer.echo(f"kvcompress: error: {e}", err=True)
+        raise SystemExit(2) from None
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(1) from None

@@ -17,7 +17,8 @@ from kvcompress_kernels import k4v3
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
+from vllm_kvcompress.methods.budget_spec import LayerStats
+from vllm_kvcompress.methods.method import Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
@@ -128,16 +129,16 @@ def compress(
         prompt = tokens - settings.resolved_lookahead
         keeps_all = settings.tokens_per_layer(prompt) >= prompt
         kept = _uncompressed(keys, values)
-        return _quantised(kept, 0) if packs and page_size == 1 and keeps_all else kept
+        return _quantised_layers(kept) if packs and page_size == 1 and keeps_all else kept
     if plan.cell is not None:
-        return _quantised(_uncompressed(keys, values), plan.tail, plan.leading_tokens)
+        return _quantised_layers(_uncompressed(keys, values), plan.tail, plan.leading_tokens)
     method = settings.method.method_for(scored_by_output=plan.scored_by_output)
     paged = _paged_layers(
         keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks
     )
     observed = _observe(method, plan, paged, queries)
     kept = _collect(method, plan, paged, observed, keys, values)
-    return _quantised(kept, plan.tail, plan.leading_tokens) if packs else kept
+    return _quantised_layers(kept, plan.tail, plan.leading_tokens) if packs else kept
 
 
 def _packed_page_tokens(
@@ -234,9 +235,9 @@ def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def _observe(
     method: Method, plan: PagePlan, paged: PagedLayers, queries: torch.Tensor
-) -> LayerObservations:
+) -> LayerStats:
     """Return the observations of all layers, observed one after another."""
-    observed: list[LayerObservations] = []
+    observed: list[LayerStats] = []
     for layer, query in enumerate(queries.transpose(1, 2)):  # [S, Hq, D]
         one_layer, reads = paged.subset(slice(layer, layer + 1)), method.reads_of(layer)
         attention = sums = None
@@ -271,7 +272,7 @@ def _collect(
     method: Method,
     plan: PagePlan,
     paged: PagedLayers,
-    observed: LayerObservations,
+    observed: LayerStats,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:
@@ -315,37 +316,30 @@ def _collect(
     return out
 
 
-def _quantised(kept: Compressed, tail: int, leading: int = 0) -> Compressed:
-    """Return `kept` as k4v3 stores it, without the first `leading` and the last `tail` tokens."""
+def _quantised_layers(kept: Compressed, tail: int = 0, leading: int = 0) -> Compressed:
     pairs = [
-        _as_stored(keys[:, leading:], values[:, leading:], keys.shape[1] - leading - tail)
+        quantised(keys, values, tail, leading)
         for keys, values in zip(kept.keys, kept.values, strict=True)
     ]
-    return replace(
-        kept,
-        keys=[
-            torch.cat([keys[:, :leading], stored], 1)
-            for keys, (stored, _) in zip(kept.keys, pairs, strict=True)
-        ],
-        values=[
-            torch.cat([values[:, :leading], stored], 1)
-            for values, (_, stored) in zip(kept.values, pairs, strict=True)
-        ],
-    )
+    return replace(kept, keys=[keys for keys, _ in pairs], values=[values for _, values in pairs])
 
 
-def _as_stored(
-    keys: torch.Tensor, values: torch.Tensor, num_packed: int
+def quantised(
+    keys: torch.Tensor, values: torch.Tensor, tail: int = 0, leading: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``[Hkv, n, D]`` with the first `num_packed` tokens as k4v3 has them.
+    """Return keys and values ``[Hkv, n, D]`` as k4v3 stores them.
 
-    The last group may hold fewer than 64 tokens.
+    Args:
+        tail: tokens at the end that stay as they are.
+        leading: tokens at the start that stay as they are.
     """
-    heads, _, dim = keys.shape
+    heads, tokens, dim = keys.shape
+    packed = slice(leading, tokens - tail)
+    num_packed = tokens - leading - tail
     num_groups = -(-num_packed // k4v3.GROUP)
     padding = num_groups * k4v3.GROUP - num_packed
     keys_in_groups, values_in_groups = (
-        torch.nn.functional.pad(tensor[:, :num_packed], (0, 0, 0, padding)).reshape(
+        torch.nn.functional.pad(tensor[:, packed], (0, 0, 0, padding)).reshape(
             heads, num_groups, k4v3.GROUP, dim
         )
         for tensor in (keys, values)
@@ -353,15 +347,11 @@ def _as_stored(
     group_tokens = torch.full((num_groups,), k4v3.GROUP, device=keys.device)
     group_tokens[-1:] -= padding
     groups = k4v3.quantise(keys_in_groups, values_in_groups, group_tokens.expand(heads, num_groups))
-    dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    stored_keys, stored_values = (
-        tensor.to(keys.dtype).flatten(1, 2)[:, :num_packed]
-        for tensor in k4v3.dequantise(groups, dtype)
-    )
-    return (
-        torch.cat([stored_keys, keys[:, num_packed:]], 1),
-        torch.cat([stored_values, values[:, num_packed:]], 1),
-    )
+    stored = k4v3.dequantise(groups, torch.promote_types(keys.dtype, torch.float32))
+    keys, values = keys.clone(), values.clone()
+    for tensor, part in zip((keys, values), stored, strict=True):
+        tensor[:, packed] = part.flatten(1, 2)[:, :num_packed]
+    return keys, values
 
 
 def _uncompressed(keys: torch.Tensor, values: torch.Tensor) -> Compressed:

@@ -18,9 +18,11 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods.attention import split_window_scores
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
+from vllm_kvcompress.methods.budget_spec import LayerStats
+from vllm_kvcompress.methods.method import Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
+from vllm_kvcompress.offline import quantised
 from vllm_kvcompress.planning.packed_pages import packed_page_tokens
 from vllm_kvcompress.schedules.kv_footprint import KVFootprint
 from vllm_kvcompress.schedules.lookahead import LookaheadSchedule
@@ -73,7 +75,7 @@ class PromptCompressor:
         self.layers = prompt.full_layers
         self.block_size = block_size
         self._window_scores_by_key: dict[tuple[int, bool], list[WindowScores]] = {}
-        self._observations_by_key: dict[tuple[Any, ...], LayerObservations] = {}
+        self._observations_by_key: dict[tuple[Any, ...], LayerStats] = {}
 
     @cached_property
     def paged_layers(self) -> list[PagedLayers]:
@@ -92,7 +94,7 @@ class PromptCompressor:
             for layer, (keys, values) in enumerate(caches)
         ]
 
-    def observations(self, method: Method, plan: PagePlan) -> LayerObservations:
+    def observations(self, method: Method, plan: PagePlan) -> LayerStats:
         """Return what `method` observes of each full-attention layer, cached by its inputs."""
         key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observations_by_key:
@@ -237,7 +239,7 @@ class PromptCompressor:
                 keys[layer] = keys[layer].gather(1, gathered)
                 values[layer] = values[layer].gather(1, gathered)
             if is_packed:
-                keys[layer], values[layer] = packed(
+                keys[layer], values[layer] = quantised(
                     keys[layer], values[layer], plan.tail, plan.leading_tokens
                 )
         stored_tokens = counts
@@ -250,7 +252,7 @@ class PromptCompressor:
         """Return the cache of a plan that packs all tokens behind the first block."""
         keys, values = self._in_windows(self.prompt.keys), self._in_windows(self.prompt.values)
         for layer in self.layers:
-            keys[layer], values[layer] = packed(
+            keys[layer], values[layer] = quantised(
                 keys[layer], values[layer], plan.tail, plan.leading_tokens
             )
         stored_tokens = plan.blocks * self.block_size + plan.leading_tokens + plan.tail
@@ -320,39 +322,6 @@ class PromptCompressor:
             torch.cat([exact[0], merged.keys[0, :, first:]], 1),
             torch.cat([exact[1], merged.values[0, :, first:]], 1),
         )
-
-
-def packed(
-    keys: torch.Tensor, values: torch.Tensor, tail: int, leading: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``[Hkv, n, D]`` as packed pages in the format k4v3 hold them.
-
-    Args:
-        tail: tokens at the end that stay in an ordinary page.
-        leading: tokens at the start that stay in ordinary pages.
-    """
-    if leading:
-        stored_keys, stored_values = packed(keys[:, leading:], values[:, leading:], tail)
-        return (
-            torch.cat([keys[:, :leading], stored_keys], 1),
-            torch.cat([values[:, :leading], stored_values], 1),
-        )
-    in_pages = keys.shape[1] - tail
-    num_groups = -(-in_pages // k4v3.GROUP)
-    padding = (0, 0, 0, num_groups * k4v3.GROUP - in_pages)
-    key_groups, value_groups = (
-        torch.nn.functional.pad(part[:, :in_pages], padding).view(
-            len(part), num_groups, k4v3.GROUP, part.shape[2]
-        )
-        for part in (keys, values)
-    )
-    sizes = (in_pages - torch.arange(num_groups) * k4v3.GROUP).clamp(max=k4v3.GROUP)
-    stored = k4v3.dequantise(k4v3.quantise(key_groups, value_groups, sizes))
-    packed_keys, packed_values = (
-        torch.cat([part.flatten(1, 2)[:, :in_pages], exact[:, in_pages:]], 1)
-        for part, exact in zip(stored, (keys, values), strict=True)
-    )
-    return packed_keys, packed_values
 
 
 def _paged(cache: torch.Tensor, block_size: int) -> torch.Tensor:

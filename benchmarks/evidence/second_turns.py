@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.cache_formats import CACHE_FORMATS, CacheFormat
-from benchmarks.evidence.compressed_cache import packed
 from benchmarks.evidence.outputs import decode_text, divergence
 from benchmarks.evidence.reference_model import CacheBatch, ReferenceModel
 from benchmarks.evidence.second_turns_table import report
@@ -43,6 +42,7 @@ from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import shared_length
 from vllm_kvcompress.compare.tasks import ORDINARY, Item, Message, build_items
 from vllm_kvcompress.methods.page_plan import RECENT_TOKENS
+from vllm_kvcompress.offline import quantised
 
 CELL = 512
 """Tokens between two packings on the grid."""
@@ -170,7 +170,7 @@ class GrowingCache:
         if part.start == part.stop:
             return
         for keys, values in zip(self.batch.keys, self.batch.values, strict=True):
-            keys[0, :, part], values[0, :, part] = packed(keys[0, :, part], values[0, :, part], 0)
+            keys[0, :, part], values[0, :, part] = quantised(keys[0, :, part], values[0, :, part])
         self.packed_end = stop
 
 

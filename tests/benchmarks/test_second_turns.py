@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.evidence import second_turns
 from benchmarks.evidence.cache_formats import CACHE_FORMATS
-from benchmarks.evidence.compressed_cache import packed
 from benchmarks.evidence.reference_model import ReferenceModel
 from benchmarks.evidence.second_turns import (
     CELL,
@@ -22,6 +21,7 @@ from benchmarks.evidence.second_turns import (
 )
 from benchmarks.evidence.second_turns_table import report
 from checkpoints import NumberTokenizer, make, tokens
+from vllm_kvcompress.offline import quantised
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_grid_packs_full_cells_behind_the_exact_tokens_whatever_the_chunks(m
     assert torch.allclose(hidden, other_hidden, atol=1e-3)
     exact = model.prefill(ids[: EXACT_TOKENS + CELL], with_column_sums=False)
     cell = slice(EXACT_TOKENS, EXACT_TOKENS + CELL)
-    stored, _ = packed(exact.keys[0][:, cell], exact.values[0][:, cell], 0)
+    stored, _ = quantised(exact.keys[0][:, cell], exact.values[0][:, cell])
     assert torch.allclose(one.batch.keys[0][0, :, cell], stored, atol=1e-3)
     assert torch.equal(one.batch.keys[0][0, :, :8], exact.keys[0][:, :8])
 

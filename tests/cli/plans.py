@@ -20,7 +20,7 @@ def plan_on_cpu(model: str, length: int, output: int, settings_dict: dict, **ext
     return make_plan(
         PlanOptions(
             model=model,
-            everything=json.dumps(settings_dict),
+            compress_config=json.dumps(settings_dict),
             length=length,
             output=output,
             **options,

@@ -27,7 +27,7 @@ def test_every_setting_has_a_help_text():
 def test_a_changed_declaration_changes_each_file():
     changed = dataclasses.replace(KEYS["budget"], help="Another text.", deployed="0.7")
     assert "Another text." in REFERENCE["_flag_row"](changed)
-    assert 'help="Another text."' in REFERENCE["_option"]("Budget", changed)
+    assert '"Another text."' in REFERENCE["_entry"](changed)
     assert REFERENCE["_with_values"]("# why\nKV_BUDGET=0.2\n", [changed]) == (
         "# why\nKV_BUDGET=0.7\n"
     )

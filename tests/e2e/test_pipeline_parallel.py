@@ -205,7 +205,7 @@ def test_plan_counts_a_stages_layers(model, on_two):
         **SETTINGS["kvcompress"],
         "lookahead": 0,
     }  # as requests with short outputs set it
-    options = dict(everything=json.dumps(config_dict), length=LENGTHS[0], output=12,
+    options = dict(compress_config=json.dumps(config_dict), length=LENGTHS[0], output=12,
                    block_size=32, dtype="float32", ranks=1, longest=2048, requests=64, device="cpu",
                    model=model)  # fmt: skip
     forecast = make_plan(PlanOptions(**options, stages=2)).forecast

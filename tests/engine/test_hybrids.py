@@ -122,7 +122,7 @@ def test_layer_groups_and_planned_blocks_match_vllm(name, checkpoints_folder):
         managers = llm.scheduler.kv_cache_manager.coordinator.single_type_managers
         windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
         options = PlanOptions(
-            model=make(name, checkpoints_folder), everything=json.dumps(FREE["kvcompress"]),
+            model=make(name, checkpoints_folder), compress_config=json.dumps(FREE["kvcompress"]),
             length=900, output=100, block_size=BLOCK, dtype="float32", longest=1024, requests=4,
             device="cpu",
         )  # fmt: skip

@@ -286,7 +286,7 @@ def test_figures_are_those_of_the_blocks_and_tokens_that_requests_hold(
         assert freed == sum(line.blocks_before - line.blocks_after for line in by_request.values())
     if case in ("default", "no look-ahead", "short window", "last query", "k4v3", "pieces"):
         plan = PlanOptions(
-            model=model, length=700, output=60, everything=json.dumps(config["kvcompress"]),
+            model=model, length=700, output=60, compress_config=json.dumps(config["kvcompress"]),
             block_size=BLOCK, dtype="float32", longest=800, requests=8, device="cpu", ranks=1,
         )  # fmt: skip
         forecast = make_plan(plan).forecast

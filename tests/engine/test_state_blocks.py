@@ -75,7 +75,7 @@ def model(tmp_path):
 
 
 def planned(path, length=16000, output=500, **more):
-    options = dict(everything='{"compress": "cake", "budget": 0.2}', requests=64) | more
+    options = dict(compress_config='{"compress": "cake", "budget": 0.2}', requests=64) | more
     return make_plan(PlanOptions(model=path, length=length, output=output, **options))
 
 
@@ -198,8 +198,8 @@ def test_planned_blocks_match_the_engine(name, checkpoints_folder):
     with engine(path, additional_config=compression, **options) as llm:
         config, free = llm.scheduler.vllm_config, llm.free_blocks
         found = planned(
-            path, length, output, everything=json.dumps(compression["kvcompress"]), block_size=32,
-            dtype=STATEFUL[name].dtype, longest=1024, device="cpu",
+            path, length, output, compress_config=json.dumps(compression["kvcompress"]),
+            block_size=32, dtype=STATEFUL[name].dtype, longest=1024, device="cpu",
         ).forecast  # fmt: skip
         assert found.block_size == llm.manager.block_size == 96
         assert found.block_bytes == sizes_of(config).block_bytes

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_kvcompress.commands import kv_flags
 from vllm_kvcompress.commands.options import AS_JSON, KEY, URL, settings_from
 from vllm_kvcompress.errors import ConfigError
 
@@ -25,12 +24,12 @@ class DoctorOptions:
         typer.Argument(help="Model to start an engine for; put flags of vllm serve after --."),
     ] = None
     url: Annotated[str | None, URL] = None
-    method: kv_flags.Compress = None
-    budget: kv_flags.Budget = None
-    packed_dtype: kv_flags.PackedDtype = None
-    window: kv_flags.Window = None
-    min_prompt: kv_flags.MinPrompt = None
-    everything: kv_flags.CompressConfig = None
+    compress: str | None = None
+    budget: str | None = None
+    packed_dtype: str | None = None
+    window: int | None = None
+    min_prompt: int | None = None
+    compress_config: str | None = None
     expect: Annotated[
         str | None,
         typer.Option(help="on or off: fail if compression is not in this state."),
@@ -92,14 +91,7 @@ class DoctorOptions:
         Raises:
             ConfigError: ``--kv-compress-config`` is not a JSON object.
         """
-        return settings_from(
-            self.everything,
-            compress=self.method,
-            budget=self.budget,
-            packed_dtype=self.packed_dtype,
-            window=self.window,
-            min_prompt=self.min_prompt,
-        )
+        return settings_from(self)
 
     @property
     def expects_compression(self) -> bool | None:

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from inspect import Parameter, Signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
+from vllm_kvcompress.commands.kv_flags import KV_FLAGS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.entry_points import added_names
 from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits, parse_json
@@ -32,7 +33,8 @@ def takes_options(
 
     Args:
         options: a dataclass whose fields are ``Annotated[T, typer.Option(...)]`` or
-            ``Annotated[T, typer.Argument(...)]``. A field without a default is required.
+            ``Annotated[T, typer.Argument(...)]``, or plain types for the keys of `KV_FLAGS`. A
+            field without a default is required.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = [
@@ -40,7 +42,7 @@ def takes_options(
             field.name,
             Parameter.KEYWORD_ONLY,
             default=Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
+            annotation=_annotation(field.name, hints[field.name]),
         )
         for field in dataclasses.fields(options)  # type: ignore[arg-type]
     ]
@@ -55,6 +57,15 @@ def takes_options(
         return command
 
     return decorate
+
+
+def _annotation(name: str, hint: Any) -> Any:
+    """Return a field's annotation, with the option of a flag in `KV_FLAGS`."""
+    if name not in KV_FLAGS:
+        return hint
+    metavar, text = KV_FLAGS[name]
+    flag = f"--kv-{name.replace('_', '-')}"
+    return Annotated[hint, typer.Option(flag, metavar=metavar, help=text)]
 
 
 class PlainNumbers(TyperCommand):
@@ -87,17 +98,20 @@ class PlainNumbers(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def settings_from(everything: str | None, **flags: Any) -> dict[str, Any]:
+def settings_from(options: Any) -> dict[str, Any]:
     """Return the settings given on the command line, by their keys in `CompressionConfig`.
 
+    The other flags override ``--kv-compress-config``.
+
     Args:
-        everything: the JSON of ``--kv-compress-config``, None if not given.
-        flags: the other flags by setting key, None or empty if not given. They override
-            `everything`.
+        options: value of a dataclass with fields of `KV_FLAGS`.
 
     Raises:
-        ConfigError: `everything` is not a JSON object.
+        ConfigError: ``--kv-compress-config`` is not a JSON object.
     """
+    names = [field.name for field in dataclasses.fields(options) if field.name in KV_FLAGS]
+    flags = {name: getattr(options, name) for name in names}
+    everything = flags.pop("compress_config")
     settings = {} if everything is None else json_object("--kv-compress-config", everything)
     return settings | {key: value for key, value in flags.items() if value not in (None, [])}
 

@@ -68,44 +68,34 @@ def examine(
         return ok
 
     try:
-        _examine(host, note, text, xargs, expect, tokens, timeout_s)
+        status, _ = host.get("/health", _HTTP_TIMEOUT_S)
+        first = host.first_model(_HTTP_TIMEOUT_S)
+        model, max_model_len = str(first["id"]), int(first.get("max_model_len") or 1 << 30)
+        if not note(
+            "server", status == 200, f"{host.url} serves {model}, /health answered {status}"
+        ):
+            return Report(checks=checks)
+        before = host.metrics(_HTTP_TIMEOUT_S)
+        if not _is_on(before, note, expect) or expect is False:
+            return Report(checks=checks)
+        model, request_settings = _model_and_settings(before.info or {}, model, xargs)
+        limits = _limits(before, request_settings, max_model_len)
+        prompt = _prompt(host, model, text, limits, tokens)
+        request = limits.request(len(prompt))
+        plan = request.plan
+        if plan is None:
+            raise ConfigError(
+                f"this server does not compress a prompt of {len(prompt)} tokens; pass --tokens"
+                f" {limits.shortest()}"
+            )
+        during = _generate(host, model, prompt, limits, xargs, timeout_s)
+        after = _settled(host, before)
+        note(*_counted(before, after, limits.settings.compress))
+        note(*_freed(before, after, plan))
+        note(*_gauge(before, during, after, plan, request, limits.draft_slots))
     except (Unreachable, ConfigError) as e:
         note("request" if checks else "server", False, str(e))
     return Report(checks=checks)
-
-
-def _examine(
-    host: Host,
-    note: Callable[[str, bool, str], bool],
-    text: str,
-    xargs: Mapping[str, Any],
-    expect: bool | None,
-    tokens: int | None,
-    timeout_s: float,
-) -> None:
-    status, _ = host.get("/health", _HTTP_TIMEOUT_S)
-    first = host.first_model(_HTTP_TIMEOUT_S)
-    model, max_model_len = str(first["id"]), int(first.get("max_model_len") or 1 << 30)
-    if not note("server", status == 200, f"{host.url} serves {model}, /health answered {status}"):
-        return
-    before = host.metrics(_HTTP_TIMEOUT_S)
-    if not _is_on(before, note, expect) or expect is False:
-        return
-    model, request_settings = _model_and_settings(before.info or {}, model, xargs)
-    limits = _limits(before, request_settings, max_model_len)
-    prompt = _prompt(host, model, text, limits, tokens)
-    request = limits.request(len(prompt))
-    plan = request.plan
-    if plan is None:
-        raise ConfigError(
-            f"this server does not compress a prompt of {len(prompt)} tokens; pass --tokens"
-            f" {limits.shortest()}"
-        )
-    during = _generate(host, model, prompt, limits, xargs, timeout_s)
-    after = _settled(host, before)
-    note(*_counted(before, after, limits.settings.compress))
-    note(*_freed(before, after, plan))
-    note(*_gauge(before, during, after, plan, request, limits.draft_slots))
 
 
 def _model_and_settings(

@@ -1,7 +1,7 @@
 """Inputs of a method's parts: budget, layer statistics, attention statistics, keys and values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -56,20 +56,29 @@ class BudgetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStats:
-    """Statistics of N layers for an allocator, on the layers' device.
+    """Statistics of N layers, on the layers' device until all layers are observed.
+
+    An allocator gets those that it reads.
 
     Args:
         entropy: ``[N]``, ``H = -sum A log A`` over heads, window queries and past columns (CAKE).
         shift: ``[N]``, ``V = sum Var_i A`` over heads and past columns, ddof 1 (CAKE).
         column_variance: ``[N, Hq]``, variance over positions of the column sums of the whole causal
-            attention, or of the column means, ddof 1 (D2O).
-        scores: ``[N, Hkv, P]`` float32 scores of the past tokens (DynamicKV, global).
+            attention, or of the column means, ddof 1 (D2O). ``[N, Hkv]`` if only the mean over a KV
+            head's query heads is known.
+        scores: ``[N, Hkv, P]`` float32 scores of the past tokens (DynamicKV, global). Rows of
+            layers that reuse another layer's scores are not initialised.
     """
 
     entropy: torch.Tensor | None = None
     shift: torch.Tensor | None = None
     column_variance: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+
+    def __getitem__(self, layers: slice) -> "LayerStats":
+        """Return the statistics of some of the layers, as views."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return LayerStats(**{name: x[layers] for name, x in known.items() if x is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

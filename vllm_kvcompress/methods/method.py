@@ -38,56 +38,24 @@ from vllm_kvcompress.methods.protected import ProtectedTokens
 _UNDECLARED = "its scorer does not declare needs_whole_prompt = ''"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerObservations:
-    """Scores and statistics of N layers, kept on the device until all layers are observed.
+def join_observations(parts: Sequence[LayerStats], counts: Sequence[int]) -> LayerStats:
+    """Return the statistics of consecutive layers in one object.
 
     Args:
-        scores: ``[N, Hkv, P]`` float32. Rows of layers that reuse another layer's scores are not
-            initialised. None if no layer is scored.
-        entropy, shift: ``[N]`` float32, CAKE's H and V (`LayerStats`); None unless the allocator
-            reads them.
-        column_variance: ``[N, Hq]`` float32, D2O's variance; ``[N, Hkv]`` if only the mean over a
-            KV head's query heads is known; None unless the allocator reads it.
-    """
-
-    scores: torch.Tensor | None
-    entropy: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-    column_variance: torch.Tensor | None = None
-
-    def __getitem__(self, layers: slice) -> "LayerObservations":
-        """Return the observations of some of the layers, as views."""
-        return LayerObservations(
-            scores=_sliced(self.scores, layers),
-            entropy=_sliced(self.entropy, layers),
-            shift=_sliced(self.shift, layers),
-            column_variance=_sliced(self.column_variance, layers),
-        )
-
-
-def join_observations(
-    parts: Sequence[LayerObservations], counts: Sequence[int]
-) -> LayerObservations:
-    """Return the observations of consecutive layers in one object.
-
-    Args:
-        parts: observations of the first layers, of the next layers and so on.
+        parts: statistics of the first layers, of the next layers and so on.
         counts: number of layers in each part.
     """
     if len(parts) == 1:
         return parts[0]
-    return LayerObservations(
+    return LayerStats(
         scores=_joined_scores(parts, counts),
-        entropy=_joined([part.entropy for part in parts]),
-        shift=_joined([part.shift for part in parts]),
-        column_variance=_joined([part.column_variance for part in parts]),
+        entropy=_joined(part.entropy for part in parts),
+        shift=_joined(part.shift for part in parts),
+        column_variance=_joined(part.column_variance for part in parts),
     )
 
 
-def _joined_scores(
-    parts: Sequence[LayerObservations], counts: Sequence[int]
-) -> torch.Tensor | None:
+def _joined_scores(parts: Sequence[LayerStats], counts: Sequence[int]) -> torch.Tensor | None:
     """Return the scores of all layers; rows of layers without scores are not initialised."""
     scores = _present(part.scores for part in parts)
     if not scores or len(scores) == len(parts):
@@ -101,13 +69,9 @@ def _joined_scores(
     return all_scores
 
 
-def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _joined(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     present = _present(parts)
     return torch.cat(present) if present else None
-
-
-def _sliced(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if values is None else values[rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +189,7 @@ class Method:
         sums: torch.Tensor | None,
         *,
         scored: bool = True,
-    ) -> LayerObservations:
+    ) -> LayerStats:
         """Score several layers whose keys and values are all in their pages.
 
         Args:
@@ -249,7 +213,7 @@ class Method:
         if sums is not None and Reads.COLUMN_SUMS in self.allocator.reads:
             means = Reads.COLUMN_MEANS in self.allocator.reads
             variance = _variances(column_means(sums) if means else sums, layers.lengths)
-        return LayerObservations(
+        return LayerStats(
             scores=self._scores_of(layers, window, attention, sums) if scored else None,
             entropy=entropy,
             shift=shift,
@@ -306,12 +270,12 @@ class Method:
         return scores
 
     def layer_pages(
-        self, plan: PagePlan, layers: LayerObservations, caps: torch.Tensor | None = None
+        self, plan: PagePlan, layers: LayerStats, caps: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``[L]`` int64, the pages that each layer keeps (`layer_pages`)."""
         return layer_pages(self.allocator, plan, self._stats(layers, plan), caps)
 
-    def _stats(self, layers: LayerObservations, plan: PagePlan) -> LayerStats | None:
+    def _stats(self, layers: LayerStats, plan: PagePlan) -> LayerStats | None:
         if not self.allocator.reads:
             return None
         scores = None
@@ -321,16 +285,9 @@ class Method:
             protected = ProtectedTokens.of(plan.always_kept_spans, past, scores.device)
             if protected is not None:
                 scores = protected.unprotected_scores(scores)
-        return LayerStats(
-            entropy=layers.entropy,
-            shift=layers.shift,
-            column_variance=layers.column_variance,
-            scores=scores,
-        )
+        return replace(layers, scores=scores)
 
-    def select(
-        self, layers: LayerObservations, plan: PagePlan, pages: torch.Tensor
-    ) -> torch.Tensor:
+    def select(self, layers: LayerStats, plan: PagePlan, pages: torch.Tensor) -> torch.Tensor:
         """Return the positions that the layers of an uncompressed prompt keep, in pages or not.
 
         Returns:
@@ -356,7 +313,7 @@ class Method:
         return append_tail(kept, plan.tokens, in_pages + plan.leading_tokens, plan.tail)
 
     def protected_scores(
-        self, layers: LayerObservations, plan: PagePlan, pages: torch.Tensor
+        self, layers: LayerStats, plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
         """Return the scores used for selection, with +inf for always-kept tokens.
 
@@ -377,7 +334,7 @@ class Method:
             best[..., protected.unprotected_slots(past)[0, 0]] = free
         return pad(best, (0, kept_after), value=torch.inf)
 
-    def scores(self, layers: LayerObservations) -> torch.Tensor:
+    def scores(self, layers: LayerStats) -> torch.Tensor:
         """Return the scores that each layer selects by.
 
         Returns:

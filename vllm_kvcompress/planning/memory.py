@@ -408,30 +408,6 @@ def _staging_bytes(
     return largest
 
 
-def _max_protected_pages(sizes: Sizes, window: int, budget: int, page_tokens: int) -> int:
-    """Return the maximum number of pages to which protected spans can raise a budget.
-
-    That is half of a prompt plus the other half's share of the budget.
-
-    Args:
-        page_tokens: tokens that a packed page holds.
-    """
-    other_tokens = max(window + page_tokens, -(-min(budget, sizes.longest) // 2))
-    return sizes.layers * ((sizes.longest // 2 + other_tokens) // page_tokens + 2)
-
-
-def _max_added_pages(sizes: Sizes, settings: CompressionConfig, page_tokens: int) -> int:
-    """Return the maximum number of pages that one packing in k4v3 writes, with `max_whole`.
-
-    It packs a prompt of up to `max_whole` tokens, or a piece and what the last packing left.
-
-    Args:
-        page_tokens: tokens that a packed page holds.
-    """
-    packed_tokens = max(settings.pieces.max_whole or 0, settings.pieces.length + page_tokens)
-    return sizes.layers * -(-packed_tokens // page_tokens)
-
-
 def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
     """Return the most pages that the longest prompt keeps, at any budget that requests may ask for.
 
@@ -449,7 +425,10 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
         spec = chosen.budget_spec(sizes.layers, sizes.longest)
         page_tokens = packed_page_tokens(chosen, sizes.block_size, sizes.key_itemsize)
         if piecewise and page_tokens is not None:
-            return min(_max_added_pages(sizes, chosen, page_tokens), all_pages)
+            # One packing writes a prompt of up to `max_whole` tokens, or a piece and what the last
+            # packing left.
+            added = max(chosen.pieces.max_whole or 0, chosen.pieces.length + page_tokens)
+            return min(sizes.layers * -(-added // page_tokens), all_pages)
         plan = page_plan(spec, sizes.block_size, page_tokens=page_tokens, recent_tokens=0)
         if plan is None:
             return uncompressed_pages
@@ -461,7 +440,10 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
             # once output tokens make up the window.
             kept += sizes.layers * (-(-window // sizes.block_size) + 1)
             if settings.protection.words:
-                kept = max(kept, _max_protected_pages(sizes, window, spec.budget, plan.page_tokens))
+                # Spans raise a budget to at most half of the prompt plus the other half's share.
+                size, half = plan.page_tokens, -(-min(spec.budget, sizes.longest) // 2)
+                raised = sizes.longest // 2 + max(window + size, half)
+                kept = max(kept, sizes.layers * (raised // size + 2))
         return min(kept + lookahead_pages, all_pages)
 
     piecewise = settings.pieces.max_whole is not None and sizes.longest > settings.pieces.max_whole

@@ -70,33 +70,6 @@ def merge_evicted(
             `lengths` or `threshold` has the wrong dtype, `beta` is outside [0, 1], or the cache is
             quantised.
     """
-    rows, heads = _check(key_pages, value_pages, pages, tokens, kept, counts, min_kept)
-    if lengths is None:
-        lengths = torch.full((rows,), tokens, dtype=torch.int32, device=kept.device)
-    if threshold is None:
-        threshold = torch.full((rows, heads), torch.nan, device=kept.device)
-    check_tensor(_NAME, "lengths", lengths, (rows,), torch.int32)
-    check_tensor(_NAME, "threshold", threshold, (rows, heads), torch.float32)
-    require(0 <= beta <= 1, _NAME, "beta must be in [0, 1]", beta)
-    if contract.runs_triton(key_pages):
-        from kvcompress_kernels.merge_evicted.triton import run
-    else:
-        from kvcompress_kernels.merge_evicted.cpu import run
-
-    arguments = key_pages, value_pages, pages, tokens, kept, counts, min_kept
-    return run(*arguments, values_only, lengths, threshold, beta)
-
-
-def _check(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    kept: torch.Tensor,
-    counts: torch.Tensor,
-    min_kept: int,
-) -> tuple[int, int]:
-    """Check the cache and the kept positions, and return the numbers of rows and KV heads."""
     got = tuple(key_pages.shape)
     require(key_pages.dim() == 4, _NAME, "key_pages must be [N, Hkv, D, bs]", got)
     for cache in (key_pages, value_pages):
@@ -111,4 +84,17 @@ def _check(
     require(0 < min_kept <= max_kept, _NAME, "0 < min_kept <= n must hold", (min_kept, max_kept))
     require(counts.shape == (rows,), _NAME, f"counts must be [{rows}]", tuple(counts.shape))
     check_pages(_NAME, pages, tokens, block, rows)
-    return rows, heads
+    if lengths is None:
+        lengths = torch.full((rows,), tokens, dtype=torch.int32, device=kept.device)
+    if threshold is None:
+        threshold = torch.full((rows, heads), torch.nan, device=kept.device)
+    check_tensor(_NAME, "lengths", lengths, (rows,), torch.int32)
+    check_tensor(_NAME, "threshold", threshold, (rows, heads), torch.float32)
+    require(0 <= beta <= 1, _NAME, "beta must be in [0, 1]", beta)
+    if contract.runs_triton(key_pages):
+        from kvcompress_kernels.merge_evicted.triton import run
+    else:
+        from kvcompress_kernels.merge_evicted.cpu import run
+
+    arguments = key_pages, value_pages, pages, tokens, kept, counts, min_kept
+    return run(*arguments, values_only, lengths, threshold, beta)

@@ -40,48 +40,26 @@ def run(
     keys = torch.zeros(*kept.shape, key_pages.shape[2], dtype=wide, device=kept.device)
     values = keys.new_zeros(*kept.shape, value_pages.shape[3])
     after = threshold.clone()
+    head = torch.arange(kept.shape[1], device=kept.device)[:, None]
     for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
         kept_tokens = kept[row, :, :count].long()
-        keys[row, :, :count], values[row, :, :count], after[row] = _merge(
-            key_pages,
-            value_pages,
-            pages[row],
-            length,
-            kept_tokens,
-            values_only,
-            threshold[row],
-            beta,
-        )
+        cache = _Cache(key_pages, value_pages, pages[row])
+        row_keys, row_values = cache.key(head, kept_tokens), cache.value(head, kept_tokens)
+        evicted = torch.ones(len(head), length, dtype=torch.bool, device=kept.device)
+        evicted = evicted.scatter_(1, kept_tokens, False).nonzero()[:, 1]
+        evicted = evicted.view(len(head), length - count)
+        if evicted.shape[1]:
+            u, near = _nearest(cache, row_keys, evicted)
+            mean, before = u.mean(1, dtype=torch.float64), threshold[row].double()
+            tau = mean.where(before.isnan(), beta * mean + (1 - beta) * before)
+            # The tolerance treats cosines that differ only by rounding the same.
+            merged, after[row] = u >= tau[:, None] - ROUNDING, tau.float()
+            folded = [(row_values, cache.value)]
+            if not values_only:
+                folded.append((row_keys, cache.key))
+            _fold(folded, evicted, merged, near + count * head, u.exp() * merged)
+        keys[row, :, :count], values[row, :, :count] = row_keys, row_values
     return Merged(keys, values, after)
-
-
-def _merge(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    kept: torch.Tensor,
-    values_only: bool,
-    threshold: torch.Tensor,
-    beta: float,
-) -> Merged:
-    heads, count = kept.shape
-    cache = _Cache(key_pages, value_pages, pages)
-    head = torch.arange(heads, device=kept.device)[:, None]
-    keys, values = cache.key(head, kept), cache.value(head, kept)
-    evicted = torch.ones(heads, tokens, dtype=torch.bool, device=kept.device)
-    evicted = evicted.scatter_(1, kept, False).nonzero()[:, 1].view(heads, tokens - count)
-    if evicted.shape[1] == 0:
-        return Merged(keys, values, threshold)
-
-    u, near = _nearest(cache, keys, evicted)
-    mean, before = u.mean(1, dtype=torch.float64), threshold.double()
-    after = mean.where(before.isnan(), beta * mean + (1 - beta) * before)
-    # The tolerance treats cosines that differ only by rounding the same.
-    merged = u >= after[:, None] - ROUNDING
-    folded = [(values, cache.value)] if values_only else [(keys, cache.key), (values, cache.value)]
-    _fold(folded, evicted, merged, near + count * head, u.exp() * merged)
-    return Merged(keys, values, after.float())
 
 
 class _Cache(NamedTuple):

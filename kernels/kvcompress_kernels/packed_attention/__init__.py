@@ -1,6 +1,6 @@
 """Attention over packed groups (`k4v3`) and ordinary pages, for the rows with packed tokens."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -68,10 +68,42 @@ def packed_attention(
         ValueError: Shapes, dtypes or strides disagree.
         ImportError: The op runs on a CPU without numba.
     """
-    tensors = _Tensors(query, output, pages, packed, packed_tokens, tables, lengths)
     triton = contract.runs_triton(query)
     require(not triton or offsets is None, _NAME, "on a GPU offsets must be None", offsets)
-    _check(tensors, offsets, query_start, slots, live, sinks)
+    require(query.dim() == 3, _NAME, "query must be [T, Hq, D]", tuple(query.shape))
+    (heads, dim), (_, kv_heads, block, width) = query.shape[1:], pages.shape
+    for name, x in (("query", query), ("output", output)):
+        require(x.dtype in _FLOATS, _NAME, f"{name} must be one of {list(_FLOATS)}", x.dtype)
+        require(x.stride(2) == 1, _NAME, f"{name} must have a dense last axis", x.stride())
+    rule = f"output must be {list(query.shape)}"
+    require(output.shape == query.shape, _NAME, rule, tuple(output.shape))
+    check_floats(_NAME, "pages", pages)
+    rule = f"pages must be [N, Hkv, block_size, {2 * dim}] with a dense last axis"
+    require(width == 2 * dim and pages.stride(3) == 1, _NAME, rule, tuple(pages.shape))
+    require(heads % kv_heads == 0, _NAME, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    refusal = k4v3.refusal(dim, block, pages.itemsize)
+    require(not refusal, _NAME, refusal, (dim, block, pages.dtype))
+    rows = len(lengths)
+    integers = {
+        "packed": (packed, (len(packed_tokens), packed.shape[-1])),
+        "packed_tokens": (packed_tokens, (len(packed_tokens),)),
+        "tables": (tables, (rows, tables.shape[-1])),
+        "lengths": (lengths, (rows,)),
+        "live": (live, ()),
+    }
+    for name, (x, shape) in integers.items():
+        check_tensor(_NAME, name, x, shape, torch.int32)
+    for name, x in (("packed", packed), ("tables", tables), ("lengths", lengths)):
+        ok = x.shape[-1] <= 1 or x.stride(-1) == 1
+        require(ok, _NAME, f"{name} must have a dense last axis", x.stride())
+    for name, x, size in (("query_start", query_start, rows + 1), ("slots", slots, rows)):
+        ok = x.dtype == torch.int32 and x.dim() == 1 and len(x) >= size
+        got = x.dtype, tuple(x.shape)
+        require(ok, _NAME, f"{name} must be int32 with at least {size} elements", got)
+    if sinks is not None:
+        check_tensor(_NAME, "sinks", sinks, (heads,), torch.float32)
+    if offsets is not None:
+        check_offsets(_NAME, offsets, pages)
     require(max_query_tokens > 0, _NAME, "max_query_tokens must be positive", max_query_tokens)
     attend = LayerAttention(
         pages,
@@ -145,58 +177,3 @@ class LayerAttention:
 
         arguments = query, output, *self._cache, tables, lengths, query_start, *self._groups
         run(*arguments, max_query_tokens=max_query_tokens, **self._options)
-
-
-class _Tensors(NamedTuple):
-    query: torch.Tensor
-    output: torch.Tensor
-    pages: torch.Tensor
-    packed: torch.Tensor
-    packed_tokens: torch.Tensor
-    tables: torch.Tensor
-    lengths: torch.Tensor
-
-
-def _check(
-    tensors: _Tensors,
-    offsets: Offsets | None,
-    query_start: torch.Tensor,
-    slots: torch.Tensor,
-    live: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> None:
-    query, output, pages, packed, packed_tokens, tables, lengths = tensors
-    require(query.dim() == 3, _NAME, "query must be [T, Hq, D]", tuple(query.shape))
-    (heads, dim), (_, kv_heads, block, width) = query.shape[1:], pages.shape
-    for name, x in (("query", query), ("output", output)):
-        require(x.dtype in _FLOATS, _NAME, f"{name} must be one of {list(_FLOATS)}", x.dtype)
-        require(x.stride(2) == 1, _NAME, f"{name} must have a dense last axis", x.stride())
-    rule = f"output must be {list(query.shape)}"
-    require(output.shape == query.shape, _NAME, rule, tuple(output.shape))
-    check_floats(_NAME, "pages", pages)
-    rule = f"pages must be [N, Hkv, block_size, {2 * dim}] with a dense last axis"
-    require(width == 2 * dim and pages.stride(3) == 1, _NAME, rule, tuple(pages.shape))
-    require(heads % kv_heads == 0, _NAME, f"Hq must be a multiple of Hkv={kv_heads}", heads)
-    refusal = k4v3.refusal(dim, block, pages.itemsize)
-    require(not refusal, _NAME, refusal, (dim, block, pages.dtype))
-    rows = len(lengths)
-    integers = {
-        "packed": (packed, (len(packed_tokens), packed.shape[-1])),
-        "packed_tokens": (packed_tokens, (len(packed_tokens),)),
-        "tables": (tables, (rows, tables.shape[-1])),
-        "lengths": (lengths, (rows,)),
-        "live": (live, ()),
-    }
-    for name, (x, shape) in integers.items():
-        check_tensor(_NAME, name, x, shape, torch.int32)
-    for name, x in (("packed", packed), ("tables", tables), ("lengths", lengths)):
-        ok = x.shape[-1] <= 1 or x.stride(-1) == 1
-        require(ok, _NAME, f"{name} must have a dense last axis", x.stride())
-    for name, x, size in (("query_start", query_start, rows + 1), ("slots", slots, rows)):
-        ok = x.dtype == torch.int32 and x.dim() == 1 and len(x) >= size
-        got = x.dtype, tuple(x.shape)
-        require(ok, _NAME, f"{name} must be int32 with at least {size} elements", got)
-    if sinks is not None:
-        check_tensor(_NAME, "sinks", sinks, (heads,), torch.float32)
-    if offsets is not None:
-        check_offsets(_NAME, offsets, pages)

@@ -57,34 +57,9 @@ def page_tables(
     Raises:
         ValueError: Shapes or dtypes disagree, or a last axis is strided.
     """
-    buffers = out_tables, out_lengths
-    pool = packed, num_packed, first_block
-    _check(block_table, *pool, layer_offset, live, *buffers, per_row=(seq_lens, slots))
-    if contract.runs_triton(out_tables):
-        from kvcompress_kernels.page_tables.triton import run
-    else:
-        from kvcompress_kernels.page_tables.cpu import run
-
-    layout = block_table, seq_lens, *pool, layer_offset, block_stride, block_size
-    run(*layout, slots, live, *buffers)
-
-
-def _check(
-    block_table: torch.Tensor,
-    packed: torch.Tensor,
-    num_packed: torch.Tensor,
-    first_block: torch.Tensor,
-    layer_offset: torch.Tensor,
-    live: torch.Tensor,
-    out_tables: torch.Tensor,
-    out_lengths: torch.Tensor,
-    *,
-    per_row: tuple[torch.Tensor, ...],
-) -> None:
-    """Check dtypes and strides of all tensors, and the shapes of all except `per_row`."""
     name, (layers, rows) = "page_tables", out_tables.shape[:2]
-    pool = packed, num_packed, first_block
-    for tensor in (block_table, *pool, layer_offset, live, *per_row, out_tables, out_lengths):
+    pool, buffers = (packed, num_packed, first_block), (out_tables, out_lengths)
+    for tensor in (block_table, seq_lens, *pool, layer_offset, slots, live, *buffers):
         ok = tensor.dtype == torch.int32 and (tensor.dim() == 0 or tensor.stride(-1) == 1)
         got = tensor.dtype, tensor.stride()
         require(ok, name, "all tensors must be int32 with a dense last axis", got)
@@ -98,3 +73,10 @@ def _check(
     )
     check_tensor(name, "layer_offset", layer_offset, (layers,), torch.int32)
     check_tensor(name, "out_lengths", out_lengths, (layers, rows), torch.int32)
+    if contract.runs_triton(out_tables):
+        from kvcompress_kernels.page_tables.triton import run
+    else:
+        from kvcompress_kernels.page_tables.cpu import run
+
+    layout = block_table, seq_lens, *pool, layer_offset, block_stride, block_size
+    run(*layout, slots, live, *buffers)

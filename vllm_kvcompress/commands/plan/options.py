@@ -1,11 +1,10 @@
 """Command-line options of ``kvcompress plan``."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from vllm_kvcompress.commands import kv_flags
 from vllm_kvcompress.commands.options import AS_JSON, settings_from
 
 
@@ -16,12 +15,12 @@ class PlanOptions:
     model: Annotated[str, typer.Argument(help="Model folder or Hugging Face model name.")]
     length: Annotated[int, typer.Option("--len", min=1, help="Prompt length in tokens.")]
     output: Annotated[int, typer.Option("--max-tokens", min=1, help="Output tokens.")] = 256
-    compress: kv_flags.Compress = None
-    budget: kv_flags.Budget = None
-    packed_dtype: kv_flags.PackedDtype = None
-    reuse: kv_flags.Reuse = None
-    window: kv_flags.Window = None
-    lookahead: kv_flags.Lookahead = None
+    compress: str | None = None
+    budget: str | None = None
+    packed_dtype: str | None = None
+    reuse: str | None = None
+    window: int | None = None
+    lookahead: int | None = None
     protected: Annotated[
         int,
         typer.Option(
@@ -31,18 +30,18 @@ class PlanOptions:
             help="Prompt tokens that --kv-protect protects.",
         ),
     ] = 0
-    min_prompt: kv_flags.MinPrompt = None
-    everything: kv_flags.CompressConfig = None
-    allow_override: kv_flags.AllowOverride = None
-    budget_bounds: kv_flags.BudgetBounds = None
-    alias: kv_flags.Alias = None
-    decode_budget: kv_flags.DecodeBudget = None
-    decode_interval: kv_flags.DecodeInterval = None
-    max_whole: kv_flags.MaxWhole = None
-    piece: kv_flags.Piece = None
-    probe: kv_flags.Probe = None
-    probe_first: kv_flags.ProbeFirst = None
-    park: kv_flags.Park = None
+    min_prompt: int | None = None
+    compress_config: str | None = None
+    allow_override: str | None = None
+    budget_bounds: str | None = None
+    alias: list[str] | None = None
+    decode_budget: str | None = None
+    decode_interval: int | None = None
+    max_whole: str | None = None
+    piece: int | None = None
+    probe: int | None = None
+    probe_first: int | None = None
+    park: str | None = None
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -147,13 +146,4 @@ class PlanOptions:
         Raises:
             ConfigError: ``--kv-compress-config`` is not a JSON object.
         """
-        given = {name: getattr(self, name) for name in _SETTINGS}
-        return settings_from(self.everything, **given)
-
-
-_SETTINGS = tuple(
-    name
-    for name, hint in get_type_hints(PlanOptions, include_extras=True).items()
-    if hint in vars(kv_flags).values() and hint != kv_flags.CompressConfig
-)
-"""Fields of `PlanOptions` that are flags of compression settings."""
+        return settings_from(self)

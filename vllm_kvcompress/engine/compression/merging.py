@@ -100,26 +100,13 @@ def merge_dropped_tokens(
     for part, merged in zip((cache.keys.mT, cache.values), result[:2], strict=True):
         tokens = merged.to(part.dtype)  # [n, Hkv, P * bs + tail, D]
         if places is not None and protected is not None:
-            unmerged = _tokens_in(part, cache.pages, protected, block_size)
+            slot = protected.long()
+            page = cache.pages[:, None].expand(*slot.shape[:2], -1).gather(2, slot // block_size)
+            head = torch.arange(slot.shape[1], device=slot.device)[None, :, None]
+            unmerged = part[page, head, slot % block_size]  # [n, Hkv, G, D]
             index = places.long()[..., None].expand_as(unmerged)
             tokens = tokens.scatter(2, index, unmerged)
         full_pages = tokens[:, :, leading:width].unflatten(2, (-1, block_size))
         pages.append(full_pages.transpose(1, 2).flatten(0, 1))
         tails.append(tokens.gather(2, tail_index[..., None].expand(*shape, tokens.shape[3])))
     return (pages[0], pages[1]), (tails[0], tails[1]), result.threshold
-
-
-def _tokens_in(
-    part: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Return keys or values ``[n, Hkv, G, D]`` from the given slots of each row.
-
-    Args:
-        part: keys or values ``[pages, Hkv, bs, D]``.
-        pages: ``[n, W]``, the pages of each row.
-        slots: ``[n, Hkv, G]``.
-    """
-    slot = slots.long()
-    page = pages[:, None].expand(*slot.shape[:2], -1).gather(2, slot // block_size)
-    head = torch.arange(slot.shape[1], device=slot.device)[None, :, None]
-    return part[page, head, slot % block_size]

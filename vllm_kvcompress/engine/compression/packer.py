@@ -26,8 +26,9 @@ from vllm_kvcompress.engine.pages.pool import PackedBlocks
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.errors import quoted_id
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budget_spec import LayerStats
 from vllm_kvcompress.methods.kept_slots import kept_in_pages, kept_slots, max_layer_pages
-from vllm_kvcompress.methods.method import LayerObservations, Method, join_observations
+from vllm_kvcompress.methods.method import Method, join_observations
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.protected import ProtectedTokens
@@ -416,7 +417,7 @@ class Packer:
             pages=tables.flatten(0, 1), lengths=lengths.flatten(), max_tokens=max_tokens
         )
 
-    def _observe(self, jobs: Sequence[PackJob], source: SourcePages) -> LayerObservations:
+    def _observe(self, jobs: Sequence[PackJob], source: SourcePages) -> LayerStats:
         """Score every row, as many per launch as fit into memory."""
         method, layers, num_rows = jobs[0].method, self.num_layers, len(source.pages)
         ring_indices = self._ring_indices(jobs)
@@ -429,7 +430,7 @@ class Packer:
             return join_observations([part for _, part in parts], [len(rows) for rows, _ in parts])
         # Some layers reuse another layer's scores. Observe both kinds separately, then restore the
         # order.
-        by_row = dict[int, LayerObservations]()
+        by_row = dict[int, LayerStats]()
         reusing = [row for row in range(num_rows) if not method.scores_layer(row % layers)]
         for kind in (scored, reusing):
             for rows in self._launches(kind, source.max_tokens):
@@ -451,7 +452,7 @@ class Packer:
         ring_indices: torch.Tensor | None,
         *,
         scored: bool = True,
-    ) -> LayerObservations:
+    ) -> LayerStats:
         """Return the observations of some rows, without scores unless `scored`.
 
         Args:
@@ -542,7 +543,7 @@ class Packer:
         self,
         method: Method,
         pack_request: PackRequest,
-        observed: LayerObservations,
+        observed: LayerStats,
         source: SourcePages,
     ) -> tuple[torch.Tensor, int]:
         """Divide a request's pages among its layers.

@@ -148,7 +148,17 @@ def compressed_specs(
             " sliding window or keep a state; serve it without --kv-compress"
         )
     first_name, first = next(iter(full.items()))
-    _check_others(others, first_name, first)
+    # All groups take their pages from the same blocks, so pages must have one size in bytes. A
+    # window must also have the same block size in tokens. A state has no number of tokens: without
+    # the prefix cache, vLLM sets its block size to the maximum sequence length.
+    for name, spec in others.items():
+        same_block = isinstance(spec, MambaSpec) or spec.block_size == first.block_size
+        if spec.page_size_bytes != first.page_size_bytes or not same_block:
+            raise ConfigError(
+                "--kv-compress needs the same KV heads, head size, dtype and page size in every"
+                f" layer, but {name} differs from {first_name}; serve this model without"
+                " --kv-compress"
+            )
     for name, spec in full.items():
         plain = type(spec) is FullAttentionSpec and not spec.non_causal
         if not plain or spec.sliding_window or spec.attention_chunk_size:
@@ -184,27 +194,6 @@ def compressed_specs(
         for name, spec in full.items()
     }
     return {name: compressed.get(name, spec) for name, spec in specs.items()}
-
-
-def _check_others(others: Mapping[str, KVCacheSpec], first_name: str, first: KVCacheSpec) -> None:
-    """Check that the uncompressed layers can share a block pool with the full-attention layers.
-
-    All groups take their pages from the same blocks, so pages must have one size in bytes. A window
-    must also use the same block size in tokens. A state has no number of tokens: without the prefix
-    cache, vLLM sets its block size to the maximum sequence length.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    for name, spec in others.items():
-        same_page = spec.page_size_bytes == first.page_size_bytes
-        keeps_state = isinstance(spec, MambaSpec)
-        if not same_page or not (keeps_state or spec.block_size == first.block_size):
-            raise ConfigError(
-                "--kv-compress needs the same KV heads, head size, dtype and page size in every"
-                f" layer, but {name} differs from {first_name}; serve this model without"
-                " --kv-compress"
-            )
 
 
 def _describe(spec: KVCacheSpec) -> str:

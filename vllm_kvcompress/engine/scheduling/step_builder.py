@@ -449,9 +449,10 @@ class StepBuilder:
         adds_groups = isinstance(request, AddGroups)
         own_first = not request.prefill or (adds_groups and footprint.pages > 0)
         if missing and (own_first or free_blocks < needed):
-            reusable = _last_unshared_blocks(
-                state.blocks, footprint.first_block, full_blocks, missing
-            )
+            first_block = footprint.first_block
+            own = enumerate(state.blocks[first_block:full_blocks], first_block)
+            unshared = [(index, block) for index, block in own if block.ref_cnt == 1]
+            reusable = unshared[max(len(unshared) - missing, 0) :]
         if missing - len(reusable) > free_blocks:
             return False
         if state.cacheable_tokens is None:
@@ -648,22 +649,3 @@ def _unpacked_tokens(state: RequestState, plan: PagePlan) -> int:
     """Return the number of tokens that a plan packs and that were not packed before."""
     footprint = state.current_schedule.footprint
     return plan.packed_end - footprint.first_block * footprint.block_size
-
-
-def _last_unshared_blocks(
-    request_blocks: Sequence[KVCacheBlock], start: int, stop: int, max_blocks: int
-) -> list[tuple[int, KVCacheBlock]]:
-    """Return the last unshared blocks of a request in ``[start, stop)``, each with its index.
-
-    Args:
-        request_blocks: all blocks of the request, by index.
-        start: first block index.
-        stop: block index behind the last one.
-        max_blocks: maximum number of blocks to return.
-    """
-    unshared = [
-        (index, block)
-        for index, block in enumerate(request_blocks[start:stop], start)
-        if block.ref_cnt == 1
-    ]
-    return unshared[max(len(unshared) - max_blocks, 0) :]
