@@ -102,21 +102,8 @@ class ImageRoot:
             system.append((sys.base_prefix, sys.base_prefix))
         pairs = [part for pair in [*system, *binds] for part in pair]
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-        return [
-            *namespaces,
-            "--propagation",
-            "private",
-            "/bin/bash",
-            "-c",
-            _ENTER,
-            "enter",
-            str(self.path),
-            state,
-            user,
-            *pairs,
-            "--",
-            *argv,
-        ]
+        command = ["/bin/bash", "-c", _ENTER, "enter", str(self.path), state, user]
+        return [*namespaces, "--propagation", "private", *command, *pairs, "--", *argv]
 
     def remove(self) -> None:
         shutil.rmtree(self.path)
