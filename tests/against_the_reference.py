@@ -125,12 +125,8 @@ def assert_equals_reference(preset, shape, ratio, sinks=None, lookahead=0, windo
         for layer in exact
     ]
     size = None if output_scorer else CHUNKS.get(preset)
-    base = (
-        max(math.floor(ratio * (tokens - lookahead)), settings_window + 1)
-        + lookahead
-        - w
-        - len(protected_past)
-    )
+    budget = max(math.floor(ratio * (tokens - lookahead)), settings_window + 1) + lookahead
+    base = budget - w - len(protected_past)
     allocator_window = min(lookahead, w) if lookahead else w
     free_scores = [score[:, unprotected] for score in scores]
     budget_args = base, ratio, w, allocator_window, len(protected_past)

@@ -146,27 +146,25 @@ WIDE = {
 }  # fmt: skip
 
 
+def llama_sizes(
+    layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int = VOCAB
+) -> dict[str, Any]:
+    """Return the keys of a small model's configuration that all architectures have."""
+    sizes: dict[str, Any] = {"vocab_size": vocab, "hidden_size": heads * head_dim}
+    sizes |= {"intermediate_size": 128, "num_hidden_layers": layers, "head_dim": head_dim}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2}
+    return sizes | {"initializer_range": 0.3, "tie_word_embeddings": False}
+
+
 def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     """Write the checkpoint `name` below `folder` once; return its path."""
     path = folder / name
     if (path / "config.json").exists():
         return str(path)
     shape = {**SHAPES, **MIXTURES, **HYBRIDS, **WIDE, **STATEFUL}[name]
-    config = shape.config(
-        vocab_size=vocab,
-        hidden_size=shape.heads * shape.head_dim,
-        intermediate_size=128,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=8192,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        **shape.extra_config,
-    )
+    sizes = llama_sizes(shape.layers, shape.heads, shape.kv_heads, shape.head_dim, vocab)
+    config = shape.config(**sizes, **shape.extra_config)
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
@@ -213,13 +211,7 @@ def write_adapter(folder: Path, *, layers: int, hidden: int) -> str:
             weights[f"{key}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
             weights[f"{key}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.3
     save_file(weights, folder / "adapter_model.safetensors")
-    options = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-    }
+    options = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+    options |= {"target_modules": ["q_proj", "v_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(options))
     return str(folder)

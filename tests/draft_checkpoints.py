@@ -10,21 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import VOCAB, make
+from checkpoints import VOCAB, llama_sizes, make
 
-_HEAD = {
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "intermediate_size": 128,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+_HEAD: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+_HEAD |= {"hidden_act": "silu", "rms_norm_eps": 1e-6, "torch_dtype": "float32"}
 
 
 def make_eagle(target: str, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 32) -> str:
@@ -36,21 +25,12 @@ def make_eagle(target: str, *, heads: int = 4, kv_heads: int = 2, head_dim: int 
     """
     hidden = json.loads(Path(target, "config.json").read_text())["hidden_size"]
     path = Path(f"{target}-eagle-{heads}-{kv_heads}-{head_dim}")
-    config = {"architectures": ["LlamaForCausalLM"], **_shape(hidden, heads, kv_heads, head_dim)}
+    config = {**llama_sizes(1, heads, kv_heads, head_dim), "hidden_size": hidden}
     weights = _layer("layers.0", hidden, hidden, heads, kv_heads, head_dim)
     weights["fc.weight"] = torch.cat(
         [_random(1, hidden, hidden) * 0.1, torch.eye(hidden) + _random(2, hidden, hidden) * 0.1], 1
     )
     return _write(path, config, weights)
-
-
-def _shape(hidden: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
 
 
 def _layer(
@@ -94,18 +74,15 @@ def make_eagle3(target: str) -> str:
         shape[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
     path, name, head_dim = Path(f"{target}-eagle3"), "midlayer", shape["head_dim"]
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "draft_vocab_size": VOCAB,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-    }
+    config = {**llama_sizes(1, heads, kv_heads, head_dim), "hidden_size": hidden}
+    config |= {"draft_vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     weights = _layer(name, hidden, 2 * hidden, heads, kv_heads, head_dim)
     for norm in (f"{name}.input_layernorm", f"{name}.hidden_norm", "norm"):
         weights[f"{norm}.weight"] = torch.ones(hidden)
     # Three of the target's layers pass their hidden states on.
     weights["fc.weight"] = torch.cat([torch.eye(hidden)] * 3, 1)
     weights["lm_head.weight"] = _weights_of(target)["lm_head.weight"]
-    return _write(path, config | _shape(hidden, heads, kv_heads, head_dim), weights)
+    return _write(path, config, weights)
 
 
 def make_with_mtp(folder: Path, modules: int = 1) -> str:

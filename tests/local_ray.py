@@ -1,6 +1,7 @@
 """Start a local Ray for a test, and end all of its processes afterwards."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -128,22 +129,9 @@ def _node(
 ) -> subprocess.Popen[bytes]:
     folder.mkdir()
     write_site(folder, DEVICE_NAMED + site)
-    options = (
-        "--block",
-        "--num-cpus",
-        "1",
-        "--num-gpus",
-        "1",
-        "--disable-usage-stats",
-        "--object-store-memory",
-        str(80 * 2**20),
-        "--min-worker-port",
-        "0",
-        "--max-worker-port",
-        "0",
-        "--dashboard-agent-listen-port",
-        str(free_port()),
-    )
+    options = shlex.split("--num-cpus 1 --num-gpus 1 --min-worker-port 0 --max-worker-port 0")
+    options += ["--block", "--disable-usage-stats", f"--object-store-memory={80 * 2**20}"]
+    options.append(f"--dashboard-agent-listen-port={free_port()}")
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *address, *options],

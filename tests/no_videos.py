@@ -44,13 +44,9 @@ class NoVideos(dict[str, Any]):
         values = 3 * self.temporal_patch_size * self.patch_size**2
         indices = list(metadata["frames_indices"])
         metadata_out = SimpleNamespace(fps=metadata["fps"], frames_indices=indices)
-        return BatchFeature(
-            {
-                "pixel_values_videos": torch.zeros(int(torch.tensor(grid).prod()), values),
-                "video_grid_thw": torch.tensor([grid]),
-                "video_metadata": [metadata_out],
-            }
-        )
+        pixels = torch.zeros(int(torch.tensor(grid).prod()), values)
+        result = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
+        return BatchFeature(result | {"video_metadata": [metadata_out]})
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,10 @@ def run(files: Sequence[str], environment: Mapping[str, str], folder: Path) -> P
     """
     report = folder / "again.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=15"]
+    command += ["-o", "junit_family=xunit1", f"--junit-xml={report}", *files]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     completed = subprocess.run(
-        [*command, "-o", "junit_family=xunit1", f"--junit-xml={report}", *files],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     output = completed.stdout[-8000:] + completed.stderr[-2000:]
     passed = dict.fromkeys(files, 0)

@@ -73,13 +73,10 @@ def test_pages_and_positions_need_no_sync(name, tokens):
 @pytest.mark.parametrize("scorer", [KeyDiff(), LagKV(lag=32)])
 def test_key_and_value_scores_need_no_sync(scorer):
     prompt = {"pages": on_device(13, dtype=torch.int64), "tokens": 200}
-    stats = AttentionStats(
-        num_kv_heads=KV_HEADS,
-        past=168,
-        device=torch.device("meta"),
-        keys=PagedKeys(key_pages=on_device(20, KV_HEADS, 8, 16), **prompt),
-        values=PagedValues(value_pages=on_device(20, KV_HEADS, 16, 8), **prompt),
-    )
+    keys = PagedKeys(key_pages=on_device(20, KV_HEADS, 8, 16), **prompt)
+    values = PagedValues(value_pages=on_device(20, KV_HEADS, 16, 8), **prompt)
+    counts = {"num_kv_heads": KV_HEADS, "past": 168, "device": torch.device("meta")}
+    stats = AttentionStats(**counts, keys=keys, values=values)
     with no_uploads_or_reads():
         scores = scorer.score(stats)
     assert (scores.shape, scores.dtype) == ((KV_HEADS, 168), torch.float32)

@@ -66,10 +66,8 @@ def test_a_scale_may_be_a_whole_number(preset):
 @pytest.mark.parametrize("fast", [False, True])
 def test_caote_over_every_base(base, how, fast):
     q, k, v = inputs(*SHAPES["gqa"], seed=4)
-    policy = {
-        "compress": "fastcaote" if fast else "caote",
-        "scorer_params": {"base": base, "reduce": how},
-    }
+    preset = "fastcaote" if fast else "caote"
+    policy = {"compress": preset, "scorer_params": {"base": base, "reduce": how}}
     got = compress(q, k, v, policy=policy, budget=0.5)
     w = 1 if base == "tova" else 32
     for layer in range(len(k)):
@@ -80,20 +78,6 @@ def test_caote_over_every_base(base, how, fast):
         )
 
 
-@pytest.mark.parametrize("norm", ["layer_minmax", "head_minmax", "raw"])
-@pytest.mark.parametrize("ratio", [0.2, 0.5])
-def test_d2o_budgets_of_every_norm(norm, ratio):
-    q, k, v = inputs(*SHAPES["gqa"], seed=6)
-    policy = {"compress": "d2o", "allocator_params": {"norm": norm}}
-    got = compress(q, k, v, policy=policy, budget=ratio)
-    sums = [
-        ref.column_sums(a.double().numpy(), b.double().numpy()) for a, b in zip(q, k, strict=True)
-    ]
-    total = round(ratio * 101 * 6)
-    assert got.budgets == ref.d2o_budgets(sums, total, 101, norm)
-    assert sum(got.budgets) == total
-
-
 def test_chunks_of_any_size_shared_or_not_and_reused():
     q, k, v = inputs(*SHAPES["gqa"], seed=8)
     w, tokens = 32, 101
@@ -101,11 +85,8 @@ def test_chunks_of_any_size_shared_or_not_and_reused():
         ref.snapkv(*(x[i].double().numpy() for x in (q, k, v)), w, kernel=1) for i in range(6)
     ]
     for size, shared, reuse in ((1, True, 1), (3, False, 1), (20, True, 2), (10, False, 4)):
-        policy = {
-            "compress": "chunkkv",
-            "allocator": "pyramid",
-            "selector_params": {"size": size, "shared": shared, "reuse": reuse},
-        }
+        params = {"size": size, "shared": shared, "reuse": reuse}
+        policy = {"compress": "chunkkv", "allocator": "pyramid", "selector_params": params}
         got = compress(q, k, v, policy=policy, budget=0.5)
         assert got.budgets == [b + w for b in ref.pyramid_budgets(6, 50 - w, tokens - w)]
         for layer, n in enumerate(got.budgets):
@@ -336,10 +317,7 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
         (dict(policy={"compress": "caote", "base": "tova"}), "setting 'base' is unknown"),
-        (
-            dict(policy={"compress": "caote", "scorer_params": {"base": "cake"}}),
-            "caote.base must be one of",
-        ),
+        (dict(policy={"scorer": "caote", "scorer_params": {"base": "cake"}}), "caote.base must be"),
     ],
 )
 def test_bad_settings_are_refused(change, message):

@@ -31,9 +31,7 @@ def test_equals_the_reference_if_output_tokens_score(preset):
 def test_a_budget_too_small_for_protected_tokens_is_raised(preset, page_size):
     q, k, v = inputs(2, 4, 2, 400, 8, 0.0, seed=2)
     span = [10, 110]
-    got = compress(
-        q, k, v, policy=preset, budget=0.1, page_size=page_size, protect=[span]
-    )  # fmt: skip
+    got = compress(q, k, v, policy=preset, budget=0.1, page_size=page_size, protect=[span])
     w = WINDOWS.get(preset, 32)
     # the window and a page, or half of a budget of 40 tokens
     min_tokens = max(-(-(100 + w) // page_size) + 1, -(-120 // page_size)) * page_size

@@ -45,11 +45,7 @@ def test_unknown_attributes_raise_attribute_error():
 
 @pytest.mark.parametrize(
     ("pattern", "folders", "files"),
-    [
-        (IMAGE, ("deploy", "docker"), 9),
-        (LABEL, ("docker",), 2),
-        (NAMED, ("docs",), 1),
-    ],
+    [(IMAGE, ("deploy", "docker"), 9), (LABEL, ("docker",), 2), (NAMED, ("docs",), 1)],
     ids=["image tags", "image labels", "documents"],
 )
 def test_manifests_labels_and_documents_name_the_version(pattern, folders, files):

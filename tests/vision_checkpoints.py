@@ -22,18 +22,10 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Qwen25
 from transformers import Qwen3VLForConditionalGeneration as Qwen3
 
 import no_videos
-from checkpoints import EXPERTS, VOCAB
+from checkpoints import EXPERTS, llama_sizes
 
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+SPECIAL += ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 ID = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -72,11 +64,7 @@ class Family:
     dtype: str = "float32"
 
 
-_QWEN3 = {
-    "out_hidden_size": 128,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0],
-}
+_QWEN3 = dict(out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0])
 FAMILIES = {
     "qwen2.5-vl": Family(
         Qwen25, 14, (4, 6, 6), vision={"out_hidden_size": 128, "fullatt_block_indexes": [1]}
@@ -102,18 +90,8 @@ def make(name: str, folder: Path) -> str:
         return str(path)
     family = (FAMILIES | WIDE)[name]
     text_config = {
-        "vocab_size": VOCAB,
-        "hidden_size": family.heads * family.head_dim,
-        "intermediate_size": 128,
-        "num_hidden_layers": family.layers,
-        "num_attention_heads": family.heads,
-        "num_key_value_heads": family.kv_heads,
-        "head_dim": family.head_dim,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
+        **llama_sizes(family.layers, family.heads, family.kv_heads, family.head_dim),
         "bos_token_id": 0,
-        "eos_token_id": 2,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
@@ -159,16 +137,10 @@ def _write_processor(path: Path, family: Family) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     newer = family.model is not Qwen25
-    pictures = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen3VLProcessor" if newer else "Qwen2_5_VLProcessor",
-        "patch_size": family.patch,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": 4096, "longest_edge": 262144},
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
+    pictures = {"processor_class": "Qwen3VLProcessor" if newer else "Qwen2_5_VLProcessor"}
+    pictures |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": family.patch}
+    pictures |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_size": 2}
+    pictures |= {"temporal_patch_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 262144}}
     (path / "preprocessor_config.json").write_text(json.dumps(pictures))
 
 

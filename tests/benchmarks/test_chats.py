@@ -62,15 +62,8 @@ class FakeServer:
 
     def __call__(self, _server, chat):
         self.sent.append([message["content"] for message in chat.messages])
-        return Reply(
-            text=f"reply {len(self.sent)}",
-            token_ids=(1,),
-            prompt_tokens=len(chat.messages),
-            cached_tokens=len(chat.messages) - 1,
-            first_token_s=0.5,
-            end_s=1.0,
-            compressed=None,
-        )
+        text, turn = f"reply {len(self.sent)}", len(chat.messages)
+        return Reply(text, (1,), turn, turn - 1, first_token_s=0.5, end_s=1.0, compressed=None)
 
 
 @pytest.mark.parametrize("run", [chats.run_under_pressure, chats.run_warm])

@@ -87,10 +87,9 @@ def test_drafted_tokens_do_not_change_the_full_caches_output(model, prompt, monk
 
 @pytest.mark.parametrize("start", [1, 60, 300, 332])
 def test_a_prefill_after_a_shared_prefix_gives_the_same_cache(model, prompt, start):
-    again = model.prefill(
-        IDS, with_column_sums=True, prefix=model.prefill(IDS[:start], with_column_sums=True)
-    )
-    torch.testing.assert_close(again.logits, prompt.logits, rtol=1e-3, atol=2e-3)
+    prefix = model.prefill(IDS[:start], with_column_sums=True)
+    again = model.prefill(IDS, with_column_sums=True, prefix=prefix)
+    torch.testing.assert_close(again.logits, prompt.logits, rtol=1e-4, atol=1e-4)
     for part in ("keys", "values", "queries", "column_sums"):
         for actual, expected in zip(getattr(again, part), getattr(prompt, part), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -117,11 +116,8 @@ def test_every_preset_keeps_the_same_cache_as_offline(model, prompt, monkeypatch
         cache = compressor.compress(settings_at(without_lookahead(preset), 0.3))
         expected_cache = compress(queries, keys, values, policy=preset, budget=0.3, page_size=16)
         assert cache.tokens == sum(expected_cache.budgets)
-        for actual, expected in zip(
-            (*cache.keys, *cache.values),
-            (*expected_cache.keys, *expected_cache.values),
-            strict=True,
-        ):
+        both = ((*each.keys, *each.values) for each in (cache, expected_cache))
+        for actual, expected in zip(*both, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -161,9 +157,8 @@ def test_the_full_cache_has_no_divergence_from_itself(model, prompt):
     full = full_cache_output(model, PLAIN_TEXT, prompt)
     full_cache = CompressedCache(keys=prompt.keys, values=prompt.values, tokens=0)
     random_cache = PromptCompressor(prompt).compress(settings_at("random", 0.2))
-    uncompressed, compressed = compare_outputs(
-        model, PLAIN_TEXT, prompt, [full_cache, random_cache], full
-    )
+    caches = [full_cache, random_cache]
+    uncompressed, compressed = compare_outputs(model, PLAIN_TEXT, prompt, caches, full)
     assert uncompressed.same
     assert uncompressed.top1 == 1.0
     assert uncompressed.mean_kl == pytest.approx(0.0, abs=1e-5)
@@ -173,9 +168,8 @@ def test_the_full_cache_has_no_divergence_from_itself(model, prompt):
 def test_an_output_of_one_token_has_no_divergence(model, prompt):
     item = replace(PLAIN_TEXT, max_tokens=1)
     random_cache = PromptCompressor(prompt).compress(settings_at("random", 0.2))
-    (output,) = compare_outputs(
-        model, item, prompt, [random_cache], full_cache_output(model, item, prompt)
-    )
+    full = full_cache_output(model, item, prompt)
+    (output,) = compare_outputs(model, item, prompt, [random_cache], full)
     assert (output.same, output.mean_kl, output.top1) == (True, None, None)
 
 
@@ -203,13 +197,9 @@ def test_a_look_ahead_compresses_the_prompt_with_its_first_output_tokens(model, 
     compressor = PromptCompressor(extended, 16, output_tokens=10)
     plan = compressor.plan(settings)
     assert (plan.window, plan.tokens) == (10, len(IDS) + 10)
-    assert (
-        plan.budget == settings_at("cake", 0.3).budget_spec(model.num_layers, len(IDS)).budget + 10
-    )
-    cache, without = (
-        compressor.compress(settings),
-        PromptCompressor(prompt, 16).compress(settings_at("cake", 0.3)),
-    )
+    plain = settings_at("cake", 0.3)
+    assert plan.budget == plain.budget_spec(model.num_layers, len(IDS)).budget + 10
+    cache, without = compressor.compress(settings), PromptCompressor(prompt, 16).compress(plain)
     assert abs(cache.tokens - without.tokens - 10 * model.num_layers) < 16 * model.num_layers
     with pytest.raises(AssertionError):
         compressor.compress(with_lookahead("cake", 11))
@@ -222,19 +212,16 @@ def test_outputs_match_the_full_cache_until_the_look_ahead_ends(model, prompt):
     late = full_cache_output(model, LONG_OUTPUT, prompt, forced)
     assert late.tokens[:14] == forced
     assert late.tokens != full.tokens
-    random_cache = PromptCompressor(late.prompt_with_output(10), output_tokens=10).compress(
-        with_lookahead("cake", 10)
-    )
-    (output,) = compare_outputs(
-        model, LONG_OUTPUT, late.prompt_with_output(10), [random_cache], late
-    )
+    extended = late.prompt_with_output(10)
+    late_cache = PromptCompressor(extended, output_tokens=10).compress(with_lookahead("cake", 10))
+    (output,) = compare_outputs(model, LONG_OUTPUT, extended, [late_cache], late)
     assert output.tokens[:14] == forced
     assert output.agreed[:13] == [True] * 13
     assert max(output.kl[10:13]) > 1e-4
-    cache = PromptCompressor(full.prompt_with_output(10), output_tokens=10).compress(
-        with_lookahead("cake-chunk", 10)
-    )
-    (output,) = compare_outputs(model, LONG_OUTPUT, full.prompt_with_output(10), [cache], full)
+    extended = full.prompt_with_output(10)
+    chunks = with_lookahead("cake-chunk", 10)
+    cache = PromptCompressor(extended, output_tokens=10).compress(chunks)
+    (output,) = compare_outputs(model, LONG_OUTPUT, extended, [cache], full)
     assert output.tokens[:11] == full.tokens[:11]
     assert output.kl[:10] == [0.0] * 10
     assert output.agreed[:10] == [True] * 10
@@ -247,10 +234,9 @@ def test_outputs_match_the_full_cache_until_the_look_ahead_ends(model, prompt):
 def test_an_output_that_is_not_decoded_fully_ends_at_its_first_difference(model, prompt):
     full = full_cache_output(model, LONG_OUTPUT, prompt)
     random_cache = PromptCompressor(prompt).compress(settings_at("random", 0.1))
-    (complete,) = compare_outputs(model, LONG_OUTPUT, prompt, [random_cache], full)
-    (partial,) = compare_outputs(
-        model, LONG_OUTPUT, prompt, [random_cache], full, decode_fully=False
-    )
+    arguments = model, LONG_OUTPUT, prompt, [random_cache], full
+    (complete,) = compare_outputs(*arguments)
+    (partial,) = compare_outputs(*arguments, decode_fully=False)
     assert (partial.kl, partial.agreed, partial.same) == (complete.kl, complete.agreed, False)
     assert len(partial.tokens) < len(complete.tokens) == 24
     assert complete.tokens[: len(partial.tokens)] == partial.tokens
@@ -260,16 +246,15 @@ def test_an_output_that_is_not_decoded_fully_ends_at_its_first_difference(model,
 @pytest.mark.parametrize("preset", ["cake", "cake-chunk", "snapkv"])
 def test_caches_with_a_look_ahead_give_the_engines_outputs(model, folder, prompt, preset):
     config = {"compress": preset, "budget": 0.2, "lookahead": 10, "min_prompt": 128}
-    with engine(
-        folder, additional_config={"kvcompress": config}, enable_prefix_caching=False
-    ) as llm:
+    options = {"additional_config": {"kvcompress": config}, "enable_prefix_caching": False}
+    with engine(folder, **options) as llm:
         (expected,) = llm.generate([IDS], LONG_OUTPUT.max_tokens)
         assert llm.compressor.compressed == 1
     full = full_cache_output(model, LONG_OUTPUT, prompt)
-    cache = PromptCompressor(full.prompt_with_output(10), BLOCK, output_tokens=10).compress(
-        settings_at(json.dumps({"compress": preset, "lookahead": 10}), 0.2)
-    )
-    (output,) = compare_outputs(model, LONG_OUTPUT, full.prompt_with_output(10), [cache], full)
+    extended = full.prompt_with_output(10)
+    evicting = settings_at(json.dumps({"compress": preset, "lookahead": 10}), 0.2)
+    cache = PromptCompressor(extended, BLOCK, output_tokens=10).compress(evicting)
+    (output,) = compare_outputs(model, LONG_OUTPUT, extended, [cache], full)
     assert output.tokens == expected
     assert output.tokens != full.tokens  # otherwise the comparison shows nothing
 
@@ -357,9 +342,8 @@ def test_a_low_bit_cache_decodes_as_a_prefill_in_its_format(model, prompt, name)
     assert max(output.kl) > 1e-4
     extended = full.prompt_with_output(10)
     continued = model.stored_as(extended, low_bit, prefix=stored)
-    for actual, expected in zip(
-        continued.keys, model.stored_as(extended, low_bit).keys, strict=True
-    ):
+    at_once = model.stored_as(extended, low_bit)
+    for actual, expected in zip(continued.keys, at_once.keys, strict=True):
         # Rounding may turn a difference in the last bit into one step of the format.
         assert ((actual - expected).abs() > 1e-3).float().mean() < 0.01
 
@@ -403,9 +387,7 @@ def test_a_hybrid_model_matches_transformers_and_keeps_its_sliding_windows(tmp_p
     torch.testing.assert_close(prompt.logits, logits[0], rtol=1e-4, atol=1e-4)
     full = full_cache_output(model, LONG_OUTPUT, prompt)
     torch.testing.assert_close(full.logits, logits[1:], rtol=1e-4, atol=1e-4)
-    window_layers = [
-        layer for layer, window in enumerate(model.sliding_windows) if window is not None
-    ]
+    window_layers = [n for n, window in enumerate(model.sliding_windows) if window is not None]
     assert 0 < len(window_layers) < model.num_layers
     extended = full.prompt_with_output(10)
     cache = PromptCompressor(extended, output_tokens=10).compress(with_lookahead("cake", 10))

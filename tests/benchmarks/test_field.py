@@ -14,11 +14,7 @@ from benchmarks.field.__main__ import as_line
 from benchmarks.field.data import LONG_CONTEXT_EVAL, FieldData
 from vllm_kvcompress.compare.prompts import read_prompts
 from vllm_kvcompress.compare.tasks import Item
-from vllm_kvcompress.compare.tasks.short_answers import (
-    exact_match,
-    final_answer,
-    token_f1,
-)
+from vllm_kvcompress.compare.tasks.short_answers import exact_match, final_answer, token_f1
 from vllm_kvcompress.errors import ConfigError
 
 DATA = FieldData()
@@ -133,9 +129,8 @@ TEXTS = st.text("abAB .,", max_size=12)
 @given(answers=st.lists(TEXTS.filter(str.strip), min_size=1, max_size=4), text=TEXTS)
 def test_string_matches_score_as_rulers_own_functions(answers, text, rulers_metrics):
     for family, match in (("niah", "all"), ("qa", "any")):
-        item = Item(
-            name="", task="", messages=(), answers=tuple(answers), max_tokens=1, match=match
-        )
+        task = dict(name="", task="", messages=(), max_tokens=1)
+        item = Item(**task, answers=tuple(answers), match=match)
         theirs = rulers_metrics[family]["metric_fn_per_sample"]([text], [answers])
         assert 100 * item.score(text) == pytest.approx(theirs[0])
 

@@ -59,20 +59,10 @@ def test_every_op_has_one_floor_and_its_documented_goal():
 def test_ops_are_launched_as_in_the_engine():
     """For a prompt of 1/16 of the maximum length, 16 layers share a window-score launch."""
     launches = {op.name.split(",")[0]: len(op.launches(EIGHT_B)) for op in ops.OPS}
-    assert launches == {
-        "window_scores": 2,
-        "value_scores": 32,
-        "value_norms": 32,
-        "key_cosines": 32,
-        "lag_scores": 32,
-        "column_sums": 32,
-        "select": 1,
-        "select_chunks": 1,
-        "count_highest": 1,
-        "move_kept": 1,
-        "merge_evicted": 32,
-        "page_tables": 1,
-    }
+    expected = {"window_scores": 2, "value_scores": 32, "value_norms": 32, "key_cosines": 32}
+    expected |= {"lag_scores": 32, "column_sums": 32, "merge_evicted": 32, "page_tables": 1}
+    expected |= {"select": 1, "select_chunks": 1, "count_highest": 1, "move_kept": 1}
+    assert launches == expected
     uneven = replace(EIGHT_B, layers=5, tokens=60000)
     assert ops.OPS[0].launches(uneven) == [range(0, 2), range(2, 4), range(4, 5)]
 
@@ -357,9 +347,8 @@ def test_kernel_tests_are_counted_without_skipped_ones(stage_report, tmp_path):
         "</testsuite></testsuites>"
     )
     correctness.report_tests(stage_report, junit_file)
-    results = {
-        check["name"]: (check["figure"], check["result"]) for check in stage_report.data["checks"]
-    }
+    checks = stage_report.data["checks"]
+    results = {check["name"]: (check["figure"], check["result"]) for check in checks}
     assert results["b: z"][1] == "FAIL"
     assert results["tests that failed"] == (1, "FAIL")
     assert results["tests that passed"] == (1, "pass")

@@ -58,10 +58,7 @@ def test_drift_of_the_machine_cancels_in_paired_differences():
 
 def test_the_interval_covers_outliers_but_does_not_reach_them():
     changes = [0.01] * 30 + [0.5] * 5 + [-0.5] * 5
-    found = {
-        "full": [{"ms": 1.0}] * 40,
-        "plugin": [{"ms": 1 + change} for change in changes],
-    }
+    found = {"full": [{"ms": 1.0}] * 40, "plugin": [{"ms": 1 + change} for change in changes]}
     result = difference(found, "plugin", "full", "ms")
     assert (result.median, result.low, result.high) == pytest.approx((0.01, 0.01, 0.01))
 

@@ -11,14 +11,8 @@ from benchmarks.gpu import server
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.summary import failures
 
-RESULT = {
-    "completed": 2,
-    "duration": 1.0,
-    "median_ttft_ms": 100.0,
-    "median_tpot_ms": 5.0,
-    "p99_itl_ms": 9.0,
-    "output_throughput": 50.0,
-}
+RESULT = {"completed": 2, "duration": 1.0, "output_throughput": 50.0}
+RESULT |= {"median_ttft_ms": 100.0, "median_tpot_ms": 5.0, "p99_itl_ms": 9.0}
 
 
 @pytest.fixture

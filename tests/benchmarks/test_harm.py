@@ -30,12 +30,7 @@ def count_words(text):
 
 def build(name, *, tokens=700, count=1, seed=0):
     return field_items(
-        DATA,
-        [name],
-        count=count,
-        tokens=tokens,
-        seed=seed,
-        count_tokens=count_words,
+        DATA, [name], count=count, tokens=tokens, seed=seed, count_tokens=count_words
     )
 
 

@@ -18,18 +18,8 @@ PROMPT = exchange.Prompt(
 
 
 def result(**fields: object) -> exchange.Result:
-    line = dict(
-        side=exchange.OURS,
-        method="snapkv",
-        budget=0.1,
-        prompt="needle0",
-        tokens=100,
-        kept=(10.0, 10.0),
-        answered=True,
-        kl=(),
-        cache_bytes=10,
-        full_bytes=100,
-    )
+    line = dict(side=exchange.OURS, method="snapkv", budget=0.1, prompt="needle0", tokens=100)
+    line |= dict(kept=(10.0, 10.0), answered=True, kl=(), cache_bytes=10, full_bytes=100)
     return exchange.Result(**{**line, **fields})
 
 
@@ -80,17 +70,9 @@ def test_the_closest_ratio_misses_by_at_most_a_token_per_layer(tokens, layers, d
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.4,
-    )
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(vocab_size=64, hidden_size=32, intermediate_size=32)
+    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, initializer_range=0.4)
     return LlamaForCausalLM(config).eval()
 
 
@@ -180,17 +162,10 @@ def test_a_press_is_compared_on_its_own_prompts_ignoring_rounding():
 
 
 def test_the_report_has_all_methods_notes_and_the_origin():
-    results = {
-        "machine": "a processor",
-        "command": "python -m benchmarks.peers",
-        "commit": "abc",
-        "model": "a model",
-        "kvpress": "0.5.5",
-        "transformers": {"kvpress": "5.2", "ours": "5.19"},
-        "prompts": "1 needles and 1 texts of 100 to 100 tokens",
-        "budgets": [0.1],
-        "pairs": pairs(),
-    }
+    results = {"machine": "a processor", "command": "python -m benchmarks.peers", "commit": "abc"}
+    results |= {"model": "a model", "prompts": "1 needles and 1 texts of 100 to 100 tokens"}
+    results |= {"kvpress": "0.5.5", "transformers": {"kvpress": "5.2", "ours": "5.19"}}
+    results |= {"budgets": [0.1], "pairs": pairs()}
     text = markdown(json.loads(json.dumps(results)))
     assert "| kvpress: SnapKV | 0/1 | 0.100 | 0.10 | KL at 0.1 |" in text
     assert "| ours: snapkv | 1/1 | 0.300 | 0.10 |  |" in text

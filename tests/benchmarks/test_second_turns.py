@@ -91,15 +91,9 @@ def test_every_system_reads_one_reply_and_only_late_and_cold_keeps_its_first_tok
 
     monkeypatch.setattr(ReferenceModel, "encode", encode)
     first = {"role": "user", "content": " ".join(map(str, tokens(700, seed=7)))}
-    chat = second_turns.Chat(
-        kind="about the text",
-        name="about the text/0",
-        first=(first,),
-        second=" ".join(map(str, tokens(40, seed=8))),
-        begin="",
-        answers=(),
-        max_tokens=12,
-    )
+    second = " ".join(map(str, tokens(40, seed=8)))
+    texts = {"first": (first,), "second": second, "begin": "", "answers": ()}
+    chat = second_turns.Chat(kind="about the text", name="about/0", max_tokens=12, **texts)
     replies = second_turns.full_cache_replies(model, chat)
     assert replies.second_prompt[:700] == replies.first_prompt
     assert len(replies.second_prompt) == 700 + len(replies.first_reply) + 40

@@ -45,9 +45,8 @@ def llm(tiny):
     ],
 )
 def test_blocks_equal_the_engines(llm, tiny, length, method, budget, output):
-    forecast = make_forecast(
-        tiny, length, output, {"compress": method, "budget": budget, "min_prompt": 128}
-    )
+    config = {"compress": method, "budget": budget, "min_prompt": 128}
+    forecast = make_forecast(tiny, length, output, config)
     held = held_blocks(llm, tokens(length, seed=1), output, kv_compress=method, kv_budget=budget)
     assert len(held) == output
     assert held[0] == forecast.on.decoding
@@ -60,23 +59,18 @@ def test_blocks_equal_the_engines(llm, tiny, length, method, budget, output):
 @pytest.mark.engine
 def test_blocks_and_bytes_with_a_decode_budget_equal_the_engines(tiny):
     """For a short prompt and a compressed one. The bytes include the query ring."""
-    additional_config = settings("cake", 0.2, decode_budget=96, decode_interval=64)
-    with engine(
-        tiny, additional_config=additional_config, max_model_len=2048, max_num_seqs=64
-    ) as llm:
+    config = settings("cake", 0.2, decode_budget=96, decode_interval=64)
+    forecast_of = partial(make_forecast, tiny, longest=2048, requests=64)
+    with engine(tiny, additional_config=config, max_model_len=2048, max_num_seqs=64) as llm:
         for length, output in ((45, 300), (700, 250)):
-            forecast = make_forecast(
-                tiny, length, output, additional_config["kvcompress"], longest=2048, requests=64
-            )
+            forecast = forecast_of(length, output, config["kvcompress"])
             held = held_blocks(llm, tokens(length, seed=1), output)
             assert (held[0], max(held)) == (forecast.on.decoding, forecast.on.end)
             assert max(held) < forecast.off.end
         compression = active_settings(llm.worker.vllm_config.additional_config)
         assert forecast.extra_bytes == device_bytes(llm.worker.vllm_config, compression)
         ring = llm.compressor.pool.ring
-    without = make_forecast(
-        tiny, 700, 250, settings("cake", 0.2)["kvcompress"], longest=2048, requests=64
-    )
+    without = forecast_of(700, 250, settings("cake", 0.2)["kvcompress"])
     assert forecast.extra_bytes - without.extra_bytes >= ring._queries.nbytes
 
 
@@ -94,12 +88,7 @@ def k4v3_llm(wide):
 @pytest.mark.parametrize("packed_dtype", ["k4v3", "auto"])
 @pytest.mark.parametrize(
     ("length", "method", "budget"),
-    [
-        (1000, "cake", 0.4),
-        (1025, "snapkv", 0.1),
-        (1500, "cake", 1.0),
-        (1100, "d2o", 0.8),
-    ],
+    [(1000, "cake", 0.4), (1025, "snapkv", 0.1), (1500, "cake", 1.0), (1100, "d2o", 0.8)],
 )
 def test_blocks_in_each_format_equal_the_engines(
     k4v3_llm, wide, length, method, budget, packed_dtype
@@ -111,10 +100,8 @@ def test_blocks_in_each_format_equal_the_engines(
     held = held_blocks(k4v3_llm, tokens(length, seed=1), 40, **xargs)
     assert held[0] == forecast.on.decoding
     assert held[-1] == forecast.on.end
-    assert (forecast.packed_dtype, forecast.page_tokens) == (
-        packed_dtype,
-        256 if packed_dtype == "k4v3" else BLOCK,
-    )
+    page_tokens = 256 if packed_dtype == "k4v3" else BLOCK
+    assert (forecast.packed_dtype, forecast.page_tokens) == (packed_dtype, page_tokens)
     if packed_dtype == "k4v3":
         # the first block and the tail stay in 16 bits, at 1.0 up to 7 blocks behind the last page
         unpacked = 1 + (2 if budget < 1.0 else 7)
@@ -201,10 +188,8 @@ def test_a_budget_in_k4v3_is_rounded_up_to_larger_pages(wide):
         "packed_dtype": "auto"}, **load).on  # fmt: skip
     every = make_forecast(wide, 1000, 8, {**config, "budget": 1.0}, **load)
     assert (every.kept_tokens, every.pages, every.on.decoding) == (1000, 3 * 14, 1 + 14 + 6)
-    assert (every.auto.left_whole, every.left_whole) == (
-        "compressing it to this budget would free no block",
-        None,
-    )
+    assert every.auto.left_whole == "compressing it to this budget would free no block"
+    assert every.left_whole is None
     short = make_forecast(wide, 130, 8, {**config, "budget": 1.0}, block_size=128)
     assert (short.page_tokens, short.left_whole) == (1024, every.auto.left_whole)
 
@@ -533,13 +518,12 @@ def test_bytes_of_a_quantised_cache_equal_the_engines(tiny):
         taken = sum(tensor.size for tensor in cache.kv_cache_tensors)
         compression = active_settings(config.additional_config)
         extra = device_bytes(config, compression)
-    extra_options = dict(longest=2048, requests=64)
-    forecast = make_forecast(
-        tiny, 1000, 24, settings_dict["kvcompress"], cache_dtype="fp8", **extra_options
-    )
+    forecast_of = partial(make_forecast, tiny, 1000, 24, settings_dict["kvcompress"])
+    forecast_of = partial(forecast_of, longest=2048, requests=64)
+    forecast = forecast_of(cache_dtype="fp8")
     assert forecast.block_bytes * cache.num_blocks == taken
     assert forecast.extra_bytes == extra
-    plain = make_forecast(tiny, 1000, 24, settings_dict["kvcompress"], **extra_options)
+    plain = forecast_of()
     assert plain.block_bytes == 4 * forecast.block_bytes
     assert plain.on.prefill == forecast.on.prefill
 
@@ -553,15 +537,9 @@ def test_the_planned_number_of_requests_fits_the_engine(tiny):
     assert forecast.pool_on.blocks == 99
     count = forecast.pool_on.beside_prefill
     assert count > 2 * forecast.pool_off.decoding
-    with engine(
-        tiny,
-        additional_config=settings(budget=0.2),
-        blocks=100,
-        max_model_len=length + output,
-        max_num_seqs=64,
-        max_num_batched_tokens=length,
-        enable_prefix_caching=False,
-    ) as llm:
+    limits = dict(max_num_batched_tokens=length, max_num_seqs=64, max_model_len=length + output)
+    options = dict(additional_config=settings(budget=0.2), enable_prefix_caching=False)
+    with engine(tiny, blocks=100, **limits, **options) as llm:
         preemptions = llm.watch_preemptions()
         for i in range(count):
             llm.submit(str(i), tokens(length, seed=i), output)
@@ -593,6 +571,12 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
     assert "must hold" not in text.stdout
 
 
+MERGES_IN_FP8 = (
+    "merges tokens, which would have to be quantised again in a fp8 KV cache; choose a"
+    " method that does not merge, or set --kv-cache-dtype auto"
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -608,11 +592,7 @@ def test_the_command_prints_the_forecast_without_vllm(run, tiny):
         ("--mamba-ssm-cache-dtype fp8", "dtype must be auto or one of"),
         ("--kv-cache-dtype nvfp4", "set --kv-cache-dtype auto"),
         *(
-            (
-                f"--kv-cache-dtype fp8 --kv-compress d2o --dtype {dtype}",
-                "merges tokens, which would have to be quantised again in a fp8 KV cache; choose a"
-                " method that does not merge, or set --kv-cache-dtype auto",
-            )
+            (f"--kv-cache-dtype fp8 --kv-compress d2o --dtype {dtype}", MERGES_IN_FP8)
             for dtype in ("bfloat16", "float32")  # not values of --kv-cache-dtype
         ),
         ("--kv-packed-dtype k4v3", "k4v3 needs a head dim that is a multiple of 8 and at least 64"),
@@ -671,9 +651,8 @@ def test_an_invalid_option_is_one_sentence_and_status_2(run_in_process, tiny, fl
 
 def test_tensor_parallelism_splits_a_block_down_to_one_kv_head(tiny):
     settings_dict = settings()["kvcompress"]
-    one, two, four = (
-        make_forecast(tiny, 1000, 8, settings_dict, ranks=n).block_bytes for n in (1, 2, 4)
-    )
+    forecasts = (make_forecast(tiny, 1000, 8, settings_dict, ranks=n) for n in (1, 2, 4))
+    one, two, four = (forecast.block_bytes for forecast in forecasts)
     assert one == 2 * two
     assert four == two  # four ranks replicate the two KV heads
 
@@ -734,9 +713,8 @@ def test_the_largest_request_that_overrides_allow(tiny):
         settings_dict = {"compress": method, "budget": budget, "min_prompt": 128, **extra_options}
         return make_forecast(tiny, 1000, 8, settings_dict, memory_gib=0.1, requests=1024)
 
-    bounded = forecast_for(
-        "cake", 0.1, allow_override="cake,snapkv", budget_bounds="0.05:0.5,64:128"
-    )
+    bounds = "0.05:0.5,64:128"
+    bounded = forecast_for("cake", 0.1, allow_override="cake,snapkv", budget_bounds=bounds)
     assert bounded.worst.blocks == forecast_for("cake", 0.5).on
     assert bounded.worst.asks in ("cake at 0.5", "snapkv at 0.5")
     assert bounded.pool_on.decoding > bounded.worst.pool.decoding > bounded.pool_off.decoding
@@ -752,19 +730,12 @@ def test_the_largest_request_that_overrides_allow(tiny):
 
 def test_the_largest_request_that_aliases_allow(tiny):
     def worst_case(method: str, alias: dict, **extra_options):
-        settings_dict = {
-            "compress": method,
-            "budget": 0.1,
-            "min_prompt": 128,
-            "alias": alias,
-            **extra_options,
-        }
-        return make_forecast(tiny, 1000, 8, settings_dict).worst
+        config = settings(method, 0.1, min_prompt=128, alias=alias, **extra_options)
+        return make_forecast(tiny, 1000, 8, config["kvcompress"]).worst
 
     def blocks_of(method: str, budget: float):
-        return make_forecast(
-            tiny, 1000, 8, settings(method, budget, min_prompt=128)["kvcompress"]
-        ).on
+        config = settings(method, budget, min_prompt=128)
+        return make_forecast(tiny, 1000, 8, config["kvcompress"]).on
 
     larger = worst_case("cake", {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.05"})
     assert (larger.asks, larger.blocks) == ("the model name tiny@half", blocks_of("snapkv", 0.5))
@@ -774,9 +745,8 @@ def test_the_largest_request_that_aliases_allow(tiny):
     assert with_off.asks == "the model name tiny@full"
     assert worst_case("off", {"tiny@half": "cake:0.5"}).asks == "off"
     # Budget bounds do not apply to aliases, and requests may use an alias's budget with any method.
-    with_override = worst_case(
-        "cake", {"tiny@more": "cake:0.8"}, allow_override="snapkv", budget_bounds="0.05:0.3"
-    )
+    choices = {"allow_override": "snapkv", "budget_bounds": "0.05:0.3"}
+    with_override = worst_case("cake", {"tiny@more": "cake:0.8"}, **choices)
     assert with_override.blocks == blocks_of("cake", 0.8)
 
 
@@ -856,9 +826,8 @@ def test_the_plan_shows_how_many_preempted_requests_fit_into_host_memory(wide, p
     config = {"compress": "cake", "budget": 0.5, "park": 40 * 96 / 2**20}
     forecast = plan_on_cpu(wide, 2000, 100, config, **BFLOAT16).forecast
     assert forecast.parked == 40 // -(-forecast.on.end // 4) == 2
-    assert (
-        plan_on_cpu(wide, 2000, 100, {**config, "park": None}, **BFLOAT16).forecast.parked is None
-    )
+    without = plan_on_cpu(wide, 2000, 100, {**config, "park": None}, **BFLOAT16).forecast
+    assert without.parked is None
     with pytest.raises(ConfigError, match="park must be at least one slot of 4 KV blocks"):
         plan_on_cpu(wide, 2000, 100, {**config, "park": 95 / 2**20}, **BFLOAT16)
     flags = ("--len", 2000, "--device", "cpu", "--dtype", "bfloat16", "--kv-park", 0.5)

@@ -77,10 +77,9 @@ def test_drafts_are_refused_in_the_servers_words(changes, given, tiny, wide):
     drafts = {"method": "eagle", "num_speculative_tokens": 3, "model": make_eagle(model, **shape)}
     drafts |= {name: value for name, value in changes.items() if name not in shape}
     config = settings("cake", 0.5, **given)
+    plan = partial(plan_on_cpu, model, 1000, 8, config["kvcompress"], longest=2048)
     with pytest.raises(ConfigError) as planned:
-        plan_on_cpu(
-            model, 1000, 8, config["kvcompress"], longest=2048, speculative=json.dumps(drafts)
-        )
+        plan(speculative=json.dumps(drafts))
     with (
         pytest.raises(ConfigError) as refused,
         engine(model, additional_config=config, max_model_len=2048, speculative_config=drafts),

@@ -63,10 +63,8 @@ def prometheus(
 ) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes `target` (host:port) every second as `job` with `labels`."""
     (folder / "rules.yml").write_text(yaml.safe_dump(dict(rules)))
-    scrape = {
-        "job_name": job,
-        "static_configs": [{"targets": [target], "labels": dict(labels)}],
-    }
+    targets = {"targets": [target], "labels": dict(labels)}
+    scrape = {"job_name": job, "static_configs": [targets]}
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yml"],

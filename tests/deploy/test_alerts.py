@@ -137,10 +137,8 @@ def test_the_alerts_select_the_scraped_job(rendered):
     service = find_object(rendered["gpu"], "Service")
     job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
     assert f'absent(up{{job="{job}", namespace=~".*"}})' in alerts()["KVCompressServerDown"]["expr"]
-    for (
-        name,
-        rule,
-    ) in alerts().items():  # metrics of plain vLLM must be restricted to this deployment
+    # metrics of plain vLLM must be restricted to this deployment
+    for name, rule in alerts().items():
         for metric, labels in re.findall(r"(vllm:\w+)(\{[^}]*\})?", rule["expr"]):
             if not metric.startswith("vllm:kv_compress_"):
                 assert labels == f'{{job="{job}"}}', (name, metric)

@@ -38,27 +38,16 @@ def kserve_pod():
     (main_container,) = RUNTIME["spec"]["containers"]
     predictor = SERVICE["spec"]["predictor"]
     main_container = {**main_container, "resources": predictor["model"]["resources"]}
-    kept = (
-        "serviceAccountName",
-        "automountServiceAccountToken",
-        "securityContext",
-        "terminationGracePeriodSeconds",
-    )
-    return {
-        "containers": [main_container],
-        "volumes": RUNTIME["spec"]["volumes"],
-        "tolerations": RUNTIME["spec"]["tolerations"],
-        **{name: predictor[name] for name in kept},
-    }
+    of_predictor = ("serviceAccountName", "automountServiceAccountToken", "securityContext")
+    pod = {name: predictor[name] for name in (*of_predictor, "terminationGracePeriodSeconds")}
+    pod |= {name: RUNTIME["spec"][name] for name in ("volumes", "tolerations")}
+    return {"containers": [main_container], **pod}
 
 
 def stack_pod():
     """Return the part of the chart's pod that comes directly from the values."""
-    main_container = {
-        "name": "vllm",
-        "image": "any",
-        "securityContext": STACK["containerSecurityContext"],
-    }
+    main_container = {"name": "vllm", "image": "any"}
+    main_container["securityContext"] = STACK["containerSecurityContext"]
     return {"containers": [main_container], "securityContext": STACK["securityContext"]}
 
 
@@ -125,10 +114,9 @@ def test_the_disaggregated_engines_and_router_match(demo_model):
     """NIXL accepts both engines, only decode compresses, and the router selects both."""
     engines = {}
     for main_container in (PREFILL, DECODE):
-        extra = main_container["vllmConfig"]["extraArgs"]
-        _, engines[main_container["name"]] = parse_serve(
-            [demo_model, "--host=0.0.0.0", "--port=8000", *extra]
-        )
+        argv = [demo_model, "--host=0.0.0.0", "--port=8000"]
+        argv += main_container["vllmConfig"]["extraArgs"]
+        _, engines[main_container["name"]] = parse_serve(argv)
     prefill, decode = engines.values()
     assert not CompressionConfig.parse(prefill.additional_config.get("kvcompress", {})).active
     main_container = CompressionConfig.parse(decode.additional_config["kvcompress"])
@@ -150,13 +138,13 @@ def test_the_disaggregated_engines_and_router_match(demo_model):
     ]
     # the two recipes of the chart differ in nothing that has no reason
     single, both = STACK, DISAGGREGATED["servingEngineSpec"]
-    assert {k: v for k, v in single.items() if k not in ("vllmApiKey", "modelSpec")} == {
-        k: v for k, v in both.items() if k != "modelSpec"
-    }
-    compressing = [a for a in DECODE["vllmConfig"]["extraArgs"] if a.startswith("--kv-compress")]
-    assert compressing == [
-        a for a in STACK["modelSpec"][0]["vllmConfig"]["extraArgs"] if "--kv-compress" in a
-    ]
+    shared = {key: value for key, value in single.items() if key != "vllmApiKey"}
+    assert both == {**shared, "modelSpec": both["modelSpec"]}
+    compressing, expected = (
+        [a for a in model["vllmConfig"]["extraArgs"] if a.startswith("--kv-compress")]
+        for model in (DECODE, STACK["modelSpec"][0])
+    )
+    assert compressing == expected
 
 
 @pytest.mark.parametrize("name", ["gpu", "canary"])

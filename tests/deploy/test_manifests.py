@@ -100,12 +100,10 @@ def test_all_that_the_images_write_to_is_mounted(any_objects, request):
     for template in pods(any_objects):
         (main_container,) = template["spec"]["containers"]
         mounted = {mount["mountPath"] for mount in main_container["volumeMounts"]}
-        assert mounted - {"/compiled"} == (
-            needed - {"/dev/shm"} if downloads_model(main_container) else needed
-        )
-        assert {v["name"] for v in template["spec"]["volumes"]} == {
-            mount["name"] for mount in main_container["volumeMounts"]
-        }
+        unused = {"/dev/shm"} if downloads_model(main_container) else set()
+        assert mounted - {"/compiled"} == needed - unused
+        names = {mount["name"] for mount in main_container["volumeMounts"]}
+        assert {v["name"] for v in template["spec"]["volumes"]} == names
 
 
 @pytest.mark.parametrize("name", GPU)
@@ -118,16 +116,14 @@ def test_what_is_compiled_outlives_a_pod(rendered, name):
         assert values.keys() >= kept
         for variable in kept:
             assert values[variable].startswith("/compiled/$(NODE_NAME)/")
-            assert names.index("NODE_NAME") < names.index(
-                variable
-            )  # otherwise kubelet does not expand it
+            # otherwise kubelet does not expand it
+            assert names.index("NODE_NAME") < names.index(variable)
         (volume,) = [v for v in template["spec"]["volumes"] if v["name"] == "compiled"]
         claim = volume["persistentVolumeClaim"]["claimName"]
     volumes_of = {"canary": "gpu", "example/canary": "example"}
     owner = rendered[volumes_of.get(name, name)]
-    assert find_object(owner, "PersistentVolumeClaim", claim)["spec"]["accessModes"] == [
-        "ReadWriteMany"
-    ]
+    spec = find_object(owner, "PersistentVolumeClaim", claim)["spec"]
+    assert spec["accessModes"] == ["ReadWriteMany"]
 
 
 def test_secrets_are_references_and_gpu_pods_require_the_api_key(any_objects, request):
@@ -178,14 +174,9 @@ def test_selectors_match_only_their_own_pods(rendered):
                 if name in separate or other in separate:
                     assert not selects(selector, labels(other)), (name, item["kind"], other)
         if monitors := [o for o in objects if o["kind"] == "ServiceMonitor"]:
-            labels_of_monitor = monitors[0]["spec"]["selector"]["matchLabels"].items()
-            assert (
-                labels_of_monitor <= find_object(objects, "Service")["metadata"]["labels"].items()
-            )
-            assert (
-                labels_of_monitor
-                <= find_object(rendered["canary"], "Service")["metadata"]["labels"].items()
-            )
+            selected = monitors[0]["spec"]["selector"]["matchLabels"].items()
+            for service in (find_object(each, "Service") for each in (objects, rendered["canary"])):
+                assert selected <= service["metadata"]["labels"].items()
 
 
 def peers(policy, port):
@@ -234,11 +225,8 @@ def test_all_kinds_of_cluster_dns_are_reachable(any_objects):
 def test_egress_is_dns_and_public_https(any_objects, request):
     policy = find_object(any_objects, "NetworkPolicy")["spec"]
     assert "Egress" in policy["policyTypes"]
-    others = [
-        rule
-        for rule in policy["egress"]
-        if {port["port"] for port in rule.get("ports", [])} not in ({53}, {5353})
-    ]
+    ports = [({port["port"] for port in r.get("ports", [])}, r) for r in policy["egress"]]
+    others = [rule for numbers, rule in ports if numbers not in ({53}, {5353})]
     if "multi-node" in request.node.name:  # machines of a group reach each other
         assert others.pop().keys() == {"to"}
     if re.search(r"example(/canary)?\]", request.node.name):
@@ -260,11 +248,10 @@ def test_egress_is_dns_and_public_https(any_objects, request):
 
 
 def test_the_canary_can_run_next_to_the_gpu_overlay(rendered):
-    names = {
-        name: {(o["kind"], o["metadata"]["name"]) for o in rendered[name]}
-        for name in ("gpu", "canary")
-    }
-    assert not names["gpu"] & names["canary"]
+    gpu, canary = (
+        {(o["kind"], o["metadata"]["name"]) for o in rendered[name]} for name in ("gpu", "canary")
+    )
+    assert not gpu & canary
     volumes = find_object(rendered["canary"], "Deployment")["spec"]["template"]["spec"]["volumes"]
     claims = [v["persistentVolumeClaim"] for v in volumes if "persistentVolumeClaim" in v]
     assert {claim["claimName"] for claim in claims} == {"model-cache", "compile-cache"}
@@ -329,12 +316,8 @@ def test_a_group_of_machines_is_one_server(rendered, name):
 
 def test_the_prefetch_job_downloads_the_model_that_pods_serve(rendered):
     objects = rendered["prefetch"]
-    assert {o["kind"] for o in objects} == {
-        "ConfigMap",
-        "Job",
-        "NetworkPolicy",
-        "PersistentVolumeClaim",
-    }
+    kinds = {o["kind"] for o in objects}
+    assert kinds == {"ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim"}
     main_container = container(objects)
     assert main_container["command"] == ["hf", "download"]
     settings = find_object(rendered["gpu"], "ConfigMap", "settings")["data"]

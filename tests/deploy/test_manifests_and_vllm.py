@@ -7,16 +7,7 @@ import httpx
 import pytest
 import yaml
 
-from manifests import (
-    GROUP,
-    ROOT,
-    SERVING,
-    arguments,
-    container,
-    find_object,
-    parse_serve,
-    pods,
-)
+from manifests import GROUP, ROOT, SERVING, arguments, container, find_object, parse_serve, pods
 
 README = (ROOT / "deploy" / "README.md").read_text()
 
@@ -136,9 +127,7 @@ def test_the_readme_lists_all_paths_without_a_key(demo_model):
 
 @pytest.mark.engine
 def test_vllm_rejects_an_unknown_method(rendered, capsys):
-    argv = [
-        argument.replace("=cake-chunk", "=cake-chunks") for argument in arguments(rendered["gpu"])
-    ]
+    argv = [a.replace("=cake-chunk", "=cake-chunks") for a in arguments(rendered["gpu"])]
     with pytest.raises(SystemExit, match="2"):
         parse_serve(argv)
     assert "did you mean 'cake-chunk'" in capsys.readouterr().err.splitlines()[-1]

@@ -6,15 +6,7 @@ import shutil
 import jsonschema
 import pytest
 
-from manifests import (
-    OVERLAYS,
-    ROOT,
-    container,
-    find_object,
-    pods,
-    render,
-    selects,
-)
+from manifests import OVERLAYS, ROOT, container, find_object, pods, render, selects
 from operator_schemas import SCHEMAS
 from vllm_kvcompress import __version__
 
@@ -115,12 +107,9 @@ def test_a_rollout_uses_one_sites_settings(kubectl_binary, copied, overlay):
     """Prefetch, deployment and canary, which the runbook applies one after the other."""
     site = copied / "site" / "kustomization.yaml"
     edit(copied / "kustomization.yaml", "- ../gpu #", f"- ../{overlay} #")
-    edit(
-        site,
-        "- MODEL=Qwen/Qwen3-8B",
-        "- MODEL=team/model\n      - KV_COMPRESS=snapkv\n      - KV_ALLOW_OVERRIDE=off,h2o\n"
-        "      - KV_USAGE=--no-kv-usage",
-    )
+    ours = ["MODEL=team/model", "KV_COMPRESS=snapkv", "KV_ALLOW_OVERRIDE=off,h2o"]
+    ours.append("KV_USAGE=--no-kv-usage")
+    edit(site, "- MODEL=Qwen/Qwen3-8B", "\n      ".join(f"- {line}" for line in ours))
     edit(site, "value: 100Gi #", "value: 200Gi #")
     if overlay == "tensor-parallel":
         line = "- ../../../components/tensor-parallel #"
@@ -227,10 +216,7 @@ def test_all_kubectl_commands_of_the_runbook_set_a_namespace():
     commands = {" ".join(command.split()) for command in found}
     assert len(commands) > 10
     applied = {c.split(" -k ")[1] for c in commands if c.startswith("kubectl apply -k ")}
-    assert applied == {
-        "OVERLAY",
-        "OVERLAY/prefetch",
-        "OVERLAY/canary",
-    }  # these set their own namespace
+    # these set their own namespace
+    assert applied == {"OVERLAY", "OVERLAY/prefetch", "OVERLAY/canary"}
     allowed = ("kubectl -n $NAMESPACE ", "kubectl apply -k OVERLAY", "kubectl create namespace ")
     assert not [c for c in commands if not c.startswith((*allowed, "kubectl delete -k"))]

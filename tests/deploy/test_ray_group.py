@@ -54,24 +54,13 @@ def test_machines_form_one_ray_cluster_and_the_server_gets_its_arguments(rendere
     leader[2] = leader[2].replace("/opt/entrypoint.sh", str(server))
     with ray_folder() as (folder, environment):
         address = get_node_ip_address()
-        pod = {
-            **os.environ,
-            **environment,
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "VLLM_HOST_IP": address,
-            "LWS_LEADER_ADDRESS": address,
-        }
+        pod = {**os.environ, **environment, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        pod |= {"VLLM_HOST_IP": address, "LWS_LEADER_ADDRESS": address}
         with (tmp_path / "worker").open("wb") as log:
             joining = subprocess.Popen(worker, env=pod, stdout=log, stderr=subprocess.STDOUT)
         try:
-            done = subprocess.run(
-                [*leader, *server_args],
-                env=pod,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
+            options = dict(env=pod, capture_output=True, text=True, timeout=300)
+            done = subprocess.run([*leader, *server_args], **options, check=False)
             assert done.returncode == 0, done.stderr + (tmp_path / "worker").read_text()
             assert joining.poll() is None
         finally:
