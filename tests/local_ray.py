@@ -108,6 +108,8 @@ def local_ray(sites: Sequence[str] = ("", "")) -> Iterator[dict[str, str]]:
                 address = ["--address", address_file.read_text().strip()] if number else _head()
                 nodes.append(_node(folder / f"node-{number}", site, address, environment))
                 _wait(nodes[-1], folder / f"node-{number}" / "log")
+                # the first node writes its address after it reports that it has started
+                wait_for(lambda: address_file.exists() and address_file.read_text())
             # the first node's path, for clients in separate processes
             path = _path(folder / "node-0")
             yield {
