@@ -99,7 +99,7 @@ packages:
 	fi
 
 # Two workers with one thread each, one file at a time: most tests keep one core busy. If a worker dies, the run ends
-# and names its test; with a new worker, xdist would wait for tests that were never given to one.
+# and names the test it ran; with a replacement, xdist would wait for tests that no worker got.
 test: packages model lint docs  ## run everything that CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --max-worker-restart 0 --slowest-files 15

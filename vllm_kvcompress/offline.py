@@ -327,11 +327,11 @@ def _quantised_layers(kept: Compressed, tail: int = 0, leading: int = 0) -> Comp
 def quantised(
     keys: torch.Tensor, values: torch.Tensor, tail: int = 0, leading: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``[Hkv, n, D]`` as k4v3 stores them.
+    """Return keys and values ``[Hkv, n, D]``, quantised in k4v3 and dequantised.
 
     Args:
-        tail: tokens at the end that stay as they are.
-        leading: tokens at the start that stay as they are.
+        tail: tokens at the end that stay exact.
+        leading: tokens at the start that stay exact.
     """
     heads, tokens, dim = keys.shape
     packed = slice(leading, tokens - tail)

@@ -17,7 +17,7 @@ from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.compare.tasks.matches import has_result
 
 DRAFTED_TOKENS = 8
-"""Tokens that one forward pass of the full cache checks; reading the weights takes most of it."""
+"""Most drafted tokens per forward pass, whose time is mostly that of reading the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,8 @@ def full_cache_output(
 ) -> FullOutput:
     """Return the full cache's greedy output.
 
-    A forward pass also feeds tokens that may follow, and the output gets those that the model
-    chooses itself.
+    A forward pass also gets tokens drafted from earlier text, and the output keeps those that the
+    model would choose.
 
     Args:
         forced_prefix: token ids that the output starts with, whatever the model predicts.
@@ -169,7 +169,7 @@ def full_cache_output(
 
 
 def _repeated(ids: Sequence[int]) -> Sequence[int]:
-    """Return the tokens that follow the last two tokens where these two occurred before."""
+    """Return the tokens that followed an earlier occurrence of the last two tokens."""
     for end in range(len(ids) - 1, 1, -1):
         if ids[end - 2 : end] == ids[-2:]:
             return ids[end : end + DRAFTED_TOKENS]

@@ -36,7 +36,7 @@ def image(demo_model, tool) -> Iterator[ImageRoot]:
     for name, package in (("unshare", "util-linux"), ("tini", "tini"), ("g++", "g++")):
         tool(name, f"Debian's package {package}")
     install, final = stages(ROOT / "docker" / "Dockerfile.cpu")
-    # In the file system of the test environment, for hard links.
+    # Hard links need the file system of the test environment.
     with tempfile.TemporaryDirectory(prefix="kvcompress-image-", dir=sys.prefix) as folder:
         root = ImageRoot(Path(folder, "root"))
         copy_context(root.path / "src")

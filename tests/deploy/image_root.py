@@ -57,7 +57,7 @@ class ImageRoot:
     def link_packages(self, lock: Path, prefix: str) -> None:
         """Link the packages of `lock` from the test environment into the environment `prefix`.
 
-        pip would take a minute to unpack the same files, and as long to delete them. `make setup`
+        Unpacking the same files would take pip a minute, and deleting them another. `make setup`
         has installed them from the same lock with the same options. pip finds them installed, and
         installs packages itself whose version differs from the lock.
         """

@@ -67,7 +67,7 @@ def nixl():
 
 
 WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
-# Agents created by this vLLM module have no progress thread. NIXL would then let UCX work without
+# Agents created by this vLLM module get no progress thread. NIXL would then also leave out UCX's
 # locks, but vLLM connects to prefill servers in another thread than it polls in, and both send.
 POLLING = (
     "module.nixl_agent_config = __import__('functools').partial("

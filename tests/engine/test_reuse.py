@@ -52,7 +52,7 @@ def generate(llm, prompt, count, salt=None, lora_request=None, **params):
 
 
 def generate_cold(llm, requests):
-    """Return the outputs of prompts with a count of tokens and params that find nothing cached."""
+    """Return the outputs of requests (prompt, token count, params), which find nothing cached."""
     given, sampling = [], []
     for number, (prompt, count, params) in enumerate(requests):
         given.append({"prompt_token_ids": list(prompt), "cache_salt": f"cold {number}"})

@@ -97,7 +97,7 @@ def rows(draw):
 @prop
 @given(rows())
 def test_budgets_equal_exact_rationals(case):
-    """Except by one token where float64 cannot distinguish two fractional parts."""
+    """Except by one token where float64 sees two fractional parts as equal."""
     weights, total, caps, floor = case
     free = [cap - min(floor, cap) for cap in caps]
     x = reference.water_fill(weights, min(total, sum(caps)) - sum(caps) + sum(free), free)

@@ -33,7 +33,7 @@ def takes_options(
 
     Args:
         options: a dataclass whose fields are ``Annotated[T, typer.Option(...)]`` or
-            ``Annotated[T, typer.Argument(...)]``, or plain types for the keys of `KV_FLAGS`. A
+            ``Annotated[T, typer.Argument(...)]``, or plain types if named in `KV_FLAGS`. A
             field without a default is required.
     """
     hints = get_type_hints(options, include_extras=True)
@@ -60,7 +60,7 @@ def takes_options(
 
 
 def _annotation(name: str, hint: Any) -> Any:
-    """Return a field's annotation, with the option of a flag in `KV_FLAGS`."""
+    """Return a field's annotation; for a key of `KV_FLAGS`, with its option."""
     if name not in KV_FLAGS:
         return hint
     metavar, text = KV_FLAGS[name]
@@ -104,7 +104,7 @@ def settings_from(options: Any) -> dict[str, Any]:
     The other flags override ``--kv-compress-config``.
 
     Args:
-        options: value of a dataclass with fields of `KV_FLAGS`.
+        options: a dataclass value with a field `compress_config` and others named in `KV_FLAGS`.
 
     Raises:
         ConfigError: ``--kv-compress-config`` is not a JSON object.

@@ -440,7 +440,7 @@ def _max_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionCo
             # once output tokens make up the window.
             kept += sizes.layers * (-(-window // sizes.block_size) + 1)
             if settings.protection.words:
-                # Spans raise a budget to at most half of the prompt plus the other half's share.
+                # Protected spans raise a budget to at most half of the prompt plus half of itself.
                 size, half = plan.page_tokens, -(-min(spec.budget, sizes.longest) // 2)
                 raised = sizes.longest // 2 + max(window + size, half)
                 kept = max(kept, sizes.layers * (raised // size + 2))

@@ -148,9 +148,9 @@ def compressed_specs(
             " sliding window or keep a state; serve it without --kv-compress"
         )
     first_name, first = next(iter(full.items()))
-    # All groups take their pages from the same blocks, so pages must have one size in bytes. A
-    # window must also have the same block size in tokens. A state has no number of tokens: without
-    # the prefix cache, vLLM sets its block size to the maximum sequence length.
+    # All groups take their pages from the same blocks, so pages must have one size in bytes. Layers
+    # with a sliding window need the same block size in tokens, too. Those with a state do not:
+    # without the prefix cache, vLLM sets their block size to the maximum sequence length.
     for name, spec in others.items():
         same_block = isinstance(spec, MambaSpec) or spec.block_size == first.block_size
         if spec.page_size_bytes != first.page_size_bytes or not same_block:
