@@ -119,7 +119,7 @@ def _command_flags() -> str:
 
 _COMMAND_FLAGS_START = '''"""Metavar and help of the flags of ``vllm serve`` that our commands take.
 
-``make reference`` writes this file, so that the commands start without importing settings and torch.
+``make reference`` writes this file, so that commands start without importing settings and torch.
 """
 
 from collections.abc import Mapping

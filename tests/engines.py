@@ -369,14 +369,14 @@ class Engine:
         at_once: int = 24,
         **params: Any,
     ) -> None:
-        """Assert that requests produce their outputs without preemptions.
+        """Assert that without preemptions, requests produce the same outputs.
 
         Args:
             requests: prompt, output, number of output tokens at each preemption, and extra_args of
                 each. After each preemption, a request continues like one that prefills the prompt
                 and these output tokens.
             num_output: tokens of each output; None if they differ.
-            at_once: how many run together; 1 in a pool in which they would be preempted.
+            at_once: how many run together; 1 where more would be preempted.
         """
         requests = [*requests]
         assert num_output is None or all(len(output) == num_output for _, output, *_ in requests)
@@ -386,12 +386,14 @@ class Engine:
             for start, stop in pairwise([0, *cuts, len(output)])
             if stop > start
         ]
+        preemptions = self.watch_preemptions()
         waiting, outputs = [*enumerate(runs)], {}
         while waiting or self.llm.llm_engine.has_unfinished_requests():
             while waiting and len(self.scheduler.requests) < at_once:
                 number, (prompt, output, extra_args) = waiting.pop(0)
                 self.submit(str(number), prompt, len(output), extra_args=extra_args, **params)
             outputs |= self.step()
+        assert not preemptions, "a request was preempted: the pool is too small"
         for number, (prompt, output, extra_args) in enumerate(runs):
             actual = list(outputs[str(number)].outputs[0].token_ids)
             assert actual == output, (len(prompt), extra_args)

@@ -32,7 +32,7 @@ def run(files: Sequence[str], environment: Mapping[str, str], folder: Path) -> P
     The process uses one thread and no xdist workers: the calling suite worker has only one core.
 
     Args:
-        files: test files, relative to the repository root.
+        files: test files, relative to the repository root, or ids of tests in them.
         environment: added to this process's environment variables.
         folder: where to write the JUnit report.
     """
@@ -44,7 +44,7 @@ def run(files: Sequence[str], environment: Mapping[str, str], folder: Path) -> P
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     output = completed.stdout[-8000:] + completed.stderr[-2000:]
-    passed = dict.fromkeys(files, 0)
+    passed = dict.fromkeys((file.partition("::")[0] for file in files), 0)
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
             if not {child.tag for child in case} & {"failure", "error", "skipped"}:

@@ -137,7 +137,9 @@ def full_cache_output(
     if given := tokens[:-1]:
         feed(given, 0)
     while not is_finished(model, item, tokens):
-        drafted = _repeated([*prompt.ids, *tokens])[: item.max_tokens - len(tokens)]
+        drafted: Sequence[int] = []
+        if model.model.dtype == torch.float32:  # bfloat16 rounds differently in larger products
+            drafted = _repeated([*prompt.ids, *tokens])[: item.max_tokens - len(tokens)]
         feed([tokens[-1], *drafted], len(tokens) - 1)
         chosen = logits[-1].argmax(-1).tolist()
         count = 0

@@ -1,6 +1,8 @@
 """The CPU image, built with its own steps and started with its own entrypoint, without Docker.
 
-See `image_root`: a read-only root file system, an unprivileged user, and process 1.
+As in a container (`image_root`): a read-only root file system, an unprivileged user, and the
+entrypoint as process 1. The locked packages are links to those of the test environment, which
+`make setup` installs from the same locks with their hashes.
 """
 
 import concurrent.futures

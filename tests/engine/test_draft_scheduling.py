@@ -72,7 +72,7 @@ def texts_without_drafts(model, config):
 
 @pytest.mark.parametrize(
     ("lookahead", "is_async"),
-    [*((tokens, True) for tokens in (*range(6), 8, None)), (4, False), (None, False)],
+    [*((tokens, True) for tokens in (*range(9), None)), (0, False), (4, False), (None, False)],
 )
 def test_look_aheads_end_with_verified_tokens(lookahead, is_async, model, async_scheduling_allowed):
     """Whatever drafts are rejected, outputs equal those without drafts; None is the default."""

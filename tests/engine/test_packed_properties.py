@@ -376,7 +376,7 @@ def outputs_without_drafts(small):
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # from the compiler of V1's drafter
-@pytest.mark.parametrize("num_drafts", [2, 8])
+@pytest.mark.parametrize("num_drafts", [2, 4, 8])
 def test_drafts_change_no_output_and_no_repetition(
     num_drafts, checkpoints_folder, outputs_without_drafts
 ):

@@ -12,7 +12,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
 from checkpoints import WIDE, make, tokens, write_adapter
-from engines import BLOCK, engine, settings
+from engines import BLOCK, V2, engine, settings
 from group_replay import assert_replay_matches, watch_added_groups
 from kvcompress_kernels import k4v3
 from test_soak import Request, run_requests
@@ -95,7 +95,8 @@ def test_later_turns_find_prompt_and_output_and_equal_cold_runs(
 ):
     with reuse_engine(checkpoints_folder, async_scheduling=asynchronous) as llm:
         free = llm.free_blocks
-        record = conversation(llm, 1, 3, 170)  # the first output fills the second cell
+        # the first output fills the second cell; in Triton's interpreter, steps are slow
+        record = conversation(llm, 1, 3, 40 if V2 else 170)
         ends = [len(prompt) + len(output) for prompt, output, _ in record]
         assert [cached for *_, cached in record] == [
             0, *(hit(end - 1) for end in ends[:2])
@@ -350,6 +351,9 @@ def test_a_thrashing_pool_evicts_zeroes_and_still_equals_cold_runs(checkpoints_f
         assert any(hits)
         assert not all(hits[len(seeds) :])
         assert zeroed
+        assert_equal_cold(llm, record[:1])
+        assert llm.free_blocks == free
+        router.check()
     with reuse_engine(checkpoints_folder) as llm:
         assert_equal_cold(llm, record)
 

@@ -286,6 +286,15 @@ def test_a_configuration_keeps_its_values_and_set_keys(method, written):
             assert same_method.value(key) == config.value(key), key
 
 
+@pytest.mark.parametrize("raw", [*({"compress": name} for name in METHODS), FULL], ids=str)
+def test_equal_after_json_and_pickle(raw):
+    config = CompressionConfig.parse(raw)
+    plain = config.to_additional_config()
+    from_json = CompressionConfig.parse(json.loads(json.dumps(plain, allow_nan=False)))
+    for other in (from_json, pickle.loads(pickle.dumps(config))):
+        assert (other, hash(other)) == (config, hash(config))
+
+
 def test_every_field_reaches_additional_config():
     assert CompressionConfig.parse(FULL).to_additional_config() == FULL
     # lookahead_slots cannot be combined with a decode budget

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -60,8 +60,8 @@ def takes_options(
 
 
 def _annotation(name: str, hint: Any) -> Any:
-    """Return a field's annotation; for a key of `KV_FLAGS`, with its option."""
-    if name not in KV_FLAGS:
+    """Return a field's annotation; for a plain type named in `KV_FLAGS`, with its option."""
+    if name not in KV_FLAGS or get_origin(hint) is Annotated:
         return hint
     metavar, text = KV_FLAGS[name]
     flag = f"--kv-{name.replace('_', '-')}"

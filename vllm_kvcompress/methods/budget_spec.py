@@ -58,7 +58,7 @@ class BudgetSpec:
 class LayerStats:
     """Statistics of N layers, on the layers' device until all layers are observed.
 
-    Those that the allocator does not read are None.
+    An allocator gets None for those that it does not read.
 
     Args:
         entropy: ``[N]``, ``H = -sum A log A`` over heads, window queries and past columns (CAKE).
