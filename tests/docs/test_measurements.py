@@ -19,6 +19,7 @@ from benchmarks.evidence.cells import (
 from benchmarks.evidence.harm_table import harm_tables, task_score
 from benchmarks.evidence.harm_table import share as harm_share
 from benchmarks.evidence.report import summary_table
+from benchmarks.evidence.second_turns_table import report as second_turns
 from benchmarks.evidence.systems import FP8_EVICTING, K4V3, K4V3_ALL, SIXTEEN_BITS
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,17 @@ def test_the_figures_of_harm_match_the_raw_results():
     assert f"{solved('cake-chunk, k4v3', 0.4)} with k4v3 at 0.4" in text
     sixteen = " and ".join(solved("cake-chunk", budget) for budget in (0.2, 0.1))
     assert f"{sixteen} with 16 bits at 0.2 and 0.1" in text
+
+
+def test_the_tables_of_second_turns_match_the_raw_results():
+    text = second_turns(
+        [RESULTS / f"second_turns_{name}.jsonl.xz" for name in ("smollm2", "qwen2")]
+    )
+    assert text in (RESULTS / "second_turns.md").read_text()
+    _, _, *table = rows("measurements.md", "| Model | `grid`, warm or cold")
+    for model, (_, *cells_) in zip((DEMO, SECOND), table, strict=True):
+        of_all = text.partition(f"**{model}, all chats**")[2].splitlines()[4:8]
+        assert cells_ == [row.split("|")[3].split()[0] for row in of_all]
 
 
 def test_the_table_of_formats_to_use_matches_the_raw_results():
