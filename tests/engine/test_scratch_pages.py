@@ -125,8 +125,9 @@ def test_attention_over_copies_equals_attention_over_groups(llm, watch, seen):
     for layer, copies in outputs[0].items():
         groups = outputs[1][layer]
         assert len(copies) == 512
-        # The inputs of later layers differ by the rounding of earlier ones.
-        assert (copies - groups).abs().max() <= 1e-4 * groups.abs().max()
+        # The inputs of the second layer differ by the rounding of the first one.
+        tolerance = 3e-5 if layer == 0 else 1e-3
+        assert (copies - groups).abs().max() <= tolerance * groups.abs().max()
     assert not torch.equal(outputs[0][0], outputs[1][0])
 
 
