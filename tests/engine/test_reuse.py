@@ -33,14 +33,14 @@ def reuse_settings(**options):
     return config
 
 
-def reuse_engine(folder, **options):
+def reuse_engine(folder, model=MODEL, **options):
     defaults = {
         "max_num_seqs": 4,
         "max_model_len": 4096,
         "max_num_batched_tokens": 700,
         "additional_config": reuse_settings(),
     }
-    return engine(make(MODEL, folder), **defaults | options)
+    return engine(make(model, folder), **defaults | options)
 
 
 def generate(llm, prompt, count, salt=None, lora_request=None, **params):

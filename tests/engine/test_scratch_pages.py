@@ -109,25 +109,26 @@ def test_attention_over_copies_matches_float64(llm, watch, seen):
     assert len(watch.rows) >= 2
 
 
-def test_attention_over_copies_equals_attention_over_groups(llm, watch, seen):
+def test_attention_over_copies_equals_attention_over_groups(checkpoints_folder):
     prompt, outputs = tokens(1100, seed=36), []
-    scratch = llm.compressor.pool.scratch
-    for salt, pages in (("copies", scratch.pages), ("groups", scratch.pages[:0])):
-        scratch.pages = pages
-        for parts in seen.values():
-            for name in ("q", "k", "v", "out"):
-                parts[name].clear()
-        generate(llm, prompt, 2, salt)
-        outputs.append({layer: parts["out"][1] for layer, parts in seen.items()})
+    with reuse_engine(checkpoints_folder, model="qwen3") as llm:
+        watch, seen = Watch(llm), llm.record_attention()
+        scratch = llm.compressor.pool.scratch
+        for salt, pages in (("copies", scratch.pages), ("groups", scratch.pages[:0])):
+            scratch.pages = pages
+            for parts in seen.values():
+                for name in ("q", "k", "v", "out"):
+                    parts[name].clear()
+            generate(llm, prompt, 2, salt)
+            outputs.append({layer: parts["out"][1] for layer, parts in seen.items()})
     assert watch.rows == [(512, 512), (PACKED, 1100 - HELD)], (
         "the run without scratch pages used some"
     )
     for layer, copies in outputs[0].items():
         groups = outputs[1][layer]
         assert len(copies) == 512
-        # The inputs of the second layer differ by the rounding of the first one.
-        tolerance = 3e-5 if layer == 0 else 1e-3
-        assert (copies - groups).abs().max() <= tolerance * groups.abs().max()
+        # The inputs of later layers differ by the rounding of earlier ones.
+        assert (copies - groups).abs().max() <= 1e-4 * groups.abs().max()
     assert not torch.equal(outputs[0][0], outputs[1][0])
 
 
